@@ -1,0 +1,15 @@
+"""Sharded data-parallel training as a torch.compile backend.
+
+    torch.compile(model, backend="autoshard")     # one line, any nn.Module, under torchrun
+    autoshard.fully_shard(block)                  # or explicit and composable
+    autoshard.shard(model, policy=...)            # or the whole model in one call
+"""
+
+from autoshard.runtime import kernels as _kernels  # gives the ops their implementations
+from autoshard.runtime.shard import fully_shard as fully_shard
+from autoshard.runtime.shard import shard as shard
+from autoshard.runtime.sharded_module import ShardedModule as ShardedModule
+
+__version__ = "0.1.0"
+
+del _kernels

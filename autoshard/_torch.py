@@ -1,0 +1,154 @@
+"""Every private torch name that autoshard uses, and where it moved.
+
+Everything else imports from here, so that a torch upgrade is a change to one
+file. Each name was tried on torch 2.11.0, 2.13.0 and 2.15.0; a name that is
+missing on some of them says so beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from functorch.compile import (
+    make_boxed_func as make_boxed_func,
+)
+from functorch.compile import (
+    min_cut_rematerialization_partition as min_cut_rematerialization_partition,
+)
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks,
+)
+from torch._C._autograd import (
+    _push_saved_tensors_default_hooks as push_saved_tensors_hooks,
+)
+from torch._C._autograd import (
+    _top_saved_tensors_default_hooks as _top_hooks,
+)
+from torch._dynamo.backends.common import aot_autograd as aot_autograd
+from torch._dynamo.eval_frame import skip_code as skip_code
+from torch._dynamo.exc import (
+    SkipFrame as SkipFrame,
+)
+from torch._dynamo.exc import (
+    TensorifyScalarRestartAnalysis,
+    UnspecializeRestartAnalysis,
+)
+from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
+from torch.distributed.distributed_c10d import (
+    _get_default_store as default_store,
+)
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group as resolve_group,
+)
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
+
+# 2.13 renamed both and left the old spellings as deprecated wrappers; 2.11 has only the old ones.
+all_gather_flat: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_flat: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
+    """Raised by a backend: trace this frame again, the module it reads has changed.
+
+    The first base makes Dynamo's frame conversion restart; the second is the one
+    that `call_user_compiler` lets through unwrapped.
+    """
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward now running has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The (pack, unpack) pair that autograd would call now, or None."""
+    pair: tuple[Callable[..., Any], Callable[..., Any]] | None = _top_hooks(False)
+    return pair
+
+
+def group_size(name: str) -> int:
+    """World size of the process group that c10d registered under `name`."""
+    return int(resolve_group(name).size())
+
+
+def group_rank(name: str) -> int:
+    """This process's rank in the process group registered under `name`."""
+    return int(resolve_group(name).rank())
+
+
+def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:
+    """Whether `pack` is what non-reentrant `torch.utils.checkpoint` installs."""
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+
+
+def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """`gm`'s generated code, taking its inputs as a list that it empties.
+
+    Boxed, an input dies after its last use; passed one by one, the caller's frame
+    would keep every saved activation alive through the whole backward.
+    """
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    def call(args: list[Any]) -> Any:
+        return forward(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def inductor_settings(**wanted: object) -> dict[str, object]:
+    """Those of `wanted`, Inductor config keys with `__` for a dot, that this torch has."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    named = {key.replace("__", "."): value for key, value in wanted.items()}
+    return {key: value for key, value in named.items() if key in known}
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Any,
+    *,
+    inner_compile: Callable[..., Any],
+    joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule],
+) -> Callable[..., Any]:
+    """Inductor's whole pipeline, with `joint_pass` last over the joint graph before it is
+    partitioned, and `inner_compile` in place of its compiler of single graphs.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class JointPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            joint_pass(graph.owning_module)
+
+        def uuid(self) -> None:
+            return None  # what it does depends on this compilation: never cached
+
+    # AOTAutograd's own cache would skip our passes on a hit.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = compile_fx(
+            gm,
+            example_inputs,
+            inner_compile=inner_compile,
+            config_patches={"joint_custom_post_pass": JointPass()},
+        )
+    return compiled

@@ -1,0 +1,111 @@
+"""The backend's options: one flat dataclass, checked at the door."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.runtime.shard import STRATEGIES
+
+LOWERINGS = ("inductor", "eager")
+BUCKETINGS = ("auto", "per_unit", "none")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What `options=` of `torch.compile(model, backend="autoshard", options=...)` may hold.
+
+    lowering:  "inductor", or "eager": FX's own code, bit for bit the eager runtime.
+    bucketing: "auto"; "per_unit", one bucket a unit; "none", one a parameter; or a list
+               of module names or of lists of them, one bucket an entry.
+    dump:      a folder; every graph is written there as text after every pass.
+    strict:    raise where tracing, a pass or the lowering fails, rather than run the
+               frame on the eager runtime with a warning.
+
+    For the one-line form, as in `shard()`:
+    mesh, policy, strategy, sync_module_states.
+    """
+
+    lowering: str = "inductor"
+    bucketing: str | list[str | list[str]] = "auto"
+    dump: str | None = None
+    strict: bool = False
+    mesh: DeviceMesh | None = None
+    policy: Any = None
+    strategy: str = "full_shard"
+    sync_module_states: bool = True
+
+    def __post_init__(self) -> None:
+        _expect(self, "lowering", self.lowering in LOWERINGS, f"one of {list(LOWERINGS)}")
+        _expect(
+            self,
+            "bucketing",
+            self.bucketing in BUCKETINGS
+            if isinstance(self.bucketing, str)
+            else _is_names(self.bucketing),
+            f"one of {list(BUCKETINGS)} or a list of module names or of lists of them",
+        )
+        _expect(self, "dump", self.dump is None or isinstance(self.dump, str), "a folder's path")
+        _expect(self, "strict", isinstance(self.strict, bool), "True or False")
+        _expect(
+            self, "mesh", self.mesh is None or isinstance(self.mesh, DeviceMesh), "a DeviceMesh"
+        )
+        _expect(
+            self,
+            "policy",
+            self.policy is None or callable(self.policy),
+            "a ModuleWrapPolicy or a function of a module that returns a bool",
+        )
+        _expect(self, "strategy", self.strategy in STRATEGIES, f"one of {list(STRATEGIES)}")
+        _expect(
+            self,
+            "sync_module_states",
+            isinstance(self.sync_module_states, bool),
+            "True or False",
+        )
+
+    @staticmethod
+    def read(options: Mapping[str, Any] | None) -> CompileOptions:
+        """Options from the dict that torch.compile passes.
+
+        Raises ValueError for an unknown key, listing the valid ones, or for a value of
+        the wrong type, saying what is expected.
+        """
+        options = dict(options or {})
+        valid = [field.name for field in dataclasses.fields(CompileOptions)]
+        unknown = sorted(set(options) - set(valid))
+        if unknown:
+            raise ValueError(
+                f"unknown option {', '.join(map(repr, unknown))} for backend 'autoshard'; "
+                f"valid options: {', '.join(valid)}"
+            )
+        return CompileOptions(**options)
+
+    def shard_arguments(self) -> dict[str, Any]:
+        """What goes to `shard()` in the one-line form."""
+        names = ("mesh", "policy", "strategy", "sync_module_states")
+        return {name: getattr(self, name) for name in names}
+
+
+def _expect(options: CompileOptions, name: str, holds: bool, expected: str) -> None:
+    if not holds:
+        value = getattr(options, name)
+        raise ValueError(
+            f"option {name!r} for backend 'autoshard' is {value!r}; expected {expected}"
+        )
+
+
+def _is_names(value: object) -> bool:
+    if not isinstance(value, (list, tuple)):
+        return False
+    return all(
+        isinstance(entry, str)
+        or (isinstance(entry, (list, tuple)) and all(isinstance(name, str) for name in entry))
+        for entry in value
+    )
+
+

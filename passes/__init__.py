@@ -1,0 +1,40 @@
+"""Graph to graph, in the order listed here. See README.md for the law."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from autoshard.passes.drop_dead_markers import drop_dead_markers as drop_dead_markers
+from autoshard.passes.drop_local_markers import drop_local_markers as drop_local_markers
+from autoshard.passes.hoist_shards import hoist_shards as hoist_shards
+from autoshard.passes.insert_collectives import insert_collectives as insert_collectives
+from autoshard.passes.merge_markers import merge_markers as merge_markers
+from autoshard.passes.meta import ParamInfo as ParamInfo
+from autoshard.passes.name_params import name_params as name_params
+from autoshard.passes.pipeline import Pass as Pass
+from autoshard.passes.pipeline import PassError as PassError
+from autoshard.passes.pipeline import run as run
+from autoshard.passes.plan_buckets import Bucketing as Bucketing
+from autoshard.passes.plan_buckets import plan_buckets as plan_buckets
+from autoshard.passes.tag_recompute import tag_recompute as tag_recompute
+
+JOINT: tuple[Pass, ...] = (
+    merge_markers,  # first: a tag below must hold for every use of a parameter
+    tag_recompute,  # last: what the partitioner, next in line, obeys
+)
+"""Forward and backward in one graph, before it is partitioned."""
+
+
+def pipeline(
+    table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing
+) -> tuple[Pass, ...]:
+    """The passes over one graph after partitioning: "forward", "backward" or "inference"."""
+    return (
+        drop_dead_markers,  # nothing below should plan for what nobody reads
+        drop_local_markers,  # nor for groups of one rank
+        partial(name_params, table=table),  # who is who, for all below and for people
+        hoist_shards,  # a launch may then stand anywhere
+        partial(plan_buckets, graph=graph, bucketing=bucketing),  # decide
+        insert_collectives,  # act: last, nothing below may move a launch
+    )

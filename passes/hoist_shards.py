@@ -1,0 +1,47 @@
+"""Move what makes a marker's shard out of a graph input up to the inputs.
+
+before: x = relu(a); v = view(w); w' = unshard(v)
+after:  v = view(w); x = relu(a); w' = unshard(v)
+
+A gather can be launched no earlier than its shard exists. Shards are inputs, or
+views of inputs, so nothing keeps them from existing at the top.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.passes.match import is_unshard
+
+
+def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
+    """Put the calls between an input and an `unshard` right after the inputs.
+
+    Numerics: unchanged, bit for bit.
+    """
+    body = next((node for node in gm.graph.nodes if node.op != "placeholder"), None)
+    if body is None:
+        return gm
+    for marker in [node for node in gm.graph.nodes if is_unshard(node)]:
+        for node in _way_from_inputs(marker):
+            if node is body:
+                body = node.next
+            else:
+                body.prepend(node)
+    return gm
+
+
+def _way_from_inputs(marker: fx.Node) -> list[fx.Node]:
+    """The calls that `marker`'s shard takes, in an order that can be executed."""
+    way: list[fx.Node] = []
+
+    def visit(node: fx.Node) -> None:
+        if node.op == "placeholder" or node in way:
+            return
+        for each in node.all_input_nodes:
+            visit(each)
+        way.append(node)
+
+    for node in marker.all_input_nodes:
+        visit(node)
+    return way

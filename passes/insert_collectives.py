@@ -1,0 +1,76 @@
+"""Act: replace markers by the launches and waits of the graph's plan.
+
+before: w1' = unshard(w1); b1' = unshard(b1); y = addmm(b1', x, w1')
+after:  t = launch_gather([w1, b1], ...)
+        w = wait_gather(t, ...); w1' = w[0]; b1' = w[1]; y = addmm(b1', x, w1')
+
+Gathers and reduces alike: a bucket's markers become one launch, where the plan says,
+one wait, where the plan says, and one `getitem` a member.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from autoshard.passes import ops
+from autoshard.passes.match import group_of, is_marker, kind_of, param_of
+from autoshard.passes.meta import PLAN, SOURCE
+from autoshard.passes.plan import Bucket
+
+_LAUNCH = {"gather": ops.launch_gather, "reduce": ops.launch_reduce}
+_WAIT = {"gather": ops.wait_gather, "reduce": ops.wait_reduce}
+_RESULT = {"gather": "whole", "reduce": "grad"}
+
+
+def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
+    """Put the plan's collectives in, and take the markers out. Nothing to do without a plan.
+
+    Metadata: reads PLAN; writes SOURCE on what it inserts.
+    Numerics: unchanged, bit for bit.
+    """
+    plan = PLAN.get(gm)
+    if plan is None:
+        return gm
+    graph = gm.graph
+    markers = {(kind_of(node), param_of(node)): node for node in graph.nodes if is_marker(node)}
+    body = [n for n in graph.nodes if n.op != "placeholder" and not is_marker(n)]  # ends: output
+    tickets: dict[int, fx.Node] = {}
+    for event in plan.schedule:
+        bucket = plan.buckets[event.bucket]
+        members = [markers[bucket.kind, param] for param in bucket.params]
+        with graph.inserting_before(body[event.position]):
+            if event.what == "launch":
+                tickets[event.bucket] = _launch(graph, event.bucket, bucket, members)
+            else:
+                _wait(graph, tickets[event.bucket], event.bucket, bucket, members)
+    for marker in markers.values():
+        graph.erase_node(marker)
+    return gm
+
+
+def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
+    inputs = [member.args[0] for member in members]
+    ticket = graph.call_function(
+        _LAUNCH[bucket.kind],
+        (inputs, bucket.members, group_of(members[0]), number),
+    )
+    ticket.meta["val"] = members[0].meta["val"].new_empty(1, dtype=torch.uint8)
+    SOURCE.set(ticket, bucket.unit)
+    return ticket
+
+
+def _wait(
+    graph: fx.Graph, ticket: fx.Node, number: int, bucket: Bucket, members: list[fx.Node]
+) -> None:
+    results = graph.call_function(_WAIT[bucket.kind], (ticket, *ticket.args[1:]))
+    results.meta["val"] = [member.meta["val"] for member in members]
+    SOURCE.set(results, bucket.unit)
+    for index, (member, name) in enumerate(zip(members, bucket.names, strict=True)):
+        result = graph.call_function(operator.getitem, (results, index))
+        result.name = f"{_RESULT[bucket.kind]}_{name.replace('.', '_')}"
+        result.meta["val"] = member.meta["val"]
+        SOURCE.set(result, name)
+        member.replace_all_uses_with(result)

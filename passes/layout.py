@@ -1,0 +1,119 @@
+"""Pure shape arithmetic: what a member of a bucket looks like on each rank.
+
+A parameter of R rows over W ranks is cut along dim 0 into chunks of ceil(R / W)
+rows. Rank r holds rows [r * chunk, min((r + 1) * chunk, R)), which may be fewer
+than a chunk, or none. On the wire every rank's piece is a whole chunk, the rows
+past the end being padding, so that the gathered chunks lie one after another and
+the parameter is the first R rows of them.
+
+    7 rows over 4 ranks:  | 0 1 | 2 3 | 4 5 | 6 . |
+
+No torch.distributed here: a bucket's arithmetic is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter in a bucket: its dtype and its whole, unsharded size."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.size))}]"
+
+    @property
+    def rows(self) -> int:
+        return self.size[0]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements in one row."""
+        return math.prod(self.size[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.size) * self.dtype.itemsize
+
+    def chunk_rows(self, world: int) -> int:
+        """Rows in one rank's piece on the wire, padding included."""
+        return chunk_rows(self.rows, world)
+
+    def chunk_numel(self, world: int) -> int:
+        """Elements in one rank's piece on the wire, padding included."""
+        return self.chunk_rows(world) * self.row_numel
+
+    def local_rows(self, world: int, rank: int) -> int:
+        """Rows that `rank` really holds."""
+        return local_rows(self.rows, world, rank)
+
+
+def chunk_rows(rows: int, world: int) -> int:
+    """Rows in every rank's padded piece.
+
+    >>> chunk_rows(7, 4)
+    2
+    """
+    return -(-rows // world)
+
+
+def local_rows(rows: int, world: int, rank: int) -> int:
+    """Rows that `rank` holds, without padding.
+
+    >>> [local_rows(5, 4, rank) for rank in range(4)]
+    [2, 2, 1, 0]
+    """
+    chunk = chunk_rows(rows, world)
+    return max(0, min(chunk, rows - rank * chunk))
+
+
+def show_members(members: tuple[Member, ...]) -> str:
+    """Members as the text that the ops carry, such as `"f32[7,15] f32[7]"`."""
+    return " ".join(map(str, members))
+
+
+@functools.lru_cache(maxsize=4096)
+def read_members(text: str) -> tuple[Member, ...]:
+    """Inverse of `show_members`.
+
+    Raises ValueError, quoting the part that it can't read.
+
+    >>> show_members(read_members("f32[7,15] bf16[7]"))
+    'f32[7,15] bf16[7]'
+    """
+    return tuple(_read_member(part) for part in text.split())
+
+
+def _read_member(text: str) -> Member:
+    match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
+    if match is None or match[1] not in DTYPES:
+        raise ValueError(f"{text!r} is no bucket member; one looks like f32[7,15]")
+    return Member(DTYPES[match[1]], tuple(map(int, match[2].split(","))))

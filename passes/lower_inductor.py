@@ -1,0 +1,123 @@
+"""Lower a planned graph with Inductor, and make it keep the plan's order.
+
+Inductor may reorder nodes three times: in its own graph passes, in its scheduler,
+and, from torch 2.14, in a pass that overlaps collectives by itself. So
+
+- the passes that move collectives or chase peak memory are switched off (SETTINGS);
+- the planned order is applied again to the last graph before lowering, and launches
+  and waits are chained by control dependencies. Compute is never chained: that would
+  cost fusion;
+- the generated code is read, and must hold the launches and waits in that order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+from autoshard import _torch
+from autoshard.passes.match import bucket_of, is_launch, is_wait, kind_of
+
+SETTINGS = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "aten_distributed_optimizations__enable_simple_overlap": False,  # from torch 2.14
+    "aten_distributed_optimizations__enable_overlap_scheduling": False,
+}
+
+
+class OrderError(RuntimeError):
+    """The lowered code does not launch and wait in the planned order."""
+
+
+def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile `gm`, a planned graph, with Inductor; `kwargs` as its `inner_compile` gets them.
+
+    Raises OrderError if the generated code departs from the planned order.
+    """
+    planned = planned_order(gm.graph)
+    settings = {**_torch.inductor_settings(**SETTINGS), "post_grad_custom_post_pass": KeepOrder()}
+    with torch._inductor.config.patch(settings):
+        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    source = getattr(compiled, "source_code", None)
+    if planned and source:
+        check_order(source, planned)
+    return compiled
+
+
+Order = list[tuple[str, str, int]]
+"""("launch" or "wait", "gather" or "reduce", bucket), in program order."""
+
+
+def planned_order(graph: fx.Graph) -> Order:
+    """The launches and waits of `graph`."""
+    return [
+        ("launch" if is_launch(node) else "wait", kind_of(node), bucket_of(node))
+        for node in graph.nodes
+        if is_launch(node) or is_wait(node)
+    ]
+
+
+_CALL = re.compile(r"autoshard\.(launch|wait)_(gather|reduce)\.default\((.*)\)")
+
+
+def check_order(source: str, planned: Order) -> None:
+    """Raise OrderError unless `source`, generated Python, launches and waits as `planned`."""
+    found: Order = []
+    for line in source.splitlines():
+        if line.lstrip().startswith("#"):
+            continue
+        if match := _CALL.search(line):
+            found.append((match[1], match[2], int(match[3].rsplit(",", 1)[1])))
+    if found == planned:
+        return
+    at = next(
+        (i for i, (a, b) in enumerate(zip(found, planned, strict=False)) if a != b),
+        min(len(found), len(planned)),
+    )
+    raise OrderError(
+        f"lowered code departs from the plan at event {at}: planned {_event(planned, at)}, "
+        f"generated {_event(found, at)}; lower with options={{'lowering': 'eager'}} meanwhile"
+    )
+
+
+def _event(order: Order, at: int) -> str:
+    return " ".join(map(str, order[at])) if at < len(order) else "the end"
+
+
+class KeepOrder(CustomGraphPass):
+    """Chain each launch and wait to the one before it, and to the compute planned before it."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        keep_order(graph)
+
+    def uuid(self) -> str:
+        return "autoshard.keep_order.1"
+
+
+def keep_order(graph: fx.Graph) -> None:
+    """Add control dependencies: an event comes after the event and the op before it.
+
+    And before the op after it: that op reads a wait of the plan anyway, or has the
+    next event's dependency on it.
+    """
+    after: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    event: fx.Node | None = None
+    op: fx.Node | None = None
+    for node in graph.nodes:
+        if is_launch(node) or is_wait(node):
+            needed = [n for n in (event, op) if n is not None and n not in node.all_input_nodes]
+            if needed:
+                after[node] = OrderedSet(needed)
+            event, op = node, None
+        elif node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
+            op = node
+    preserve_node_ordering(graph, after)

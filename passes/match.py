@@ -1,0 +1,62 @@
+"""Predicates on nodes, nothing else."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.passes import ops
+
+
+def is_unshard(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.unshard
+
+
+def is_reduce_grad(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.reduce_grad
+
+
+def is_marker(node: fx.Node) -> bool:
+    return is_unshard(node) or is_reduce_grad(node)
+
+
+def is_launch(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (ops.launch_gather, ops.launch_reduce)
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (ops.wait_gather, ops.wait_reduce)
+
+
+def kind_of(node: fx.Node) -> str:
+    """ "gather" or "reduce", of a marker, launch or wait."""
+    gathers = (ops.unshard, ops.launch_gather, ops.wait_gather)
+    return "gather" if node.target in gathers else "reduce"
+
+
+def members_of(node: fx.Node) -> str:
+    """The members argument of a marker, launch or wait."""
+    return str(node.args[1])
+
+
+def group_of(node: fx.Node) -> str:
+    """The process group's name, of a marker, launch or wait."""
+    return str(node.args[2])
+
+
+def bucket_of(node: fx.Node) -> int:
+    """The bucket number of a launch or wait."""
+    bucket = node.args[3]
+    assert isinstance(bucket, int)
+    return bucket
+
+
+def param_of(node: fx.Node) -> int:
+    """The parameter number of a marker."""
+    param = node.args[-1]
+    assert isinstance(param, int)
+    return param
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether an `unshard` marker asks that its result be kept for backward."""
+    return bool(node.args[3])

@@ -1,0 +1,65 @@
+"""One marker per parameter and graph, however often the model reads it.
+
+before: w' = unshard(w); ...; w'' = unshard(w)      dw = add(reduce_grad(a), reduce_grad(b))
+after:  w' = unshard(w)                             dw = reduce_grad(add(a, b))
+
+A parameter that is read twice (tied, or used by two modules) leaves two markers in
+the joint graph, and autograd adds two reduced gradients. A reduction is linear, so
+the sum may be reduced instead: one gather, one reduce. The sum is then taken over
+whole gradients on each rank, as the eager runtime and an unsharded model take it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoshard.passes import ops
+from autoshard.passes.match import is_reduce_grad, is_unshard, param_of
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
+    """Merge equal `unshard` markers, and sums of `reduce_grad` markers of one parameter.
+
+    Shapes:   unchanged.
+    Numerics: reassociates the sum of a shared parameter's gradients over ranks and uses.
+    """
+    _merge_unshards(gm.graph)
+    while _merge_one_sum(gm.graph):
+        pass
+    return gm
+
+
+def _merge_unshards(graph: fx.Graph) -> None:
+    first: dict[int, fx.Node] = {}
+    for node in list(graph.nodes):
+        if is_unshard(node):
+            kept = first.setdefault(param_of(node), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+
+
+def _merge_one_sum(graph: fx.Graph) -> bool:
+    for add in graph.find_nodes(op="call_function", target=_ADD):
+        left, right = add.args[:2]
+        if not (_is_summand(left) and _is_summand(right) and not add.kwargs):
+            continue
+        if param_of(left) != param_of(right):
+            continue
+        with graph.inserting_before(add):
+            whole = graph.call_function(_ADD, (left.args[0], right.args[0]))
+            whole.meta.update(left.args[0].meta)
+            reduced = graph.call_function(ops.reduce_grad, (whole, *left.args[1:]))
+            reduced.meta.update(left.meta)
+        add.replace_all_uses_with(reduced)
+        for node in (add, left, right):
+            graph.erase_node(node)
+        return True
+    return False
+
+
+def _is_summand(value: object) -> bool:
+    return isinstance(value, fx.Node) and is_reduce_grad(value) and len(value.users) == 1

@@ -1,0 +1,49 @@
+"""Every metadata key that autoshard writes on a node or a graph, typed.
+
+Values are immutable: FX copies `node.meta` shallowly, so a list in it would be the
+same list in both graphs. FX's own keys (`val`, `recompute`) are read as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
+
+from torch import fx
+
+if TYPE_CHECKING:
+    from autoshard.passes.plan import Plan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Key(Generic[T]):
+    """A name in `meta`, and the type of what is there."""
+
+    name: str
+
+    def get(self, at: fx.Node | fx.GraphModule) -> T | None:
+        return cast("T | None", at.meta.get(self.name))
+
+    def set(self, at: fx.Node | fx.GraphModule, value: T) -> None:
+        at.meta[self.name] = value
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What a pass may know of the parameter behind a marker.
+
+    name: from the root module, "layers.3.mlp.w1".
+    unit: its unit's name, unique in one compilation.
+    axis: the mesh axis that it is sharded over.
+    """
+
+    name: str
+    unit: str
+    axis: str
+
+
+PARAM: Key[ParamInfo] = Key("autoshard.param")  # on a marker: whose it is
+SOURCE: Key[str] = Key("autoshard.source")  # for people: what a node is about
+PLAN: Key[Plan] = Key("autoshard.plan")  # on a graph module: what the acting passes obey

@@ -1,0 +1,32 @@
+"""Say whose each marker is, and name the graph's inputs after the parameters they hold.
+
+before: %unshard_3: f32[64,32] = autoshard.unshard(%primals_8, 'f32[64,32]', 'shard', False, 3)
+after:  %unshard_3: f32[64,32] = autoshard.unshard(%layers_0_w1, ...)  # layers.0.w1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autoshard.passes.match import is_marker, is_unshard, param_of
+from autoshard.passes.meta import PARAM, SOURCE, ParamInfo
+
+
+def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphModule:
+    """Look each marker's parameter up in `table`, indexed by the marker's last argument.
+
+    Metadata: writes PARAM and SOURCE on markers.
+    Numerics: unchanged, bit for bit.
+    """
+    for node in gm.graph.nodes:
+        if not is_marker(node):
+            continue
+        info = table[param_of(node)]
+        PARAM.set(node, info)
+        SOURCE.set(node, info.name)
+        shard = node.args[0]
+        if is_unshard(node) and isinstance(shard, fx.Node) and shard.op == "placeholder":
+            shard.name = info.name.replace(".", "_")
+    return gm

@@ -1,0 +1,111 @@
+"""The vocabulary of our graphs: two markers, and the launches and waits they become.
+
+    full  = unshard(shard, "f32[7,15]", group, keep, param)  marker: the whole parameter is wanted here
+    shard = reduce_grad(grad, "f32[7,15]", group, param)    marker: its gradient is whole here
+
+    ticket   = launch_gather([shard, ...], "f32[7,15] f32[7]", group, bucket)
+    [full..] = wait_gather(ticket, "f32[7,15] f32[7]", group, bucket)
+    ticket   = launch_reduce([grad, ...], "f32[7,15] f32[7]", group, bucket)
+    [shard.] = wait_reduce(ticket, "f32[7,15] f32[7]", group, bucket)
+
+The markers say *what*; passes decide *how* by replacing them. They also run, one
+collective each and waited for at once: the slowest correct form of a graph.
+
+`group` is the name under which c10d registered the process group. `keep` says that
+the whole parameter is kept for backward (`reshard_after_forward=False`). `param`
+indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
+numbers the buckets of one graph. A ticket is one byte: what is in flight is held
+by the runtime, where no compiler can reuse its memory. No argument depends on the
+rank.
+
+Schemas and shapes are here; `runtime/kernels.py` gives the implementations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard import _torch
+from autoshard.passes.layout import read_members
+
+library = torch.library.Library("autoshard", "DEF")
+
+library.define(
+    "unshard(Tensor shard, str members, str group, bool keep, int param) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "reduce_grad(Tensor grad, str members, str group, int param) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _kind in ("gather", "reduce"):
+    library.define(
+        f"launch_{_kind}(Tensor[] tensors, str members, str group, int bucket) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    library.define(
+        f"wait_{_kind}(Tensor ticket, str members, str group, int bucket) -> Tensor[]",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+
+
+def _fake_unshard(shard: Tensor, members: str, group: str, keep: bool, param: int) -> Tensor:
+    (member,) = read_members(members)
+    return shard.new_empty(member.size, dtype=member.dtype)
+
+
+def _fake_reduce_grad(grad: Tensor, members: str, group: str, param: int) -> Tensor:
+    return _reduced(grad, members, group)[0]
+
+
+def _fake_launch(tensors: list[Tensor], members: str, group: str, bucket: int) -> Tensor:
+    return tensors[0].new_empty(1, dtype=torch.uint8)
+
+
+def _fake_wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
+    return [ticket.new_empty(m.size, dtype=m.dtype) for m in read_members(members)]
+
+
+def _fake_wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
+    return _reduced(ticket, members, group)
+
+
+def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
+    """Empty shards, of this rank's rows, on the device of `like`."""
+    world, rank = _torch.group_size(group), _torch.group_rank(group)
+    return [
+        like.new_empty((m.local_rows(world, rank), *m.size[1:]), dtype=m.dtype)
+        for m in read_members(members)
+    ]
+
+
+torch.library.register_fake("autoshard::unshard", _fake_unshard, lib=library)
+torch.library.register_fake("autoshard::reduce_grad", _fake_reduce_grad, lib=library)
+torch.library.register_fake("autoshard::launch_gather", _fake_launch, lib=library)
+torch.library.register_fake("autoshard::launch_reduce", _fake_launch, lib=library)
+torch.library.register_fake("autoshard::wait_gather", _fake_wait_gather, lib=library)
+torch.library.register_fake("autoshard::wait_reduce", _fake_wait_reduce, lib=library)
+
+
+def _save_for_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, members, group, _, param = inputs
+    ctx.arguments = members, group, param
+
+
+def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return torch.ops.autoshard.reduce_grad(grad, *ctx.arguments), None, None, None, None
+
+
+torch.library.register_autograd(
+    "autoshard::unshard", _backward_of_unshard, setup_context=_save_for_unshard, lib=library
+)
+
+unshard = torch.ops.autoshard.unshard.default
+reduce_grad = torch.ops.autoshard.reduce_grad.default
+launch_gather = torch.ops.autoshard.launch_gather.default
+wait_gather = torch.ops.autoshard.wait_gather.default
+launch_reduce = torch.ops.autoshard.launch_reduce.default
+wait_reduce = torch.ops.autoshard.wait_reduce.default

@@ -1,0 +1,56 @@
+"""Run passes, in order, over one private copy of a graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from autoshard.passes.verify import verify
+
+Pass = Callable[[fx.GraphModule], fx.GraphModule]
+"""A pass takes ownership of the module it is given and returns it transformed."""
+
+Observer = Callable[[str, fx.GraphModule], None]
+"""Sees `(pass_name, gm)` after every pass."""
+
+
+class PassError(RuntimeError):
+    """A pass met a graph that it can't take, or left one that is not valid."""
+
+
+def run(
+    gm: fx.GraphModule, passes: Sequence[Pass], *, after_each: Observer | None = None
+) -> fx.GraphModule:
+    """Apply `passes` in order to a copy of `gm`; `gm` itself is not changed.
+
+    After every pass the graph is linted and verified. Print, time or dump in
+    `after_each`: passes carry no logging of their own.
+    Raises PassError, naming the pass, if a pass breaks the graph.
+    """
+    gm = _copy(gm)
+    for transform in passes:
+        name = pass_name(transform)
+        gm = transform(gm)
+        try:
+            gm.graph.lint()
+            verify(gm)
+        except (RuntimeError, ValueError) as error:
+            raise PassError(f"{name} broke the graph: {error}") from error
+        if after_each:
+            after_each(name, gm)
+    gm.recompile()
+    return gm
+
+
+def pass_name(transform: Pass) -> str:
+    """The function's name, seen through `functools.partial`."""
+    return str(getattr(transform, "func", transform).__name__)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """New nodes, same weights. `copy.deepcopy(gm)` would clone every parameter."""
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta = dict(gm.meta)
+    return copied

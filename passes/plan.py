@@ -1,0 +1,123 @@
+"""The plan of one graph: its buckets, and when each is launched and waited for.
+
+A plan is a value: frozen, the same on every rank and in every process, made from
+the graph before any collective is in it. Positions count the graph's compute nodes
+(calls that are no markers): an event at position p stands before compute node p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.passes.layout import read_members
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that share one collective.
+
+    kind:    "gather" or "reduce".
+    axis:    the mesh axis it runs over.
+    unit:    the unit, or the given list's name, that it stands for.
+    names:   its parameters' names, in the order in which they are packed.
+    params:  their numbers in the compilation's table.
+    members: their dtypes and whole sizes, "f32[64,32] f32[64]".
+    """
+
+    kind: str
+    axis: str
+    unit: str
+    names: tuple[str, ...]
+    params: tuple[int, ...]
+    members: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole, unsharded members."""
+        return sum(member.num_bytes for member in read_members(self.members))
+
+
+@dataclass(frozen=True)
+class Event:
+    """Bucket number `bucket` is launched, or waited for, before compute node `position`."""
+
+    what: str  # "launch" or "wait"
+    bucket: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets, and the order of their launches and waits.
+
+    graph:    "forward", "backward" or "inference".
+    num_ops:  compute nodes in the graph.
+    schedule: in program order; every bucket is launched once and waited for once.
+    """
+
+    graph: str
+    bucketing: str
+    num_ops: int
+    buckets: tuple[Bucket, ...]
+    schedule: tuple[Event, ...]
+
+    def text(self) -> str:
+        """A table for people, the same on every rank: one line a bucket."""
+        gathers = sum(bucket.kind == "gather" for bucket in self.buckets)
+        head = (
+            f"{self.graph}: {gathers} gathers, {len(self.buckets) - gathers} reduces, "
+            f"{self.num_ops} ops, bucketing {self.bucketing}"
+        )
+        launch = {e.bucket: e.position for e in self.schedule if e.what == "launch"}
+        wait = {e.bucket: e.position for e in self.schedule if e.what == "wait"}
+        rows = [("bucket", "kind", "axis", "unit", "params", "bytes", "launch", "wait")]
+        for number, bucket in enumerate(self.buckets):
+            rows.append(
+                (
+                    str(number),
+                    bucket.kind,
+                    bucket.axis,
+                    bucket.unit,
+                    str(len(bucket.names)),
+                    str(bucket.num_bytes),
+                    str(launch[number]),
+                    str(wait[number]),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([head, *lines]) + "\n"
+
+    def to_json(self) -> str:
+        """The whole plan as JSON; `Plan.from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Inverse of `to_json`."""
+        data: dict[str, Any] = json.loads(text)
+        buckets = tuple(
+            Bucket(**{k: tuple(v) if isinstance(v, list) else v for k, v in bucket.items()})
+            for bucket in data.pop("buckets")
+        )
+        schedule = tuple(Event(**event) for event in data.pop("schedule"))
+        return Plan(**data, buckets=buckets, schedule=schedule)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what ranks must agree on: which collectives are launched, in which order.
+
+        Positions between compute nodes are not part of it: they move no launch past another.
+        """
+        launches = [
+            (b.kind, b.axis, b.names, b.members)
+            for b in (self.buckets[e.bucket] for e in self.schedule if e.what == "launch")
+        ]
+        return hashlib.sha256(json.dumps([self.graph, launches]).encode()).hexdigest()

@@ -1,0 +1,202 @@
+"""Decide: which markers share a collective, and when each is launched and waited for.
+
+    forward    launch(1) launch(2) wait(1) ops of 1 | launch(3) wait(2) ops of 2 | ...
+    backward   the same for gathers;  ... last gradient of 3 | launch(r3) wait(r4) ...
+
+One bucket a unit. A gather is launched one bucket ahead of its first use, so that it
+runs while the bucket before is computed with, and waited for at its first use. A
+reduce is launched as soon as its last gradient is there, and waited for when the
+next one has been launched: two are in flight, and their buffers with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autoshard.passes.layout import read_members
+from autoshard.passes.match import (
+    group_of,
+    is_marker,
+    is_reduce_grad,
+    is_unshard,
+    kind_of,
+    members_of,
+    param_of,
+)
+from autoshard.passes.meta import PARAM, PLAN, ParamInfo
+from autoshard.passes.plan import Bucket, Event, Plan
+
+Bucketing = str | Sequence[str | Sequence[str]]
+"""`"per_unit"`, `"none"`, `"auto"`, or lists of module names."""
+
+
+def plan_buckets(gm: fx.GraphModule, *, graph: str, bucketing: Bucketing) -> fx.GraphModule:
+    """Write the plan of `gm`; nothing is moved or inserted yet.
+
+    graph: "forward", "backward" or "inference", for the plan's text.
+    bucketing: "per_unit", one bucket a unit, group and dtype; "none", one a parameter;
+        lists of module names, one bucket a list, what none names by unit; "auto" means
+        "per_unit" for now.
+    Metadata: reads PARAM; writes PLAN on the module.
+    Numerics: unchanged, bit for bit.
+    """
+    ops = [node for node in gm.graph.nodes if _is_compute(node)]
+    position = {node: number for number, node in enumerate(ops)}
+    key = _bucket_key(bucketing)
+    gathers = _gather_drafts(gm.graph, position, key, end=len(ops))
+    reduces = _reduce_drafts(gm.graph, position, key, end=len(ops))
+    drafts = [*gathers, *reduces]
+    events = [*_gather_events(gathers), *_reduce_events(reduces, first=len(gathers))]
+    PLAN.set(
+        gm,
+        Plan(
+            graph=graph,
+            bucketing=bucketing if isinstance(bucketing, str) else "given",
+            num_ops=len(ops),
+            buckets=tuple(draft.bucket() for draft in drafts),
+            schedule=tuple(event for _, event in sorted(events, key=lambda pair: pair[0])),
+        ),
+    )
+    return gm
+
+
+@dataclass
+class _Draft:
+    """A bucket being filled. `ready`: where its inputs exist; `used`: where it is first read."""
+
+    unit: str
+    ready: int
+    used: int
+    markers: list[fx.Node] = field(default_factory=list)
+
+    def bucket(self) -> Bucket:
+        infos = [_info(marker) for marker in self.markers]
+        return Bucket(
+            kind=kind_of(self.markers[0]),
+            axis=infos[0].axis,
+            unit=self.unit,
+            names=tuple(info.name for info in infos),
+            params=tuple(map(param_of, self.markers)),
+            members=" ".join(map(members_of, self.markers)),
+        )
+
+
+_Key = Callable[[ParamInfo], str]
+
+
+def _bucket_key(bucketing: Bucketing) -> _Key:
+    if isinstance(bucketing, str):
+        return _by_name if bucketing == "none" else _by_unit
+    prefixes: dict[str, str] = {}
+    for entry in bucketing:
+        modules = [entry] if isinstance(entry, str) else list(entry)
+        for module in modules:
+            prefixes[module] = "+".join(modules)
+
+    def by_list(info: ParamInfo) -> str:
+        fitting = [p for p in prefixes if info.name == p or info.name.startswith(p + ".")]
+        return prefixes[max(fitting, key=len)] if fitting else info.unit
+
+    return by_list
+
+
+def _by_unit(info: ParamInfo) -> str:
+    return info.unit
+
+
+def _by_name(info: ParamInfo) -> str:
+    return info.name
+
+
+def _gather_drafts(
+    graph: fx.Graph, position: dict[fx.Node, int], key: _Key, *, end: int
+) -> list[_Draft]:
+    drafts: dict[tuple[object, ...], _Draft] = {}
+    for marker in sorted(filter(is_unshard, graph.nodes), key=param_of):
+        used = _first_use(marker, position, end)
+        name = key(_info(marker))
+        draft = drafts.setdefault(_carrier(name, marker), _Draft(name, ready=0, used=used))
+        draft.markers.append(marker)
+        draft.used = min(draft.used, used)
+    return sorted(drafts.values(), key=lambda draft: draft.used)
+
+
+def _reduce_drafts(
+    graph: fx.Graph, position: dict[fx.Node, int], key: _Key, *, end: int
+) -> list[_Draft]:
+    def ready(marker: fx.Node) -> int:
+        return 1 + max((position.get(node, -1) for node in marker.all_input_nodes), default=-1)
+
+    closed: list[_Draft] = []
+    drafts: dict[tuple[object, ...], _Draft] = {}
+    for marker in sorted(filter(is_reduce_grad, graph.nodes), key=ready):
+        name = key(_info(marker))
+        carrier = _carrier(name, marker)
+        draft = drafts.get(carrier)
+        if draft is not None and draft.used < ready(marker):
+            closed.append(drafts.pop(carrier))  # somebody reads it before this one is there
+            draft = None
+        if draft is None:
+            draft = drafts[carrier] = _Draft(name, ready=0, used=end)
+        draft.markers.append(marker)
+        draft.ready = max(draft.ready, ready(marker))
+        draft.used = min(draft.used, _first_use(marker, position, end))
+    made = [*closed, *drafts.values()]
+    for draft in made:
+        draft.markers.sort(key=param_of)
+    return sorted(made, key=lambda draft: (draft.ready, param_of(draft.markers[0])))
+
+
+_Placed = tuple[tuple[int, int, int], Event]
+"""An event and its place: position, reduces before gathers, then rank among its kind."""
+
+
+def _gather_events(drafts: list[_Draft]) -> list[_Placed]:
+    placed: list[_Placed] = []
+    for number, draft in enumerate(drafts):
+        launch = drafts[number - 1].used if number else 0
+        placed.append(_place(launch, 1, 2 * number, Event("launch", number, launch)))
+        # Where several stand at one position: launch(k + 1) before wait(k), and that
+        # before launch(k + 2).
+        placed.append(_place(draft.used, 1, 2 * number + 3, Event("wait", number, draft.used)))
+    return placed
+
+
+def _reduce_events(drafts: list[_Draft], *, first: int) -> list[_Placed]:
+    placed: list[_Placed] = []
+    for number, draft in enumerate(drafts):
+        wait = draft.used
+        if number + 1 < len(drafts):
+            wait = min(wait, drafts[number + 1].ready)
+        bucket = first + number
+        placed.append(_place(draft.ready, 0, 2 * number, Event("launch", bucket, draft.ready)))
+        placed.append(_place(wait, 0, 2 * number + 3, Event("wait", bucket, wait)))
+    return placed
+
+
+def _place(position: int, kind: int, rank: int, event: Event) -> _Placed:
+    return (position, kind, rank), event
+
+
+def _carrier(name: str, marker: fx.Node) -> tuple[object, ...]:
+    """What one collective can carry together: a bucket name, a group, a dtype."""
+    (member,) = read_members(members_of(marker))
+    return name, group_of(marker), member.dtype
+
+
+def _first_use(marker: fx.Node, position: dict[fx.Node, int], end: int) -> int:
+    return min((position.get(user, end) for user in marker.users), default=end)
+
+
+def _info(marker: fx.Node) -> ParamInfo:
+    info = PARAM.get(marker)
+    if info is None:
+        raise ValueError(f"%{marker.name} has no PARAM: run name_params first")
+    return info
+
+
+def _is_compute(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output") and not is_marker(node)

@@ -1,0 +1,64 @@
+"""Tell the partitioner which whole parameters backward may keep: only those asked for.
+
+A marker of a unit that reshards is tagged MUST_RECOMPUTE, and with it all that is
+computed from parameters alone (a transpose, a cast): the partitioner then saves the
+shard, which is an input anyway, and puts a marker of its own into the backward
+graph. A marker whose unit keeps its parameters is tagged MUST_SAVE. Left alone, the
+partitioner would weigh bytes, and could keep every whole parameter alive from
+forward to backward: sharding in name only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoshard._torch import CheckpointPolicy
+from autoshard.passes.match import is_kept, is_unshard
+
+REGION = 100_000
+"""The `ac_graph_id` of our tags, above any checkpointed region's. The partitioner saves
+a value that leaves its region for one with a higher id; ours never does."""
+
+
+def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
+    """Tag `unshard` markers, and what only they and inputs of theirs determine.
+
+    Metadata: writes FX's `recompute` and `ac_graph_id`.
+    Numerics: unchanged, bit for bit.
+    """
+    freed: set[fx.Node] = set()  # computed from parameters that are not kept, alone
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_unshard(node):
+            if is_kept(node):
+                _tag(node, CheckpointPolicy.MUST_SAVE)
+            else:
+                freed.add(node)
+                _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+                _tag_way_to(node)
+        elif node.all_input_nodes and all(n in freed for n in node.all_input_nodes):
+            if _is_random(node):
+                continue
+            freed.add(node)
+            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+    return gm
+
+
+def _tag_way_to(marker: fx.Node) -> None:
+    """Tag the views between an input and its marker."""
+    node = marker.args[0]
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.all_input_nodes:
+        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+        node = node.all_input_nodes[0]
+
+
+def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = REGION
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

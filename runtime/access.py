@@ -1,0 +1,190 @@
+"""Access is gather: reading a parameter in forward gives the whole parameter.
+
+A sharded module's class is replaced by a subclass with one property per parameter.
+The property reads the module's DTensor and answers by where it is read:
+
+    under torch.compile     autoshard::unshard(local shard): a marker for the passes
+    in a forward, eagerly   the gathered parameter, from the open step
+    anywhere else           the DTensor itself, so `init.normal_(m.weight)`,
+                            `SGD([m.weight])` and printing see the parameter
+
+The subclasses hold no module's state (which parameter, which policy): that stays on
+the module, so modules of one class can be sharded differently.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard import _torch
+from autoshard.runtime import step as steps
+from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.unit import Unit
+
+PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: ShardedParam}
+UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
+BROKEN = "_autoshard_broken"  # module attribute: see [Note: forwards with graph breaks]
+
+_classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
+    """Register `param` at `module.attribute`, and make reads of it gathers."""
+    module._parameters[attribute] = param.param
+    bound = module.__dict__.setdefault(PARAMS, {})
+    bound[attribute] = param
+    param.places.append((module, attribute))
+    _set_class(module, mixins=())
+
+
+def head(module: nn.Module, unit: Unit, mixin: type) -> None:
+    """Make `module` the head of `unit`: its forward opens and closes the unit's use."""
+    module.__dict__[UNIT] = unit
+    module.__dict__[BROKEN] = False
+    _set_class(module, mixins=(mixin,))
+    module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_after_forward, always_call=True)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` heads, if it heads one."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    return unit
+
+
+def original_class(module: nn.Module) -> type:
+    """The class that the user wrote."""
+    cls = type(module)
+    original: type = cls.__dict__.get("_autoshard_original", cls)
+    return original
+
+
+def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
+    original = original_class(module)
+    mixins = mixins or type(module).__dict__.get("_autoshard_mixins", ())
+    names = tuple(module.__dict__.get(PARAMS, {}))
+    made = _classes.setdefault(original, {})
+    key = (names, mixins)
+    if key not in made:
+        made[key] = _make_class(original, names, mixins)
+    module.__class__ = made[key]
+
+
+def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]) -> type:
+    namespace: dict[str, Any] = {name: _make_property(name) for name in names}
+    if issubclass(original, nn.RNNBase):
+        # It caches its parameters in a list at construction; forward reads that list.
+        namespace["_flat_weights"] = property(_read_flat_weights, _ignore_flat_weights)
+    namespace.update(
+        _autoshard_original=original,
+        _autoshard_mixins=mixins,
+        __module__=original.__module__,
+        __qualname__=original.__qualname__,
+        __doc__=original.__doc__,
+        __deepcopy__=_refuse_deepcopy,
+        __reduce_ex__=_refuse_pickle,
+    )
+    return type(original.__name__, (*mixins, original), namespace)
+
+
+def _make_property(name: str) -> property:
+    def read(module: nn.Module) -> Any:
+        return _read(module, name)
+
+    _torch.skip_code(read.__code__)
+    return property(read)
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    if torch.compiler.is_compiling():
+        param = module._parameters[name]
+        if not isinstance(param, DTensor):
+            return param
+        sharded = module.__dict__[PARAMS][name]
+        return torch.ops.autoshard.unshard(
+            param.to_local(), sharded.members, sharded.group, sharded.keep, -1
+        )
+    return _read_eagerly(module, name)
+
+
+@torch.compiler.disable
+def _read_eagerly(module: nn.Module, name: str) -> Any:
+    try:
+        param = module._parameters[name]
+    except KeyError:
+        raise AttributeError(
+            f"{type(module).__name__!r} object has no attribute {name!r}"
+        ) from None
+    if not isinstance(param, DTensor):
+        return param  # deleted and set again, or put there by functional_call
+    sharded: ShardedParam = module.__dict__[PARAMS][name]
+    step = steps.open_step()
+    if step is not None:
+        _refresh(sharded, param)
+        return step.read(sharded)
+    if _torch.in_backward():
+        return steps.step_in_backward(sharded.unit).read_in_backward(sharded)
+    return param
+
+
+def _refresh(sharded: ShardedParam, param: nn.Parameter) -> None:
+    if param is not sharded.param:
+        sharded.adopt(param)
+
+
+def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    _enter(module)
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    _leave(module)
+
+
+@torch.compiler.disable
+def _enter(module: nn.Module) -> None:
+    steps.enter(module.__dict__[UNIT])
+
+
+@torch.compiler.disable
+def _leave(module: nn.Module) -> None:
+    steps.leave(module.__dict__[UNIT])
+
+
+def _read_flat_weights(rnn: Any) -> list[Any]:
+    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+
+def _ignore_flat_weights(rnn: Any, value: list[Any]) -> None:
+    """`nn.RNNBase` assigns its cache when parameters change; ours is made on reading."""
+
+
+def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
+    raise TypeError(
+        f"{type(module).__name__} is sharded and can't be deep-copied: build another one and load "
+        "this one's state_dict() into it"
+    )
+
+
+def _refuse_pickle(module: nn.Module, protocol: Any) -> Any:
+    raise TypeError(
+        f"{type(module).__name__} is sharded and can't be pickled: save its state_dict() with "
+        "torch.distributed.checkpoint"
+    )
+
+
+# These run in frames of their own where a forward runs eagerly. Were Dynamo to compile
+# such a frame by itself, `is_compiling()` would be true in it and the hook would do
+# nothing, for ever; skipped, it is still traced when a compiled forward calls it.
+for _function in (_read, _before_forward, _after_forward, _read_flat_weights):
+    _torch.skip_code(_function.__code__)

@@ -1,0 +1,213 @@
+"""From the graph that Dynamo hands to a backend to one over plain local shards, and back.
+
+Dynamo's graph takes DTensor parameters and turns each into its local tensor where it
+is read. Here the parameters that are only read so become local tensors at the door:
+
+    Dynamo's graph:  f(x, W: DTensor)      w = W.to_local(); w' = unshard(w, ..., -1)
+    ours:            f(x, w: Tensor)       w' = unshard(w, ..., 0)
+    the call:        f(x, W) = ours(x, shards(W)), with one autograd node for all W
+
+AOTAutograd then sees no tensor subclass, so its graphs are the same on every torch
+version, and a call unwraps and wraps no parameter one by one. Markers get their
+number in the table of this frame's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+
+from autoshard.passes.meta import ParamInfo
+from autoshard.runtime.param import ShardedParam, find, local_tensor
+
+_UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
+
+
+@dataclass
+class Frame:
+    """One captured graph, ready for AOTAutograd.
+
+    gm:      takes local shards where Dynamo's graph took DTensor parameters.
+    inputs:  example inputs for it, fake where they are shards.
+    params:  the table: what a marker's last argument indexes.
+    local:   input position -> the parameter whose shard goes there.
+    """
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    params: list[ShardedParam] = field(default_factory=list)
+    local: dict[int, ShardedParam] = field(default_factory=dict)
+
+    def table(self) -> tuple[ParamInfo, ...]:
+        """What passes may know of the parameters."""
+        axes = [(param.mesh.mesh_dim_names or ("shard",))[0] for param in self.params]
+        return tuple(
+            ParamInfo(param.name, param.unit.name, axis)
+            for param, axis in zip(self.params, axes, strict=True)
+        )
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, over local shards, with the signature of Dynamo's graph."""
+        if not self.local:
+            return compiled
+        positions = list(self.local)
+
+        def call(*args: Any) -> Any:
+            values = list(args)
+            params = [values[position] for position in positions]
+            for position, shard in zip(positions, _shards(params), strict=True):
+                values[position] = shard
+            return compiled(*values)
+
+        return call
+
+
+def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
+    """Rewrite Dynamo's `gm` in place.
+
+    Parameters that the graph uses as DTensors (in a user's own DTensor code) stay so.
+    """
+    frame = Frame(gm, list(example_inputs))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    known: dict[fx.Node, ShardedParam] = {}
+    for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        param = find(value) if isinstance(value, Tensor) else None
+        if param is None:
+            continue
+        known[node] = param
+        if _only_read_locally(node):
+            frame.local[position] = param
+            frame.inputs[position] = _localize(node)
+    numbers: dict[ShardedParam, int] = {}
+    _number_markers(gm, known, numbers)
+    frame.params = list(numbers)
+    gm.recompile()
+    return frame
+
+
+def _only_read_locally(node: fx.Node) -> bool:
+    """Whether `node`, a DTensor, is only asked for its local tensor, here or in a subgraph."""
+    if not node.users:
+        return False
+    for user in node.users:
+        if _is_to_local(user):
+            continue
+        inner = _inside(user, node)
+        if not inner or not all(map(_only_read_locally, inner)):
+            return False
+    return True
+
+
+def _localize(node: fx.Node) -> Any:
+    """Make `node` the local tensor itself; returns an example of it."""
+    fake = node.meta["example_value"]
+    with torch.no_grad():
+        local = local_tensor(fake).detach().requires_grad_(fake.requires_grad)
+    node.meta["example_value"] = local
+    for user in list(node.users):
+        if _is_to_local(user):
+            user.replace_all_uses_with(node)
+            user.graph.erase_node(user)
+        else:
+            for inner in _inside(user, node):
+                _localize(inner)
+                inner.graph.owning_module.recompile()
+    return local
+
+
+def _number_markers(
+    gm: fx.GraphModule, known: dict[fx.Node, ShardedParam], numbers: dict[ShardedParam, int]
+) -> None:
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _UNSHARD:
+            shard = node.args[0]
+            source = shard.args[0] if _is_to_local(shard) else shard
+            param = known.get(source)
+            if param is None:
+                raise ValueError(
+                    f"%{node.name} gathers %{source.name}, which is no parameter of the model"
+                )
+            node.args = (*node.args[:-1], numbers.setdefault(param, len(numbers)))
+        for subgraph in _subgraphs(node):
+            inner = {
+                placeholder: known[operand]
+                for placeholder, operand in _operands(node, subgraph)
+                if operand in known
+            }
+            _number_markers(subgraph, inner, numbers)
+            subgraph.recompile()
+
+
+def _is_to_local(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "to_local"
+
+
+def _subgraphs(node: fx.Node) -> list[fx.GraphModule]:
+    """Graph modules that `node`, a higher-order op, calls."""
+    if node.op != "call_function" or node.graph.owning_module is None:
+        return []
+    found = []
+    for arg in node.all_input_nodes:
+        if arg.op == "get_attr":
+            value = getattr(node.graph.owning_module, str(arg.target), None)
+            if isinstance(value, fx.GraphModule):
+                found.append(value)
+    return found
+
+
+def _operands(node: fx.Node, subgraph: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """(input of `subgraph`, what `node` passes for it), where that is a node.
+
+    The operands of a higher-order op are its last arguments, one a subgraph's input.
+    """
+    placeholders = subgraph.graph.find_nodes(op="placeholder")
+    passed = node.args[len(node.args) - len(placeholders) :]
+    return [
+        (placeholder, operand)
+        for placeholder, operand in zip(placeholders, passed, strict=True)
+        if isinstance(operand, fx.Node)
+    ]
+
+
+def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """The inputs of `user`'s subgraphs that stand for `node`; empty if it has none."""
+    return [
+        placeholder
+        for subgraph in _subgraphs(user)
+        for placeholder, operand in _operands(user, subgraph)
+        if operand is node
+    ]
+
+
+def _shards(params: list[Tensor]) -> Sequence[Tensor]:
+    if torch.is_grad_enabled() and any(param.requires_grad for param in params):
+        shards: tuple[Tensor, ...] = _LocalShards.apply(*params)
+        return shards
+    return [local_tensor(param) for param in params]
+
+
+class _LocalShards(torch.autograd.Function):
+    """All parameters' local tensors at once; their gradients become DTensors on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.sharded = [find(param) for param in params]
+        ctx.set_materialize_grads(False)
+        shards = tuple(local_tensor(param).detach() for param in params)
+        ctx.mark_non_differentiable(
+            *(s for s, p in zip(shards, params, strict=True) if not p.requires_grad)
+        )
+        return shards
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if grad is None else sharded.grad_from(grad)
+            for sharded, grad in zip(ctx.sharded, grads, strict=True)
+        )

@@ -1,0 +1,157 @@
+"""One sharded parameter: a DTensor of the true global shape, this rank's rows inside.
+
+The module keeps the DTensor in `_parameters`, so `parameters()`, optimizers and
+`state_dict()` see shards of the right global shape. What forward reads is the
+business of `access.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from autoshard.passes.layout import Member, chunk_rows, local_rows, show_members
+
+if TYPE_CHECKING:
+    from autoshard.runtime.unit import Unit
+
+
+@dataclass(eq=False)
+class ShardedParam:
+    """One parameter, wherever it is registered.
+
+    name:   from the outermost sharded module, "layers.3.mlp.w1"; the first name if tied.
+    places: every (module, attribute) that reads it; more than one if tied.
+    param:  the DTensor `nn.Parameter` that all places share.
+    """
+
+    name: str
+    member: Member
+    mesh: DeviceMesh
+    param: nn.Parameter
+    unit: Unit = field(init=False)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # What the getter hands to the marker under torch.compile: plain constants to guard on.
+        self.members = show_members((self.member,))
+        self.group = str(self.mesh.get_group().group_name)
+        self.world = self.mesh.size()
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows, (local rows, *rest); the storage that optimizers update."""
+        return local_tensor(self.param)
+
+    @property
+    def keep(self) -> bool:
+        """Whether the whole parameter is kept from forward to backward."""
+        return not self.unit.reshards
+
+    def grad_from(self, shard: Tensor) -> DTensor:
+        """A gradient for `param` out of this rank's rows of it."""
+        return dtensor_from_shard(shard, self.mesh, self.member.size)
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Take `param`, put in a module by somebody else, as the parameter.
+
+        Raises ValueError if it is no DTensor of the same size and mesh.
+        """
+        value = param.data if isinstance(param, nn.Parameter) else param
+        if (
+            not isinstance(value, DTensor)
+            or tuple(value.shape) != self.member.size
+            or value.placements != (Shard(0),)
+            or value.device_mesh != self.mesh
+        ):
+            raise ValueError(
+                f"{self.name} was replaced after sharding by {_describe(param)}; expected a DTensor "
+                f"of size {list(self.member.size)} sharded on dim 0 of {self.mesh}. "
+                "Replace parameters before sharding, or load values with load_state_dict"
+            )
+        self.param = param
+        if value.dtype != self.member.dtype:
+            self.member = Member(value.dtype, self.member.size)
+            self.members = show_members((self.member,))
+        for module, attribute in self.places:
+            module._parameters[attribute] = param
+        remember(param, self)
+
+
+def shard_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> ShardedParam:
+    """Cut `param` to this rank's rows of it, on the device of `mesh` unless it is on meta.
+
+    Raises ValueError for a scalar, NotImplementedError for a non-contiguous parameter.
+    """
+    if param.dim() == 0:
+        raise ValueError(
+            f"parameter {name} is a scalar, which can't be sharded: make it a 1D tensor with "
+            "one element, or pass it in ignored_params"
+        )
+    if not param.is_contiguous():
+        raise NotImplementedError(
+            f"parameter {name} is not contiguous (size {list(param.shape)}, stride "
+            f"{list(param.stride())}): make it so with param.data = param.data.contiguous() "
+            "before sharding"
+        )
+    world, rank = mesh.size(), mesh.get_local_rank()
+    rows = param.shape[0]
+    start = min(rank * chunk_rows(rows, world), rows)
+    with torch.no_grad():
+        piece = param.detach().narrow(0, start, local_rows(rows, world, rank))
+        shard = piece.clone(memory_format=torch.contiguous_format)
+        sharded = nn.Parameter(
+            dtensor_from_shard(shard, mesh, tuple(param.shape)), requires_grad=param.requires_grad
+        )
+    made = ShardedParam(name, Member(param.dtype, tuple(param.shape)), mesh, sharded)
+    remember(param, made)
+    remember(sharded, made)
+    return made
+
+
+def dtensor_from_shard(shard: Tensor, mesh: DeviceMesh, size: tuple[int, ...]) -> DTensor:
+    """The DTensor of global `size`, sharded on dim 0 of `mesh`, whose rows here are `shard`."""
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(
+        shard, mesh, [Shard(0)], run_check=False, shape=torch.Size(size), stride=stride
+    )
+
+
+def local_tensor(param: Tensor) -> Tensor:
+    """The local tensor of a DTensor, no autograd."""
+    local = param._local_tensor  # type: ignore[attr-defined]
+    assert isinstance(local, Tensor)
+    return local
+
+
+# Which parameter became which: by id, since a Tensor's == is no identity. The weak
+# references tell a live entry from a reused id.
+_known: dict[int, tuple[weakref.ref[Tensor], weakref.ref[ShardedParam]]] = {}
+
+
+def remember(param: Tensor, sharded: ShardedParam) -> None:
+    """Let `find` answer `sharded` for `param`, for as long as both live."""
+    key = id(param)
+
+    def forget(_: object) -> None:
+        _known.pop(key, None)
+
+    _known[key] = (weakref.ref(param, forget), weakref.ref(sharded))
+
+
+def find(param: object) -> ShardedParam | None:
+    """What `param`, a parameter from before or after sharding, belongs to."""
+    entry = _known.get(id(param))
+    return entry[1]() if entry is not None and entry[0]() is param else None
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{type(value.data).__name__} of size {list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,390 @@
+"""The eager runtime: one forward of a root, and the backward that follows it.
+
+forward   a parameter read gathers its unit; the unit's forward ends: dropped
+backward  a saved parameter is wanted: its unit is gathered again;
+          the last gradient of the unit is in: its reduce is launched, the gathered dropped;
+          the end: every reduce is waited for and added to `.grad`
+
+[Note: what autograd sees]
+Whole parameters come and go, several times in one step, but a unit must be reduced
+once. So autograd gets, per unit and step, one `_ReduceUnit` node whose outputs are
+*tokens*: tensors with the shape of the whole parameters and the memory of one
+element. Each gathered parameter is tied to its token by `_Attach`, which passes
+gradients through. However often the unit is gathered or used, autograd sums the
+gradients at the token, in the order in which it would for an unsharded parameter,
+and runs `_ReduceUnit.backward` once, when the last is in.
+
+[Note: what is saved for backward]
+While a step is open, hooks on saved tensors replace a view of a gathered parameter
+by a `_SavedView`: which parameter, which strides. Unpacking gathers the unit again
+and makes the view anew. Nothing resizes storages, and nothing hangs on outputs.
+Hooks of the user's that were there before (as of `save_on_cpu`) still get every
+other tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoshard import _torch
+from autoshard.runtime import collectives
+from autoshard.runtime.collectives import InFlight
+from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.unit import Unit
+
+MAX_REDUCES_IN_FLIGHT = 2  # one being sent while the next is filled; more only holds memory
+
+_open = threading.local()
+
+
+def open_step() -> Step | None:
+    """The step whose forward this thread is in, if any."""
+    step: Step | None = getattr(_open, "step", None)
+    return step
+
+
+class Step:
+    """Gathered parameters and autograd tokens from one forward of `owner` to its backward."""
+
+    def __init__(self, owner: Unit) -> None:
+        self.owner = owner
+        self.has_hooks = False  # see [Note: what is saved for backward]
+        self.running: list[Unit] = []  # units whose forward is on the stack, outermost first
+        self.order: list[Unit] = []  # units in the order in which they were first gathered
+        self._forward = _Gathered()
+        self._backward = _Gathered()
+        self._tokens: dict[Unit, dict[ShardedParam, Tensor]] = {}
+        self._storages: dict[int, ShardedParam] = {}  # storage of a gathered tensor -> whose it is
+        self._saved: set[Unit] = set()  # units of which backward wants something again
+        self._reduces: list[tuple[list[ShardedParam], InFlight]] = []
+        self._callback_queued = False
+        self._expected = owner.last_order  # what the previous step gathered, for prefetch
+
+    # ---- forward
+
+    def read(self, param: ShardedParam) -> Tensor:
+        """The whole parameter, as forward may use it."""
+        return self._attach(param, self._gathered_in_forward(param.unit)[param])
+
+    def read_in_backward(self, param: ShardedParam) -> Tensor:
+        """The whole parameter, for a part of forward that a checkpoint runs again."""
+        return self._attach(param, self._gathered_in_backward(param.unit)[param])
+
+    def _attach(self, param: ShardedParam, data: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and param.param.requires_grad):
+            return data
+        attached: Tensor = _Attach.apply(self._token(param), data)
+        return attached
+
+    def leave(self, unit: Unit) -> None:
+        """`unit`'s forward has ended."""
+        self.running.remove(unit)
+        if unit not in self.running and (unit.reshards or not torch.is_grad_enabled()):
+            self._drop(unit)
+
+    def close(self) -> None:
+        """The owner's forward has ended: only what backward needs stays."""
+        for unit in self._forward.units():
+            self._drop(unit)
+        self.owner.last_order = tuple(self.order)
+
+    def _gathered_in_forward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
+        if not self._forward.has(unit):
+            if unit not in self.order:
+                self.order.append(unit)
+                unit.last_step = self
+            gathered = self._forward.gather(unit)
+            for param, tensor in gathered.items():
+                if tensor.numel() and param.world > 1:
+                    self._storages[tensor.untyped_storage()._cdata] = param
+            following = _after(unit, self._expected)
+            if following is not None:
+                self._forward.launch(following)
+        return self._forward.gather(unit)
+
+    def _drop(self, unit: Unit) -> None:
+        for tensor in self._forward.drop(unit):
+            self._storages.pop(tensor.untyped_storage()._cdata, None)
+
+    def _token(self, param: ShardedParam) -> Tensor:
+        unit = param.unit
+        if unit not in self._tokens:
+            trainable = [p for p in unit.params if p.param.requires_grad]
+            tokens = _ReduceUnit.apply(self, unit, trainable, *(p.param for p in trainable))
+            self._tokens[unit] = dict(zip(trainable, tokens, strict=True))
+        return self._tokens[unit][param]
+
+    # ---- saved tensors
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps instead of `tensor`: itself, or how to gather it again."""
+        param = self._storages.get(tensor.untyped_storage()._cdata)
+        if param is None or not param.unit.reshards:
+            return tensor
+        self._saved.add(param.unit)
+        return _SavedView(
+            self,
+            param,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            param.shard._version,
+        )
+
+    def unpack(self, saved: _SavedView) -> Tensor:
+        param = saved.param
+        if param.shard._version != saved.version:
+            raise RuntimeError(
+                f"parameter {param.name} was modified in place between forward and backward "
+                f"(version {param.shard._version}, expected {saved.version}): step the optimizer "
+                "after backward"
+            )
+        whole = self._gathered_in_backward(param.unit)[param]
+        return whole.as_strided(saved.size, saved.stride, saved.offset)
+
+    # ---- backward
+
+    def _gathered_in_backward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
+        if not self._backward.has(unit):
+            # A unit that trains nothing has no reduce to end it: the next gather does.
+            for other in self._backward.units():
+                if other not in self._tokens:
+                    self._backward.drop(other)
+            self._backward.gather(unit)
+            following = _after(unit, [u for u in reversed(self.order) if u in self._saved])
+            if following is not None:
+                self._backward.launch(following)
+        return self._backward.gather(unit)
+
+    def reduce(self, unit: Unit, grads: dict[ShardedParam, Tensor]) -> None:
+        """Every gradient of `unit` is in: launch its reduce, let go of its parameters."""
+        self._backward.drop(unit)
+        self._saved.discard(unit)
+        if not self._callback_queued:
+            _torch.queue_backward_callback(self._finish_backward)
+            self._callback_queued = True
+        for bucket in unit.buckets():
+            params = [param for param in bucket if param in grads]
+            if not params:
+                continue
+            if unit.world == 1:
+                for param in params:
+                    _accumulate(param, grads[param])
+                continue
+            while len(self._reduces) >= MAX_REDUCES_IN_FLIGHT:
+                self._wait_reduce()
+            flight = collectives.launch_reduce(
+                [grads[param] for param in params],
+                tuple(param.member for param in params),
+                params[0].group,
+            )
+            self._reduces.append((params, flight))
+
+    def _wait_reduce(self) -> None:
+        params, flight = self._reduces.pop(0)
+        for param, shard in zip(params, collectives.wait_reduce(flight), strict=True):
+            _accumulate(param, shard)
+
+    def _finish_backward(self) -> None:
+        self._callback_queued = False
+        while self._reduces:
+            self._wait_reduce()
+        for unit in self._backward.units():
+            self._backward.drop(unit)
+
+
+@dataclass(frozen=True)
+class _SavedView:
+    """A view of a gathered parameter, to be made again from a new gather."""
+
+    step: Step
+    param: ShardedParam
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    version: int  # of the shard: the values that forward saw
+
+
+class _Gathered:
+    """Whole parameters of some units: launched, gathered, dropped."""
+
+    def __init__(self) -> None:
+        self._flights: dict[Unit, list[tuple[list[ShardedParam], InFlight]]] = {}
+        self._tensors: dict[Unit, dict[ShardedParam, Tensor]] = {}
+
+    def has(self, unit: Unit) -> bool:
+        return unit in self._tensors
+
+    def units(self) -> list[Unit]:
+        """Units that are gathered or on the way."""
+        return list(dict.fromkeys((*self._tensors, *self._flights)))
+
+    def launch(self, unit: Unit) -> None:
+        """Start gathering `unit`, unless it is gathered or on its way."""
+        if unit in self._tensors or unit in self._flights or unit.world == 1:
+            return
+        unit.check_ready()
+        self._flights[unit] = [
+            (
+                bucket,
+                collectives.launch_gather(
+                    [param.shard for param in bucket],
+                    tuple(param.member for param in bucket),
+                    bucket[0].group,
+                ),
+            )
+            for bucket in unit.buckets()
+        ]
+
+    def gather(self, unit: Unit) -> dict[ShardedParam, Tensor]:
+        """Its whole parameters, waiting for them if need be."""
+        if unit not in self._tensors:
+            self.launch(unit)
+            if unit.world == 1:
+                unit.check_ready()
+                self._tensors[unit] = {param: param.shard.detach() for param in unit.params}
+            else:
+                self._tensors[unit] = {
+                    param: tensor
+                    for bucket, flight in self._flights.pop(unit)
+                    for param, tensor in zip(bucket, collectives.wait_gather(flight), strict=True)
+                }
+        return self._tensors[unit]
+
+    def drop(self, unit: Unit) -> list[Tensor]:
+        """Let go of `unit`, waiting for what is still on its way; returns what was gathered."""
+        for _, flight in self._flights.pop(unit, []):
+            flight.work.wait()
+        return list(self._tensors.pop(unit, {}).values())
+
+
+class _ReduceUnit(torch.autograd.Function):
+    """Forward makes a unit's tokens; backward, run when all their gradients are in, reduces.
+
+    See [Note: what autograd sees].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: Step, unit: Unit, trainable: list[ShardedParam], *params: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.step, ctx.unit, ctx.trainable = step, unit, trainable
+        ctx.set_materialize_grads(False)
+        return tuple(
+            param.shard.new_empty((1,) * len(param.member.size)).expand(param.member.size)
+            for param in trainable
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        whole = {p: grad for p, grad in zip(ctx.trainable, grads, strict=True) if grad is not None}
+        ctx.step.reduce(ctx.unit, whole)
+        return (None,) * (3 + len(grads))
+
+
+class _Attach(torch.autograd.Function):
+    """The gathered data, with its gradient going to the token."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, data: Tensor) -> Tensor:
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _accumulate(sharded: ShardedParam, shard: Tensor) -> None:
+    """Add this rank's rows of a mean gradient to `.grad`, then run the parameter's hooks."""
+    param = sharded.param
+    grad: Tensor = sharded.grad_from(shard.contiguous())
+    for hook in list((param._backward_hooks or {}).values()):
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
+    with torch.no_grad():
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad += grad
+    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(param)
+
+
+def _after(unit: Unit, order: Any) -> Unit | None:
+    """The unit that follows `unit` in `order`, or None."""
+    order = list(order)
+    position = order.index(unit) + 1 if unit in order else len(order)
+    return order[position] if position < len(order) else None
+
+
+def step_in_backward(unit: Unit) -> Step:
+    """The step whose backward is running, as far as `unit` can tell: its latest."""
+    if unit.last_step is None:
+        unit.last_step = Step(unit)
+    return unit.last_step
+
+
+def enter(unit: Unit) -> None:
+    """A module of `unit` starts its forward: open a step if none is."""
+    step = open_step()
+    if step is None:
+        step = _open.step = Step(unit)
+        _push_hooks(step)
+    step.running.append(unit)
+
+
+def leave(unit: Unit) -> None:
+    """The matching end; closes the step that `unit` opened."""
+    step = open_step()
+    if step is None or unit not in step.running:
+        return
+    step.leave(unit)
+    if not step.running:
+        _pop_hooks(step)
+        _open.step = None
+        step.close()
+
+
+def _push_hooks(step: Step) -> None:
+    """See [Note: what is saved for backward]."""
+    outer = _torch.saved_tensors_hooks_on_top()
+    around_checkpoint = outer is not None and _torch.is_checkpoint_hook(outer[0])
+    # A checkpointed block is run again in backward, parameters and all, and what that
+    # second forward saves is wanted at once: neither is gathered a second time.
+    step.has_hooks = not (around_checkpoint or _torch.in_backward())
+    if not step.has_hooks:
+        return
+    if outer is None:
+
+        def pack(tensor: Tensor) -> Any:
+            return step.pack(tensor)
+
+        def unpack(saved: Any) -> Tensor:
+            return saved.step.unpack(saved) if isinstance(saved, _SavedView) else saved
+
+    else:
+        outer_pack, outer_unpack = outer
+
+        def pack(tensor: Tensor) -> Any:
+            packed = step.pack(tensor)
+            return packed if isinstance(packed, _SavedView) else outer_pack(packed)
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, _SavedView):
+                return saved.step.unpack(saved)
+            unpacked: Tensor = outer_unpack(saved)
+            return unpacked
+
+    _torch.push_saved_tensors_hooks(pack, unpack)
+
+
+def _pop_hooks(step: Step) -> None:
+    if step.has_hooks:
+        _torch.pop_saved_tensors_hooks()

@@ -1,0 +1,73 @@
+"""A unit: the parameters that are gathered, and whose gradients are reduced, together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.runtime.param import ShardedParam
+
+if TYPE_CHECKING:
+    from autoshard.runtime.step import Step
+
+ROOT_NAME = "root"
+
+
+@dataclass(eq=False)
+class Unit:
+    """One or more modules whose parameters, less those of nested units, travel together.
+
+    name:    of its first module, from the outermost sharded module; "root" for that one.
+    is_root: no other unit's module contains this one's; told by the enclosing call.
+    reshard_after_forward: True frees whole parameters after forward and gathers them
+        again in backward; False keeps them; None means True except for the root,
+        whose parameters backward would want right away.
+    """
+
+    modules: tuple[nn.Module, ...]
+    mesh: DeviceMesh
+    reshard_after_forward: bool | None
+    name: str = ROOT_NAME
+    is_root: bool = True
+    params: list[ShardedParam] = field(default_factory=list)
+    last_step: Step | None = None  # the latest step that gathered it
+    last_order: tuple[Unit, ...] = ()  # what the latest step that it owned gathered, in order
+
+    @property
+    def reshards(self) -> bool:
+        if self.reshard_after_forward is None:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    @property
+    def world(self) -> int:
+        return self.mesh.size()
+
+    def take(self, param: ShardedParam) -> None:
+        """Make `param` a member, moving it here if it is another unit's."""
+        previous = getattr(param, "unit", None)
+        if previous is not None:
+            previous.params.remove(param)
+        param.unit = self
+        self.params.append(param)
+
+    def buckets(self) -> Iterator[list[ShardedParam]]:
+        """Its parameters, split by what one collective can carry: a dtype."""
+        by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
+        for param in self.params:
+            by_dtype.setdefault(param.member.dtype, []).append(param)
+        yield from by_dtype.values()
+
+    def check_ready(self) -> None:
+        """Raise RuntimeError, naming them, if parameters are still on the meta device."""
+        meta = [param.name for param in self.params if param.shard.is_meta]
+        if meta:
+            raise RuntimeError(
+                f"parameters {meta} of unit {self.name!r} are still on the meta device: call "
+                "model.to_empty(device=...) and initialise them before the first forward"
+            )
