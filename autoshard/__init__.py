@@ -5,11 +5,12 @@
     autoshard.shard(model, policy=...)            # or the whole model in one call
 """
 
-from autoshard.runtime import kernels as _kernels  # gives the ops their implementations
+from autoshard.passes.plan import Plan as Plan
+from autoshard.runtime.plans import plans as plans
 from autoshard.runtime.shard import fully_shard as fully_shard
 from autoshard.runtime.shard import shard as shard
 from autoshard.runtime.sharded_module import ShardedModule as ShardedModule
 
-__version__ = "0.1.0"
+from autoshard.runtime.wrap import ModuleWrapPolicy as ModuleWrapPolicy
 
-del _kernels
+__version__ = "0.1.0"

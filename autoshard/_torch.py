@@ -7,6 +7,7 @@ missing on some of them says so beside it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -129,10 +130,12 @@ def compile_with_inductor(
     *,
     inner_compile: Callable[..., Any],
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule],
+    mode: str | None,
 ) -> Callable[..., Any]:
     """Inductor's whole pipeline, with `joint_pass` last over the joint graph before it is
     partitioned, and `inner_compile` in place of its compiler of single graphs.
     """
+    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -149,6 +152,64 @@ def compile_with_inductor(
             gm,
             example_inputs,
             inner_compile=inner_compile,
-            config_patches={"joint_custom_post_pass": JointPass()},
+            config_patches={
+                **(list_mode_options(mode) if mode else {}),
+                "joint_custom_post_pass": JointPass(),
+            },
         )
     return compiled
+
+
+def is_to_local(node: torch.fx.Node) -> bool:
+    """Whether `node`, of a graph that Dynamo made, is `DTensor.to_local()`.
+
+    2.11 calls a function made for the arguments; later versions call the method.
+    """
+    if node.op == "call_method":
+        return node.target == "to_local"
+    return (
+        node.op == "call_function" and getattr(node.target, "__name__", "") == "prim_to_local"
+    )
+
+
+def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Locals and globals, as it started, of the frame that Dynamo is tracing now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    return dict(output.local_scope), dict(output.global_scope)
+
+
+def graph_break() -> tuple[str, str] | None:
+    """(place, reason) of the graph break that ends the graph being compiled now, if one does."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    reason = getattr(InstructionTranslator.current_tx().output, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    stack = reason.user_stack
+    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown place"
+    return place, str(reason.reason).strip().splitlines()[0]
+
+
+def backend_name(optimized: torch.nn.Module) -> str | None:
+    """The name of the backend that `optimized`, an OptimizedModule, was compiled with."""
+    found: Any = getattr(getattr(optimized, "dynamo_ctx", None), "callback", None)
+    while found is not None:
+        if name := getattr(found, "compiler_name", None):
+            return str(name)
+        found = getattr(found, "_torchdynamo_orig_backend", None)
+    return None
+
+
+def watch_optimized_modules(callback: Callable[[torch.nn.Module], None]) -> None:
+    """Call `callback` with each OptimizedModule that `torch.compile(module)` makes from now on."""
+    cls = torch._dynamo.OptimizedModule
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def construct(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        callback(self)
+
+    cls.__init__ = construct

@@ -6,22 +6,34 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import fx
 
 from autoshard import _torch, passes
 from autoshard.options import CompileOptions
+from autoshard.passes.dump import Dump
 from autoshard.passes.lower_eagerly import lower_eagerly
 from autoshard.passes.lower_inductor import lower_inductor
+from autoshard.passes.match import is_marker
 from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
+from autoshard.passes.text import render
+from autoshard.runtime.adopt import adopt, plain_parameters
+from autoshard.runtime.agreement import Outcome, agree
 from autoshard.runtime.frame import Frame, make_frame
+from autoshard.runtime.names import watch_names
+from autoshard.runtime.plans import record
 
 log = logging.getLogger(__name__)
+
+watch_names()  # torch.compile(..., backend="autoshard") imports this module before it wraps
 
 
 def autoshard(
@@ -31,26 +43,72 @@ def autoshard(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile one captured graph; Dynamo calls this, through the entry point.
+    """Compile one captured graph; Dynamo calls this, found through the entry point.
 
+    A model that nobody has sharded is sharded here, in place, on its first graph.
+    mode: one of Inductor's, "max-autotune" for instance.
     options: see `CompileOptions`.
+    Raises ValueError for a wrong option; anything that goes wrong in tracing, a pass or
+    the lowering only with `strict`: otherwise it is one warning, and the frame runs on
+    the eager runtime.
     """
     settings = CompileOptions.read(options)
-    frame = make_frame(gm, example_inputs)
-    compiled = Compilation(frame, settings).compile()
-    return frame.wrap(compiled)
+    params = plain_parameters(example_inputs)
+    if params:
+        if adopt(params, settings.shard_arguments()):
+            raise _torch.TraceAgain(restart_reason="autoshard sharded the model")
+        _warn_once(
+            f"parameters of size {', '.join(str(list(p.shape)) for p in params)} were left out of "
+            "fully_shard: they are not sharded, and their gradients are not reduced"
+        )
+    _log_graph_break()
+    return _compile(gm, example_inputs, settings, mode)
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
+) -> Callable[..., Any]:
+    compilation: Compilation | None = None
+    compiled: Callable[..., Any] | None = None
+    failure: Exception | None = None
+    try:
+        frame = make_frame(gm, example_inputs)
+        compilation = Compilation(frame, settings, mode)
+        compiled = frame.wrap(compilation.compile())
+    except Exception as error:
+        failure = error
+    if compilation is not None and not compilation.table:
+        # No parameters: nothing to agree on, and other ranks may not have this graph at all.
+        reason = _describe(failure)
+    else:
+        digests = tuple(plan.digest for plan in compilation.plans) if compilation else ()
+        reason = agree(Outcome(_describe(failure), digests))
+    if reason is None and compiled is not None:
+        return compiled
+    if settings.strict:
+        raise failure or RuntimeError(reason)
+    _warn_once(
+        f"autoshard could not compile a frame, which runs on the eager runtime instead: {reason}"
+    )
+    raise _torch.SkipFrame(reason)
 
 
 class Compilation:
     """The compilation of one frame: its graphs share a table of parameters and the options."""
 
-    def __init__(self, frame: Frame, options: CompileOptions) -> None:
+    _numbers = itertools.count()
+
+    def __init__(self, frame: Frame, options: CompileOptions, mode: str | None = None) -> None:
         self.frame = frame
         self.options = options
+        self.mode = mode
+        self.number = next(self._numbers)
         self.table = frame.table()
+        self.axes = {param.group: info.axis for param, info in zip(frame.params, self.table, strict=True)}
         self.plans: list[Plan] = []
 
     def compile(self) -> Callable[..., Any]:
+        """A callable with the inputs and outputs of the frame's graph."""
         if self.options.lowering == "eager":
             return self._compile_eagerly()
         return self._compile_inductor()
@@ -74,21 +132,23 @@ class Compilation:
 
     def _compile_inductor(self) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            graph = (
-                "backward"
-                if kwargs.get("is_backward")
-                else ("inference" if kwargs.get("is_inference") else "forward")
-            )
+            graph = "inference" if kwargs.get("is_inference") else "forward"
+            graph = "backward" if kwargs.get("is_backward") else graph
             return lower_inductor(self._apply(gm, graph), example_inputs, **kwargs)
 
         return _torch.compile_with_inductor(
-            self.frame.gm, self.frame.inputs, inner_compile=inner, joint_pass=self._joint
+            self.frame.gm,
+            self.frame.inputs,
+            inner_compile=inner,
+            joint_pass=self._joint,
+            mode=self.mode,
         )
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         return _torch.min_cut_rematerialization_partition(self._joint(gm), joint_inputs, **kwargs)
 
     def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Before partitioning, in place: the partitioner's caller holds this very module."""
         for transform in passes.JOINT:
             gm = transform(gm)
         gm.graph.lint()
@@ -96,12 +156,52 @@ class Compilation:
         return gm
 
     def _apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
-        transforms = passes.pipeline(
-            self.table, graph=graph, bucketing=self.options.bucketing
-        )
-        gm = passes.run(gm, transforms)
+        transforms = passes.pipeline(self.table, graph=graph, bucketing=self.options.bucketing)
+        gm = passes.run(gm, transforms, after_each=self._dump(gm, graph))
+        left = [node.name for node in gm.graph.nodes if is_marker(node)]
+        if left:
+            raise passes.PassError(f"markers %{', %'.join(left)} are in no bucket of the plan")
         plan = PLAN.get(gm)
-        if plan is not None:
-            self.plans.append(plan)
-            log.info("%s", plan.text())
+        if plan is not None and plan.buckets:
+            self._publish(plan, gm)
         return gm
+
+    def _publish(self, plan: Plan, gm: fx.GraphModule) -> None:
+        self.plans.append(plan)
+        record((param.unit for param in self.frame.params), plan)
+        log.info("graph %d, %s", self.number, plan.text())
+        name = f"autoshard_{self.number}_{plan.graph}"
+        _torch.trace_structured_artifact(f"{name}_plan", "string", plan.text)
+        _torch.trace_structured_artifact(
+            f"{name}_graph", "string", lambda: render(gm.graph, axes=self.axes)
+        )
+
+    def _dump(self, gm: fx.GraphModule, graph: str) -> Dump | None:
+        if self.options.dump is None:
+            return None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        folder = Path(self.options.dump) / f"rank{rank}" / f"{self.number:02d}_{graph}"
+        dump = Dump(folder, self.axes)
+        dump("partition", gm)
+        return dump
+
+
+def _log_graph_break() -> None:
+    found = _torch.graph_break()
+    if found is not None:
+        log.info("graph break at %s: %s; what follows has a plan of its own", *found)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _describe(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from autoshard._torch import is_to_local
 from autoshard.passes.meta import ParamInfo
 from autoshard.runtime.param import ShardedParam, find, local_tensor
 
@@ -95,7 +96,7 @@ def _only_read_locally(node: fx.Node) -> bool:
     if not node.users:
         return False
     for user in node.users:
-        if _is_to_local(user):
+        if is_to_local(user):
             continue
         inner = _inside(user, node)
         if not inner or not all(map(_only_read_locally, inner)):
@@ -110,7 +111,7 @@ def _localize(node: fx.Node) -> Any:
         local = local_tensor(fake).detach().requires_grad_(fake.requires_grad)
     node.meta["example_value"] = local
     for user in list(node.users):
-        if _is_to_local(user):
+        if is_to_local(user):
             user.replace_all_uses_with(node)
             user.graph.erase_node(user)
         else:
@@ -126,7 +127,7 @@ def _number_markers(
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _UNSHARD:
             shard = node.args[0]
-            source = shard.args[0] if _is_to_local(shard) else shard
+            source = shard.args[0] if is_to_local(shard) else shard
             param = known.get(source)
             if param is None:
                 raise ValueError(
@@ -141,10 +142,6 @@ def _number_markers(
             }
             _number_markers(subgraph, inner, numbers)
             subgraph.recompile()
-
-
-def _is_to_local(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "to_local"
 
 
 def _subgraphs(node: fx.Node) -> list[fx.GraphModule]:

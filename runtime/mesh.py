@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch
@@ -26,13 +27,20 @@ def ensure_process_group() -> None:
     if dist.is_initialized():
         return
     cuda = device_type() == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        dist.init_process_group(backend)
     else:
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    # Whoever makes the group ends it: gloo's threads must be joined before the process ends.
+    atexit.register(_end_process_group)
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def device_type() -> str:

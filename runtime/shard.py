@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime import access
 from autoshard.runtime.mesh import check_mesh, default_mesh, mesh_device
+from autoshard.runtime.optimizers import watch_optimizers
 from autoshard.runtime.param import ShardedParam, find, shard_parameter
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.unit import ROOT_NAME, Unit
@@ -60,6 +61,7 @@ def fully_shard(
     for each in modules:
         access.head(each, unit, ShardedModule)
     _name_everything(modules)
+    watch_optimizers()
     return module
 
 

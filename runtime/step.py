@@ -175,7 +175,7 @@ class Step:
                 continue
             if unit.world == 1:
                 for param in params:
-                    _accumulate(param, grads[param])
+                    accumulate(param, grads[param])
                 continue
             while len(self._reduces) >= MAX_REDUCES_IN_FLIGHT:
                 self._wait_reduce()
@@ -189,7 +189,7 @@ class Step:
     def _wait_reduce(self) -> None:
         params, flight = self._reduces.pop(0)
         for param, shard in zip(params, collectives.wait_reduce(flight), strict=True):
-            _accumulate(param, shard)
+            accumulate(param, shard)
 
     def _finish_backward(self) -> None:
         self._callback_queued = False
@@ -301,7 +301,7 @@ class _Attach(torch.autograd.Function):
         return grad, None
 
 
-def _accumulate(sharded: ShardedParam, shard: Tensor) -> None:
+def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
     """Add this rank's rows of a mean gradient to `.grad`, then run the parameter's hooks."""
     param = sharded.param
     grad: Tensor = sharded.grad_from(shard.contiguous())

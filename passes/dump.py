@@ -1,0 +1,29 @@
+"""Write each graph as text after each pass: a folder a graph, a file a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import fx
+
+from autoshard.passes.meta import PLAN
+from autoshard.passes.text import render
+
+
+class Dump:
+    """An observer of `run()` that writes `<folder>/<number>_<pass>.txt`, and the plan."""
+
+    def __init__(self, folder: Path, axes: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._axes = axes
+        self._number = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, name: str, gm: fx.GraphModule) -> None:
+        path = self._folder / f"{self._number:02d}_{name}.txt"
+        path.write_text(f"# after {name}\n{render(gm.graph, axes=self._axes)}")
+        self._number += 1
+        plan = PLAN.get(gm)
+        if plan is not None:
+            (self._folder / "plan.txt").write_text(plan.text())

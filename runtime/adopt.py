@@ -1,0 +1,156 @@
+"""The one-line form: shard a plain model when Dynamo first compiles it.
+
+`torch.compile(model, backend="autoshard")` gives the backend a graph over plain
+parameters. The backend finds the module that was compiled, shards it in place,
+moves the optimizers over to the sharded parameters, and has Dynamo trace the frame
+again. A DTensor can't take over a Parameter's identity, hence the moving.
+
+[Note: parameters from before sharding]
+Three things may still hold an old parameter, none of them in silence:
+- a `torch.optim.Optimizer`: rebound here, and checked before each of its steps;
+- another object with a `step` method: an error here;
+- a graph of autograd's, if a part of forward ran before the first frame was compiled:
+  the gradient that arrives at the old parameter is reduced into the new one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoshard import _torch
+from autoshard.runtime import access, collectives
+from autoshard.runtime.optimizers import check_owners, rebind_optimizers
+from autoshard.runtime.param import ShardedParam, find
+from autoshard.runtime.shard import shard
+from autoshard.runtime.step import accumulate
+
+
+def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
+    """Those inputs of a captured graph that are parameters which nobody has sharded."""
+    return [
+        value
+        for value in example_inputs
+        if isinstance(value, nn.Parameter)
+        and not isinstance(value.data, DTensor)
+        and (find(value) is None or _is_current(value))
+    ]
+
+
+def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
+    """Shard the model that `params` belong to, and move its optimizers over.
+
+    Returns whether anything was sharded: not if the model was sharded explicitly
+    before, and these are parameters that the user left out.
+    Raises RuntimeError if a parameter belongs to no module that was compiled, or if an
+    optimizer holds one that can't be moved.
+    """
+    roots = _find_roots(params)
+    if all(_is_sharded(root) for root in roots):
+        return False
+    for root in roots:
+        if _is_sharded(root):
+            continue
+        before = dict(root.named_parameters())
+        check_owners(before)
+        shard(root, **shard_arguments)
+        moved = {param: _found(param) for param in before.values()}
+        rebind_optimizers(moved)
+        for old, sharded in moved.items():
+            _forward_late_gradient(old, sharded)
+    return True
+
+
+def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
+    """The compiled modules that hold `params`: one, or several that a function calls."""
+    missing = dict.fromkeys(params)
+    roots: list[nn.Module] = []
+    for candidate in (*_compiled_modules(), *_modules_in_scope()):
+        held = [param for param in candidate.parameters() if param in missing]
+        if held:
+            roots.append(candidate)
+            for param in held:
+                missing.pop(param, None)
+    if missing:
+        sizes = ", ".join(str(list(param.shape)) for param in missing)
+        raise RuntimeError(
+            f"the compiled code reads parameters of size {sizes} that belong to no module which "
+            "was compiled: compile the module that holds them, or shard it with autoshard.shard()"
+        )
+    return roots
+
+
+def _compiled_modules() -> list[nn.Module]:
+    """Modules given to torch.compile whose call is on the stack, outermost first."""
+    found: dict[nn.Module, None] = {}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            found[module._orig_mod] = None
+        elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
+            found[module] = None
+        frame = frame.f_back
+    return list(reversed(found))
+
+
+def _modules_in_scope() -> list[nn.Module]:
+    """Modules that the frame being traced can name, those that hold others first."""
+    local, outer = _torch.traced_scope()
+    found: dict[nn.Module, None] = {}
+    for value in (*local.values(), *outer.values()):
+        for each in (value, getattr(value, "__self__", None), *_closure(value)):
+            if isinstance(each, nn.Module):
+                found[each] = None
+    return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
+
+
+def _closure(value: Any) -> Iterable[Any]:
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+
+
+def _is_sharded(root: nn.Module) -> bool:
+    return any(access.unit_of(module) is not None for module in root.modules())
+
+
+def _is_current(param: Tensor) -> bool:
+    sharded = find(param)
+    return sharded is not None and sharded.param is param
+
+
+def _found(param: nn.Parameter) -> ShardedParam:
+    sharded = find(param)
+    assert sharded is not None
+    return sharded
+
+
+def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
+    """See [Note: parameters from before sharding]."""
+    if not old.requires_grad:
+        return
+    version = sharded.shard._version
+
+    def forward(param: nn.Parameter) -> None:
+        if sharded.shard._version != version:
+            raise RuntimeError(
+                f"{sharded.name} was read through its parameter from before sharding, after the "
+                "first update: read it from the module, or call autoshard.shard(model) first"
+            )
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if sharded.world > 1:
+            flight = collectives.launch_reduce([grad], (sharded.member,), sharded.group)
+            (grad,) = collectives.wait_reduce(flight)
+        accumulate(sharded, grad)
+
+    old.register_post_accumulate_grad_hook(forward)

@@ -1,0 +1,127 @@
+"""Optimizers that were built before their model was sharded."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoshard.passes.layout import chunk_rows, local_rows
+from autoshard.runtime.param import ShardedParam, find
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
+
+
+def rebind_optimizers(moved: Mapping[nn.Parameter, ShardedParam]) -> None:
+    """Have every live `torch.optim.Optimizer` train the sharded parameters instead.
+
+    Lists of parameters are changed in place, so whoever shares them sees the change.
+    State shaped like its parameter is cut like it; flags stay.
+    """
+    for optimizer in _live_optimizers():
+        for group in optimizer.param_groups:
+            group["params"][:] = [
+                moved[param].param if param in moved else param for param in group["params"]
+            ]
+        for param, state in list(optimizer.state.items()):
+            if isinstance(param, Tensor) and param in moved:
+                del optimizer.state[param]
+                sharded = moved[param]
+                optimizer.state[sharded.param] = {
+                    key: _cut(value, sharded) for key, value in state.items()
+                }
+
+
+def check_owners(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise RuntimeError if something other than a torch optimizer trains one of `params`.
+
+    That is: an object with a `step` method that holds one, through lists, dicts and the
+    like. Also for a parameter with gradient hooks, which would never run again.
+    """
+    for name, param in params.items():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise RuntimeError(
+                f"parameter {name} has gradient hooks, which sharding can't move: call "
+                "autoshard.shard(model) before registering them"
+            )
+    names = {id(param): name for name, param in params.items()}
+    seen: set[int] = {id(params)}
+    holders: list[Any] = list(params.values())
+    for _ in range(_DEPTH):
+        seen.add(id(holders))
+        referrers = [each for each in gc.get_referrers(*holders) if id(each) not in seen]
+        seen.update(map(id, referrers))
+        for each in referrers:
+            if _is_foreign_optimizer(each):
+                raise RuntimeError(_cannot_move(each, names))
+        # An object's __dict__ may be its own referrer, with the object one level up.
+        holders = [each for each in referrers if type(each) in _CONTAINERS]
+
+
+def _is_foreign_optimizer(holder: object) -> bool:
+    cls = type(holder)
+    if issubclass(cls, (torch.optim.Optimizer, nn.Module, type, types.FrameType)):
+        return False
+    if cls.__module__.startswith("torch."):  # torch's own: schedulers, Dynamo's tracer
+        return False
+    return callable(getattr(cls, "step", None))
+
+
+def _cannot_move(holder: object, names: Mapping[int, str]) -> str:
+    held = next(
+        (
+            names[id(each)]
+            for each in gc.get_referents(*gc.get_referents(holder), holder)
+            if id(each) in names
+        ),
+        "one of the model's",
+    )
+    cls = type(holder)
+    return (
+        f"{cls.__module__}.{cls.__qualname__} holds parameter {held} but is no "
+        "torch.optim.Optimizer, so it can't be moved to the sharded parameters and would train "
+        "nothing: call autoshard.shard(model) before building it"
+    )
+
+
+def _live_optimizers() -> list[torch.optim.Optimizer]:
+    # type(o), not isinstance: that asks o.__class__, and a dead weak proxy raises.
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+
+
+def _cut(value: Any, sharded: ShardedParam) -> Any:
+    """This rank's part of a state tensor that is shaped like its parameter."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != sharded.member.size:
+        return value
+    world, rank = sharded.world, sharded.mesh.get_local_rank()
+    rows = sharded.member.rows
+    start = min(rank * chunk_rows(rows, world), rows)
+    return sharded.grad_from(value.narrow(0, start, local_rows(rows, world, rank)).clone())
+
+
+def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            sharded = find(param)
+            if sharded is not None and sharded.param is not param:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
+                    "sharding, so its step would train nothing: build the optimizer from "
+                    "model.parameters() after sharding"
+                )
+
+
+_hook = None
+
+
+def watch_optimizers() -> None:
+    """From now on, check before each optimizer step that it trains no parameter of the past."""
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_check_before_step)
