@@ -1,0 +1,79 @@
+"""Replicated, eager and compiled training of the same model on the same data."""
+
+import functools
+
+import pytest
+import torch
+from support.models import HF_MODELS, Net, hf_loss, hf_model, net_loss
+from support.ranks import on_ranks
+from support.training import assert_same, compiled, replicated, sharded
+
+# Inductor fuses and reassociates; the issue's bound, on AdamW's normalised steps.
+INDUCTOR_RTOL = 1e-5
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_eager(rank: int, checkpointing: str | None, tied: bool, strategy: str) -> None:
+    build = functools.partial(Net, tied=tied, checkpointing=checkpointing)
+    want, want_losses = replicated(build, net_loss)
+    got, losses = sharded(build, net_loss, strategy=strategy)
+    assert losses == want_losses
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("bucketing", ["auto", "none", [["layers.0", "layers.1"], "head"]])
+@on_ranks(2)
+def test_compiled(
+    rank: int, checkpointing: str | None, tied: bool, strategy: str, bucketing: object
+) -> None:
+    build = functools.partial(Net, tied=tied, checkpointing=checkpointing)
+    want, want_losses = replicated(build, net_loss)
+    got, losses = compiled(build, net_loss, strategy=strategy, bucketing=bucketing)
+    assert losses == want_losses
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
+@on_ranks(2)
+def test_inductor(rank: int, checkpointing: str | None) -> None:
+    build = functools.partial(Net, checkpointing=checkpointing)
+    want, want_losses = replicated(build, net_loss)
+    got, losses = compiled(build, net_loss, lowering="inductor")
+    torch.testing.assert_close(losses, want_losses)
+    assert_same(got, want, rtol=INDUCTOR_RTOL)
+
+
+@pytest.mark.parametrize("name", HF_MODELS)
+@on_ranks(2)
+def test_hugging_face(rank: int, name: str) -> None:
+    build = functools.partial(hf_model, name)
+
+    def loss(model: object, rank: int, step: int) -> torch.Tensor:
+        return hf_loss(model, name, rank, step)
+
+    want, want_losses = replicated(build, loss)
+    eager, eager_losses = sharded(build, loss)
+    assert eager_losses == want_losses
+    assert_same(eager, want)
+    got, losses = compiled(build, loss)
+    assert losses == want_losses
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("name", HF_MODELS)
+@on_ranks(2, timeout=280)
+def test_hugging_face_inductor(rank: int, name: str) -> None:
+    build = functools.partial(hf_model, name)
+
+    def loss(model: object, rank: int, step: int) -> torch.Tensor:
+        return hf_loss(model, name, rank, step)
+
+    want, _ = replicated(build, loss, steps=3)
+    got, _ = compiled(build, loss, steps=3, lowering="inductor")
+    assert_same(got, want, rtol=INDUCTOR_RTOL)

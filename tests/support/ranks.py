@@ -1,0 +1,149 @@
+"""Run a test on several real ranks: processes with gloo between them, kept between tests.
+
+    @on_ranks(2)
+    def test_gather(rank: int) -> None: ...
+
+Each rank imports the test's file and calls the undecorated function. A rank that
+fails, or does not answer in time, fails the test with its traceback, and the ranks
+are started anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_TESTS = str(Path(__file__).resolve().parent.parent)
+
+
+def on_ranks(world: int = 2, *, timeout: float = 120.0) -> Callable[[Callable[..., None]], Any]:
+    """Call the test on `world` ranks, as `test(rank, **parameters)`; `timeout` in seconds."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        def run(**parameters: Any) -> None:
+            _pool(world).call(test.__code__.co_filename, test.__name__, parameters, timeout)
+
+        functools.update_wrapper(run, test)
+        run.__signature__ = _without_rank(test)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _without_rank(test: Callable[..., None]) -> Any:
+    import inspect
+
+    signature = inspect.signature(test)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class _Pool:
+    def __init__(self, world: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, there), daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def call(self, file: str, name: str, parameters: dict[str, Any], timeout: float) -> None:
+        for pipe in self._pipes:
+            pipe.send((file, name, parameters))
+        failures = []
+        for rank, pipe in enumerate(self._pipes):
+            # The first to fail leaves the others waiting for it: they get a short while.
+            limit = 5.0 if failures else timeout
+            try:
+                failure = pipe.recv() if pipe.poll(limit) else f"no answer within {limit} s"
+            except EOFError:
+                failure = "the process ended"
+            if failure:
+                failures.append(f"rank {rank}: {failure}")
+        if failures:
+            self.stop()
+            raise AssertionError("\n".join(failures))
+
+    def stop(self) -> None:
+        _pools.pop(len(self._processes), None)
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def _pool(world: int) -> _Pool:
+    if world not in _pools:
+        _pools[world] = _Pool(world)
+    return _pools[world]
+
+
+@atexit.register
+def _stop_pools() -> None:
+    for pool in list(_pools.values()):
+        pool.stop()
+
+
+def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+    )
+    sys.path.insert(0, _TESTS)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    modules: dict[str, ModuleType] = {}
+    while True:
+        try:
+            file, name, parameters = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            test = getattr(_load(file, modules), name)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", RuntimeWarning)  # ours say that something fell back
+                getattr(test, "__wrapped__", test)(rank, **parameters)
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())
+
+
+def _load(file: str, modules: dict[str, ModuleType]) -> ModuleType:
+    if file not in modules:
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        modules[file] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(modules[file])
+    return modules[file]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

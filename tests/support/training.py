@@ -1,0 +1,117 @@
+"""Train a model replicated, sharded eagerly, or compiled, and compare rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.passes.layout import chunk_rows
+from autoshard.runtime.collectives import Issued, observe
+
+Loss = Callable[[Any, int, int], Tensor]
+"""loss(model, rank, step)"""
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(
+    model: Any, loss: Loss, optimizer: torch.optim.Optimizer, *, steps: int = 4, replicated: bool = False
+) -> list[float]:
+    """Losses of `steps` steps on this rank's data; gradients averaged here if `replicated`."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    losses = []
+    for step in range(steps):
+        value = loss(model, rank, step)
+        value.backward()
+        if replicated:
+            average_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def average_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def replicated(build: Callable[[], nn.Module], loss: Loss, *, steps: int = 4) -> tuple[nn.Module, list[float]]:
+    """The truth: every rank has the whole model, gradients are averaged by hand."""
+    torch.manual_seed(0)
+    model = build()
+    return model, train(model, loss, adamw(model), steps=steps, replicated=True)
+
+
+def sharded(
+    build: Callable[[], nn.Module], loss: Loss, *, steps: int = 4, **arguments: Any
+) -> tuple[nn.Module, list[float]]:
+    """The eager runtime."""
+    torch.manual_seed(0)
+    model = autoshard.shard(build(), **arguments)
+    return model, train(model, loss, adamw(model), steps=steps)
+
+
+def compiled(
+    build: Callable[[], nn.Module], loss: Loss, *, steps: int = 4, **options: Any
+) -> tuple[nn.Module, list[float]]:
+    """The one-line form, the optimizer built first."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = adamw(model)
+    call = torch.compile(
+        model, backend="autoshard", options={"lowering": "eager", "strict": True, **options}
+    )
+    return model, train(call, loss, optimizer, steps=steps)
+
+
+def assert_same(got: nn.Module, want: nn.Module, *, rtol: float = 0.0) -> None:
+    """This rank's shards in `got` equal the matching rows of `want`, parameter by parameter.
+
+    `want` is replicated, or sharded likewise. rtol: of the parameter's largest value; 0 asks
+    for equality bit for bit.
+    """
+    theirs = dict(want.named_parameters())
+    ours = dict(got.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, param in ours.items():
+        have, expected = local_rows_of(param, param), local_rows_of(theirs[name], param)
+        if rtol == 0.0:
+            assert torch.equal(have, expected), f"{name}: {(have - expected).abs().max()}"
+        elif expected.numel():
+            worst = (have - expected).abs().max() / expected.abs().max()
+            assert worst <= rtol, f"{name}: {worst}"
+
+
+def local_rows_of(param: Any, like: Any) -> Tensor:
+    """This rank's rows of `param`, cut as the sharded `like` is."""
+    if hasattr(param, "to_local"):
+        return param.to_local().detach()
+    if not hasattr(like, "to_local"):
+        return param.detach()
+    chunk = chunk_rows(param.shape[0], like.device_mesh.size())
+    start = min(like.device_mesh.get_local_rank() * chunk, param.shape[0])
+    return param.detach()[start : start + like.to_local().shape[0]]
+
+
+def issued(run: Callable[[], object]) -> list[Issued]:
+    """The collectives that `run` launches."""
+    log: list[Issued] = []
+    with observe(log.append):
+        run()
+    return log
+
+
+def count(log: list[Issued]) -> tuple[int, int]:
+    """(gathers, reduces)"""
+    gathers = sum(entry.kind == "gather" for entry in log)
+    return gathers, len(log) - gathers
