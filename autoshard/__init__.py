@@ -1,8 +1,8 @@
 """Sharded data-parallel training as a torch.compile backend.
 
-    torch.compile(model, backend="autoshard")     # one line, any nn.Module, under torchrun
-    autoshard.fully_shard(block)                  # or explicit and composable
-    autoshard.shard(model, policy=...)            # or the whole model in one call
+torch.compile(model, backend="autoshard")     # one line, any nn.Module, under torchrun
+autoshard.fully_shard(block)                  # or explicit and composable
+autoshard.shard(model, policy=...)            # or the whole model in one call
 """
 
 from autoshard.passes.plan import Plan as Plan
@@ -10,7 +10,7 @@ from autoshard.runtime.plans import plans as plans
 from autoshard.runtime.shard import fully_shard as fully_shard
 from autoshard.runtime.shard import shard as shard
 from autoshard.runtime.sharded_module import ShardedModule as ShardedModule
-
 from autoshard.runtime.wrap import ModuleWrapPolicy as ModuleWrapPolicy
+from autoshard.tools.parity import parity as parity
 
 __version__ = "0.1.0"

@@ -9,26 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from functorch.compile import (
-    make_boxed_func as make_boxed_func,
-)
-from functorch.compile import (
-    min_cut_rematerialization_partition as min_cut_rematerialization_partition,
-)
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks,
-)
-from torch._C._autograd import (
-    _push_saved_tensors_default_hooks as push_saved_tensors_hooks,
-)
-from torch._C._autograd import (
-    _top_saved_tensors_default_hooks as _top_hooks,
-)
-from torch._dynamo.backends.common import aot_autograd as aot_autograd
+from functorch.compile import min_cut_rematerialization_partition as _partition
+from torch._C import _autograd
+from torch._dynamo.backends import common as _backends
 from torch._dynamo.eval_frame import skip_code as skip_code
 from torch._dynamo.exc import (
     SkipFrame as SkipFrame,
@@ -38,15 +25,18 @@ from torch._dynamo.exc import (
     UnspecializeRestartAnalysis,
 )
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
-from torch.distributed.distributed_c10d import (
-    _get_default_store as default_store,
-)
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group as resolve_group,
-)
-from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
-from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.distributed import distributed_c10d as _c10d
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+aot_autograd: Callable[..., Any] = _backends.aot_autograd
+min_cut_rematerialization_partition: Callable[..., Any] = _partition
+push_saved_tensors_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+default_store: Callable[[], Any] = _c10d._get_default_store
+resolve_group: Callable[[Any], dist.ProcessGroup] = _c10d._resolve_process_group  # type: ignore[attr-defined]
+HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]
 
 # 2.13 renamed both and left the old spellings as deprecated wrappers; 2.11 has only the old ones.
 all_gather_flat: Callable[..., Any] = (
@@ -65,6 +55,17 @@ class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
     """
 
 
+def disable(function: _Function) -> _Function:
+    """`function`, and all that it calls, never seen by Dynamo."""
+    disabled: _Function = torch.compiler.disable(function)
+    return disabled
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, which torch leaves untyped."""
+    return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward now running has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
@@ -77,8 +78,8 @@ def in_backward() -> bool:
 
 def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The (pack, unpack) pair that autograd would call now, or None."""
-    pair: tuple[Callable[..., Any], Callable[..., Any]] | None = _top_hooks(False)
-    return pair
+    pair: Any = _autograd._top_saved_tensors_default_hooks(False)
+    return None if pair is None else (pair[0], pair[1])
 
 
 def group_size(name: str) -> int:
@@ -141,6 +142,7 @@ def compile_with_inductor(
 
     class JointPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
+            assert graph.owning_module is not None
             joint_pass(graph.owning_module)
 
         def uuid(self) -> None:
@@ -148,7 +150,7 @@ def compile_with_inductor(
 
     # AOTAutograd's own cache would skip our passes on a hit.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled: Callable[..., Any] = compile_fx(
+        compiled: Any = compile_fx(
             gm,
             example_inputs,
             inner_compile=inner_compile,
@@ -157,7 +159,8 @@ def compile_with_inductor(
                 "joint_custom_post_pass": JointPass(),
             },
         )
-    return compiled
+    call: Callable[..., Any] = compiled
+    return call
 
 
 def is_to_local(node: torch.fx.Node) -> bool:
@@ -167,9 +170,7 @@ def is_to_local(node: torch.fx.Node) -> bool:
     """
     if node.op == "call_method":
         return node.target == "to_local"
-    return (
-        node.op == "call_function" and getattr(node.target, "__name__", "") == "prim_to_local"
-    )
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "prim_to_local"
 
 
 def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -204,11 +205,11 @@ def backend_name(optimized: torch.nn.Module) -> str | None:
 
 def watch_optimized_modules(callback: Callable[[torch.nn.Module], None]) -> None:
     """Call `callback` with each OptimizedModule that `torch.compile(module)` makes from now on."""
-    cls = torch._dynamo.OptimizedModule
+    cls: Any = torch._dynamo.OptimizedModule
     original = cls.__init__
 
     @functools.wraps(original)
-    def construct(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         callback(self)
 

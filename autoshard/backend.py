@@ -1,7 +1,7 @@
 """The Dynamo backend: torch.compile(model, backend="autoshard").
 
-    Dynamo's graph -> make_frame -> AOTAutograd -> JOINT passes -> partition
-      -> pipeline over the forward graph, and over the backward graph -> lower -> call
+Dynamo's graph -> make_frame -> AOTAutograd -> JOINT passes -> partition
+  -> pipeline over the forward graph, and over the backward graph -> lower -> call
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class Compilation:
         self.mode = mode
         self.number = next(self._numbers)
         self.table = frame.table()
-        self.axes = {param.group: info.axis for param, info in zip(frame.params, self.table, strict=True)}
+        self.axes = {
+            param.group: info.axis for param, info in zip(frame.params, self.table, strict=True)
+        }
         self.plans: list[Plan] = []
 
     def compile(self) -> Callable[..., Any]:

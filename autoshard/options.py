@@ -107,5 +107,3 @@ def _is_names(value: object) -> bool:
         or (isinstance(entry, (list, tuple)) and all(isinstance(name, str) for name in entry))
         for entry in value
     )
-
-

@@ -26,9 +26,7 @@ JOINT: tuple[Pass, ...] = (
 """Forward and backward in one graph, before it is partitioned."""
 
 
-def pipeline(
-    table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing
-) -> tuple[Pass, ...]:
+def pipeline(table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing) -> tuple[Pass, ...]:
     """The passes over one graph after partitioning: "forward", "backward" or "inference"."""
     return (
         drop_dead_markers,  # nothing below should plan for what nobody reads

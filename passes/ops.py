@@ -1,7 +1,7 @@
 """The vocabulary of our graphs: two markers, and the launches and waits they become.
 
-    full  = unshard(shard, "f32[7,15]", group, keep, param)  marker: the whole parameter is wanted here
-    shard = reduce_grad(grad, "f32[7,15]", group, param)    marker: its gradient is whole here
+    full  = unshard(shard, "f32[7,15]", group, keep, param)  marker: wanted whole, here
+    shard = reduce_grad(grad, "f32[7,15]", group, param)    marker: its gradient, here
 
     ticket   = launch_gather([shard, ...], "f32[7,15] f32[7]", group, bucket)
     [full..] = wait_gather(ticket, "f32[7,15] f32[7]", group, bucket)

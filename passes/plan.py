@@ -104,7 +104,7 @@ class Plan:
         """Inverse of `to_json`."""
         data: dict[str, Any] = json.loads(text)
         buckets = tuple(
-            Bucket(**{k: tuple(v) if isinstance(v, list) else v for k, v in bucket.items()})
+            Bucket(**{**bucket, "names": tuple(bucket["names"]), "params": tuple(bucket["params"])})
             for bucket in data.pop("buckets")
         )
         schedule = tuple(Event(**event) for event in data.pop("schedule"))

@@ -30,9 +30,7 @@ PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: Sharde
 UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
 BROKEN = "_autoshard_broken"  # module attribute: see [Note: forwards with graph breaks]
 
-_classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = (
-    weakref.WeakKeyDictionary()
-)
+_classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref.WeakKeyDictionary()
 
 
 def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
@@ -114,7 +112,7 @@ def _read(module: nn.Module, name: str) -> Any:
     return _read_eagerly(module, name)
 
 
-@torch.compiler.disable
+@_torch.disable
 def _read_eagerly(module: nn.Module, name: str) -> Any:
     try:
         param = module._parameters[name]
@@ -151,12 +149,12 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
     _leave(module)
 
 
-@torch.compiler.disable
+@_torch.disable
 def _enter(module: nn.Module) -> None:
     steps.enter(module.__dict__[UNIT])
 
 
-@torch.compiler.disable
+@_torch.disable
 def _leave(module: nn.Module) -> None:
     steps.leave(module.__dict__[UNIT])
 

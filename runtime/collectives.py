@@ -60,7 +60,7 @@ _observers: list[Callable[[Issued], None]] = []
 
 @contextlib.contextmanager
 def observe(observer: Callable[[Issued], None]) -> Iterator[None]:
-    """Call `observer` for every collective launched inside the block, by eager and compiled code."""
+    """Call `observer` for every collective launched inside the block, eager and compiled."""
     _observers.append(observer)
     try:
         yield

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
-from autoshard._torch import is_to_local
+from autoshard import _torch
 from autoshard.passes.meta import ParamInfo
 from autoshard.runtime.param import ShardedParam, find, local_tensor
 
@@ -96,7 +96,7 @@ def _only_read_locally(node: fx.Node) -> bool:
     if not node.users:
         return False
     for user in node.users:
-        if is_to_local(user):
+        if _torch.is_to_local(user):
             continue
         inner = _inside(user, node)
         if not inner or not all(map(_only_read_locally, inner)):
@@ -111,13 +111,12 @@ def _localize(node: fx.Node) -> Any:
         local = local_tensor(fake).detach().requires_grad_(fake.requires_grad)
     node.meta["example_value"] = local
     for user in list(node.users):
-        if is_to_local(user):
+        if _torch.is_to_local(user):
             user.replace_all_uses_with(node)
             user.graph.erase_node(user)
         else:
             for inner in _inside(user, node):
                 _localize(inner)
-                inner.graph.owning_module.recompile()
     return local
 
 
@@ -127,7 +126,7 @@ def _number_markers(
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _UNSHARD:
             shard = node.args[0]
-            source = shard.args[0] if is_to_local(shard) else shard
+            source = shard.args[0] if _torch.is_to_local(shard) else shard
             param = known.get(source)
             if param is None:
                 raise ValueError(
@@ -183,7 +182,7 @@ def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
 
 def _shards(params: list[Tensor]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-        shards: tuple[Tensor, ...] = _LocalShards.apply(*params)
+        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, *params)
         return shards
     return [local_tensor(param) for param in params]
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoshard import _torch
+
 SHARD_AXIS = "shard"
 
 
@@ -33,7 +35,7 @@ def ensure_process_group() -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)
     # Whoever makes the group ends it: gloo's threads must be joined before the process ends.
     atexit.register(_end_process_group)
 

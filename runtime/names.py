@@ -32,9 +32,7 @@ def _take_prefix_off(
         state_dict[prefix + key.removeprefix(start)] = state_dict.pop(key)
 
 
-def _put_prefix_on(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
-) -> None:
+def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(prefix + _PREFIX):
             state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)

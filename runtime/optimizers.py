@@ -30,7 +30,7 @@ def rebind_optimizers(moved: Mapping[nn.Parameter, ShardedParam]) -> None:
                 moved[param].param if param in moved else param for param in group["params"]
             ]
         for param, state in list(optimizer.state.items()):
-            if isinstance(param, Tensor) and param in moved:
+            if isinstance(param, nn.Parameter) and param in moved:
                 del optimizer.state[param]
                 sharded = moved[param]
                 optimizer.state[sharded.param] = {

@@ -71,8 +71,8 @@ class ShardedParam:
             or value.device_mesh != self.mesh
         ):
             raise ValueError(
-                f"{self.name} was replaced after sharding by {_describe(param)}; expected a DTensor "
-                f"of size {list(self.member.size)} sharded on dim 0 of {self.mesh}. "
+                f"{self.name} was replaced after sharding by {_describe(param)}; expected a "
+                f"DTensor of size {list(self.member.size)} sharded on dim 0 of {self.mesh}. "
                 "Replace parameters before sharding, or load values with load_state_dict"
             )
         self.param = param

@@ -48,8 +48,7 @@ def fully_shard(
     modules = _check_modules(module)
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ValueError(
-            "reshard_after_forward should be True, False or None, "
-            f"not {reshard_after_forward!r}"
+            f"reshard_after_forward should be True, False or None, not {reshard_after_forward!r}"
         )
     if mesh is not None:
         check_mesh(mesh, "fully_shard")
@@ -250,5 +249,3 @@ def _name_everything(modules: tuple[nn.Module, ...]) -> None:
             if unit is not None and module is unit.modules[0]:
                 unit.is_root = module in modules
                 unit.name = prefix + path if path else (prefix.rstrip(".") or ROOT_NAME)
-
-

@@ -79,7 +79,7 @@ class Step:
     def _attach(self, param: ShardedParam, data: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and param.param.requires_grad):
             return data
-        attached: Tensor = _Attach.apply(self._token(param), data)
+        attached: Tensor = _torch.apply(_Attach, self._token(param), data)
         return attached
 
     def leave(self, unit: Unit) -> None:
@@ -116,7 +116,7 @@ class Step:
         unit = param.unit
         if unit not in self._tokens:
             trainable = [p for p in unit.params if p.param.requires_grad]
-            tokens = _ReduceUnit.apply(self, unit, trainable, *(p.param for p in trainable))
+            tokens = _torch.apply(_ReduceUnit, self, unit, trainable, *(p.param for p in trainable))
             self._tokens[unit] = dict(zip(trainable, tokens, strict=True))
         return self._tokens[unit][param]
 

@@ -45,7 +45,7 @@ def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
 
 
 def _no_split_classes(model: nn.Module) -> set[type]:
-    names = set()
+    names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
     return {type(module) for module in model.modules() if type(module).__name__ in names}

@@ -22,7 +22,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    model: Any, loss: Loss, optimizer: torch.optim.Optimizer, *, steps: int = 4, replicated: bool = False
+    model: Any,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int = 4,
+    replicated: bool = False,
 ) -> list[float]:
     """Losses of `steps` steps on this rank's data; gradients averaged here if `replicated`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -45,7 +50,9 @@ def average_gradients(model: nn.Module) -> None:
             param.grad /= dist.get_world_size()
 
 
-def replicated(build: Callable[[], nn.Module], loss: Loss, *, steps: int = 4) -> tuple[nn.Module, list[float]]:
+def replicated(
+    build: Callable[[], nn.Module], loss: Loss, *, steps: int = 4
+) -> tuple[nn.Module, list[float]]:
     """The truth: every rank has the whole model, gradients are averaged by hand."""
     torch.manual_seed(0)
     model = build()

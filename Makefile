@@ -1,0 +1,29 @@
+# `make demo` and `make test` each make their own environment in .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch numpy
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/.installed  ## train a small Llama on two ranks, then check parity
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m autoshard.tools.demo
+
+test: .venv/.installed  ## run the whole test suite
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed  ## ruff, mypy --strict, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+goldens: .venv/.installed  ## write the golden files anew; read the diff
+	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/golden
+
+.PHONY: help demo test lint goldens

@@ -1,0 +1,108 @@
+"""The `autoshard` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PARITY_EXAMPLE = """\
+example, with my_model.py defining build() -> nn.Module and batch(rank, step) -> dict:
+
+  autoshard parity my_model:build --batch my_model:batch --ranks 2 --steps 3
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="autoshard", description="Sharded training, compiled.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_parity(commands)
+    options = parser.parse_args(arguments)
+    status: int = options.run(options, list(sys.argv[1:] if arguments is None else arguments))
+    return status
+
+
+def add_parity(commands: Any) -> None:
+    """`autoshard parity`."""
+    parser = commands.add_parser(
+        "parity",
+        help="compare replicated, eager and compiled training of a model",
+        description="Train a model replicated, on the eager runtime and compiled, on the same "
+        "batches, and name the first parameter that differs, on which rank, by how much.",
+        epilog=PARITY_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="package.module:function that returns the model")
+    parser.add_argument(
+        "--batch",
+        required=True,
+        help="package.module:function of (rank, step) that returns a batch: a dict of keyword "
+        "arguments, a tuple of arguments, or one argument",
+    )
+    parser.add_argument("--loss", help="package.module:function of (model, batch)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
+    parser.add_argument("--lowering", default="eager", help="eager (default) or inductor")
+    parser.add_argument("--options", default="{}", help="more backend options, as JSON")
+    parser.add_argument("--strategy", default="full_shard", help="full_shard or shard_grad_op")
+    parser.add_argument("--rtol", type=float, default=1e-5, help="what passes where not bitwise")
+    parser.set_defaults(run=run_parity)
+
+
+def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Start the ranks unless torchrun did; exit status 1 if a run differs."""
+    if "RANK" not in os.environ:
+        return launch(arguments, options.ranks)
+    from autoshard.tools.parity import parity
+
+    rank = int(os.environ["RANK"])
+    make_batch = load(options.batch)
+    report = parity(
+        load(options.model),
+        [make_batch(rank, step) for step in range(options.steps)],
+        loss=load(options.loss) if options.loss else None,
+        options={"lowering": options.lowering, **json.loads(options.options)},
+        rtol=options.rtol,
+        strategy=options.strategy,
+    )
+    if rank == 0:
+        print(report.text())
+    return 0 if report.ok else 1
+
+
+def launch(arguments: list[str], ranks: int) -> int:
+    """Run this very command on `ranks` processes of this machine, under torchrun."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [os.getcwd(), *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", str(ranks)),
+        *("-m", "autoshard.tools.cli", *arguments),
+    ]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def load(place: str) -> Callable[..., Any]:
+    """The function at `package.module:name`. Raises ValueError if there is none."""
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"can't load {place!r} ({error}); expected package.module:function"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{place!r} is a {type(found).__name__}; expected a function")
+    return found  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Train a small Llama on the standard library's own source, sharded over the ranks there are.
+
+    torchrun --nproc-per-node 2 -m autoshard.tools.demo
+
+The one-line form on a plain Hugging Face model; then what it did, and a parity check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autoshard.runtime.collectives import Issued, observe
+from autoshard.runtime.mesh import device_type, ensure_process_group
+from autoshard.runtime.param import find
+from autoshard.tools.parity import parity
+
+CORPUS_BYTES = 4_000_000
+VOCABULARY = 256  # bytes
+PARITY_STEPS = 3
+
+
+def main() -> None:
+    options = _arguments()
+    ensure_process_group()
+    rank = dist.get_rank()
+    corpus = read_corpus()
+    torch.manual_seed(0)
+    model = build_model().to(device_type())
+    num_params = sum(param.numel() for param in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    _say(
+        f"{num_params / 1e6:.1f}M parameters, {dist.get_world_size()} ranks, "
+        f"{len(corpus) / 1e6:.1f} MB of Python source; compiling ({options.lowering})"
+    )
+    compiled = torch.compile(model, backend="autoshard", options={"lowering": options.lowering})
+
+    issued: list[Issued] = []
+    losses = []
+    for step in range(options.steps):
+        batch = make_batch(corpus, rank, step, device_type())
+        issued.clear()
+        started = time.perf_counter()
+        with observe(issued.append):
+            loss = compiled(**batch).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(_mean(loss))
+        tokens = batch["input_ids"].numel() * dist.get_world_size()
+        speed = tokens / (time.perf_counter() - started)
+        _say(
+            f"step: {step + 1:3d}  loss: {losses[-1]:.4f}  tokens/s: {speed:,.0f}  "
+            f"memory: {_memory_gib():.2f} GiB"
+        )
+
+    whole = sum(param.numel() * param.element_size() for param in model.parameters())
+    here = sum(_shard_bytes(param) for param in model.parameters())
+    gathers = sum(each.kind == "gather" for each in issued)
+    _say(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
+    _say(f"parameter bytes: {here:,} on rank {rank} of {whole:,} in the model")
+    _say(f"collectives a step: {gathers} gathers, {len(issued) - gathers} reduces")
+
+    torch._dynamo.reset()
+    batches = [make_batch(corpus, rank, step, device_type()) for step in range(PARITY_STEPS)]
+    report = parity(build_model, batches, options={"lowering": "eager"})
+    _say(report.text())
+    dist.barrier()
+
+
+def build_model() -> nn.Module:
+    """A Llama of 4 layers over bytes, random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+    )
+    return LlamaForCausalLM(config)
+
+
+def read_corpus() -> Tensor:
+    """The first bytes of the standard library's modules, in the order of their names."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= CORPUS_BYTES:
+            break
+    return torch.frombuffer(text[:CORPUS_BYTES], dtype=torch.uint8).clone()
+
+
+def make_batch(
+    corpus: Tensor, rank: int, step: int, device: str, *, rows: int = 8, length: int = 128
+) -> dict[str, Any]:
+    """Windows of the corpus, other ones on every rank and step: i64[rows, length]."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + rank)
+    starts = torch.randint(0, len(corpus) - length, (rows,), generator=generator)
+    ids = torch.stack([corpus[start : start + length] for start in starts.tolist()])
+    ids = ids.long().to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lowering", default="inductor", choices=["inductor", "eager"])
+    return parser.parse_args()
+
+
+def _mean(loss: Tensor) -> float:
+    value = loss.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def _shard_bytes(param: nn.Parameter) -> int:
+    sharded = find(param)
+    assert sharded is not None
+    return sharded.shard.numel() * sharded.shard.element_size()
+
+
+def _memory_gib() -> float:
+    """Peak of this rank: allocated on the accelerator, or resident on a CPU."""
+    if device_type() == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

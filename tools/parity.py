@@ -1,0 +1,254 @@
+"""Run a model replicated, eagerly sharded and compiled on the same data, and compare.
+
+Each rank compares its own shards with the matching rows, parameter by parameter and
+step by step: a norm over the whole model can hide a wrong shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.passes.layout import chunk_rows
+from autoshard.runtime.mesh import device_type, ensure_process_group
+from autoshard.runtime.shard import shard
+
+log = logging.getLogger(__name__)
+
+REPLICATED, EAGER, COMPILED = "replicated", "eager", "compiled"
+
+Loss = Callable[[Any, Any], Tensor]
+"""loss(model, batch), a scalar."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first parameter in which two runs differ, and the largest difference there is.
+
+    step:     counted from 0; after its optimizer step.
+    absolute: the largest difference of this parameter's elements on `rank`.
+    relative: that, over the largest element.
+    worst:    the largest `relative` of all parameters, ranks and steps.
+    """
+
+    parameter: str
+    rank: int
+    step: int
+    absolute: float
+    relative: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run against another; `difference` is None where they are equal bit for bit."""
+
+    run: str
+    against: str
+    difference: Difference | None
+    rtol: float
+
+    @property
+    def bitwise(self) -> bool:
+        return self.difference is None
+
+    @property
+    def ok(self) -> bool:
+        """Equal, or within `rtol`."""
+        return self.difference is None or self.difference.worst <= self.rtol
+
+    def text(self) -> str:
+        if self.difference is None:
+            return f"{self.run} = {self.against} bitwise"
+        d = self.difference
+        verdict = f"within {self.rtol:g}" if self.ok else "DIFFERS"
+        return (
+            f"{self.run} = {self.against} {verdict}: relative {d.worst:.3g}, first in "
+            f"{d.parameter} on rank {d.rank} after step {d.step} by {d.absolute:.3g} "
+            f"({d.relative:.3g} relative)"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `parity` found; the same on every rank."""
+
+    comparisons: tuple[Comparison, ...]
+    steps: int
+    lowering: str
+    losses: dict[str, tuple[float, ...]]  # this rank's, by run
+
+    @property
+    def ok(self) -> bool:
+        return all(comparison.ok for comparison in self.comparisons)
+
+    @property
+    def bitwise(self) -> bool:
+        return all(comparison.bitwise for comparison in self.comparisons)
+
+    def text(self) -> str:
+        """One line: `parity: ...`."""
+        parts = "; ".join(comparison.text() for comparison in self.comparisons)
+        return f"parity: {parts}; {self.steps} steps, lowering {self.lowering}"
+
+
+def parity(
+    build_model: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    *,
+    loss: Loss | None = None,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    options: dict[str, Any] | None = None,
+    rtol: float = 1e-5,
+    seed: int = 0,
+    **shard_arguments: Any,
+) -> Report:
+    """Train replicated, on the eager runtime, and compiled; compare after every step.
+
+    build_model: called once a run, under the same seed; the model is trained in float32 or
+        whatever it is built in.
+    batches: one a step, this rank's own. A dict is passed as keywords, a tuple as arguments.
+    loss: a scalar of (model, batch). By default the model's output: its `loss` if it has
+        one, itself if it is a scalar, else the mean of its squares.
+    optimizer: of a list of parameters; AdamW with lr 1e-3 by default.
+    options: the backend's; `lowering` is "eager" unless given.
+    rtol: largest relative difference that passes where two runs are not equal bit for bit.
+    shard_arguments: `shard()`'s, for the eager and the compiled run.
+
+    Raises nothing for a difference: ask the report's `ok` and `bitwise`.
+    """
+    ensure_process_group()
+    options = {"lowering": "eager", "strict": True, **(options or {})}
+    loss = loss or default_loss
+    optimizer = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-3))
+    device = torch.device(device_type())
+    runs: dict[str, _Run] = {}
+    for name in (REPLICATED, EAGER, COMPILED):
+        torch.manual_seed(seed)
+        model = build_model().to(device)
+        call: Any = model
+        if name == EAGER:
+            shard(model, **shard_arguments)
+        elif name == COMPILED:
+            shard(model, **shard_arguments)
+            call = torch.compile(model, backend="autoshard", options=options)
+        else:
+            _broadcast(model)
+        log.info("parity: %s run", name)
+        torch.manual_seed(seed + 1 + dist.get_rank())
+        runs[name] = _run(model, call, batches, loss, optimizer, replicated=name == REPLICATED)
+    pairs = ((EAGER, REPLICATED), (COMPILED, EAGER), (COMPILED, REPLICATED))
+    return Report(
+        comparisons=tuple(_compare(runs, run, against, rtol) for run, against in pairs),
+        steps=len(batches),
+        lowering=str(options["lowering"]),
+        losses={name: run.losses for name, run in runs.items()},
+    )
+
+
+def default_loss(model: Any, batch: Any) -> Tensor:
+    """See `parity`'s `loss`."""
+    if isinstance(batch, dict):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    value = getattr(output, "loss", None)
+    if value is None:
+        value = output[0] if isinstance(output, (tuple, list)) else output
+    assert isinstance(value, Tensor)
+    return value if value.dim() == 0 else value.float().pow(2).mean()
+
+
+@dataclass(frozen=True)
+class _Run:
+    losses: tuple[float, ...]
+    snapshots: tuple[dict[str, Tensor], ...]  # after each step; DTensors where sharded
+
+
+def _run(
+    model: nn.Module,
+    call: Any,
+    batches: Sequence[Any],
+    loss: Loss,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    replicated: bool,
+) -> _Run:
+    optimizer = make_optimizer(list(model.parameters()))
+    losses, snapshots = [], []
+    for batch in batches:
+        value = loss(call, copy.deepcopy(batch))
+        value.backward()  # type: ignore[no-untyped-call]
+        if replicated:
+            _average_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+        snapshots.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    return _Run(tuple(losses), tuple(snapshots))
+
+
+def _broadcast(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.numel():
+                dist.broadcast(tensor.detach(), src=0)
+
+
+def _average_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def _compare(runs: dict[str, _Run], run: str, against: str, rtol: float) -> Comparison:
+    first: tuple[int, int, str, float, float] | None = None  # step, rank, parameter, abs, rel
+    worst = 0.0
+    for step, (have, want) in enumerate(
+        zip(runs[run].snapshots, runs[against].snapshots, strict=True)
+    ):
+        for name, param in have.items():
+            absolute, relative = _difference(_local(param, param), _local(want[name], param))
+            worst = max(worst, relative)
+            if relative and first is None:
+                first = (step, dist.get_rank(), name, absolute, relative)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (first, worst))
+    firsts = sorted(entry for entry, _ in found if entry is not None)
+    if not firsts:
+        return Comparison(run, against, None, rtol)
+    step, rank, name, absolute, relative = firsts[0]
+    overall = max(entry for _, entry in found)
+    return Comparison(run, against, Difference(name, rank, step, absolute, relative, overall), rtol)
+
+
+def _difference(have: Tensor, want: Tensor) -> tuple[float, float]:
+    if torch.equal(have, want):
+        return 0.0, 0.0
+    absolute = (have.double() - want.double()).abs().max().item()
+    if absolute != absolute:  # NaN in one of them: as different as can be
+        return float("inf"), float("inf")
+    largest = want.double().abs().max().item()
+    return absolute, absolute / largest if largest else float("inf")
+
+
+def _local(param: Tensor, like: Tensor) -> Tensor:
+    """The rows of `param` that `like`, sharded, has on this rank."""
+    if isinstance(param, DTensor):
+        return param.to_local()
+    if not isinstance(like, DTensor):
+        return param
+    chunk = chunk_rows(param.shape[0], like.device_mesh.size())
+    start = min(like.device_mesh.get_local_rank() * chunk, param.shape[0])
+    return param.narrow(0, start, like.to_local().shape[0])
