@@ -193,24 +193,31 @@ def graph_break() -> tuple[str, str] | None:
     return place, str(reason.reason).strip().splitlines()[0]
 
 
-def backend_name(optimized: torch.nn.Module) -> str | None:
-    """The name of the backend that `optimized`, an OptimizedModule, was compiled with."""
-    found: Any = getattr(getattr(optimized, "dynamo_ctx", None), "callback", None)
-    while found is not None:
-        if name := getattr(found, "compiler_name", None):
-            return str(name)
-        found = getattr(found, "_torchdynamo_orig_backend", None)
-    return None
+def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+    """From now on, `torch.compile(fn, backend=backend)` returns `callback(fn, compiled, options)`.
 
+    fn: what was compiled: a module; or a function, or a method, also `forward` of the wrapper
+    that torch.compile made of a module, for which this is called a second time.
+    """
+    from torch._dynamo.eval_frame import OptimizeContext
 
-def watch_optimized_modules(callback: Callable[[torch.nn.Module], None]) -> None:
-    """Call `callback` with each OptimizedModule that `torch.compile(module)` makes from now on."""
-    cls: Any = torch._dynamo.OptimizedModule
-    original = cls.__init__
+    cls: Any = OptimizeContext
+    original = cls.__call__
 
     @functools.wraps(original)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        callback(self)
+    def call(self: Any, fn: Any) -> Any:
+        compiled = original(self, fn)
+        wrapper = _find_backend(self)
+        if wrapper is None or wrapper.compiler_name != backend:
+            return compiled
+        return callback(fn, compiled, wrapper.kwargs.get("options") or {})
 
-    cls.__init__ = construct
+    cls.__call__ = call
+
+
+def _find_backend(context: Any) -> Any:
+    """The `_TorchCompileWrapper` of a Dynamo context: the backend's name, mode and options."""
+    found: Any = getattr(context, "callback", None)
+    while found is not None and not hasattr(found, "compiler_name"):
+        found = getattr(found, "_torchdynamo_orig_backend", None)
+    return found

@@ -25,15 +25,16 @@ from autoshard.passes.match import is_marker
 from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
 from autoshard.passes.text import render
+from autoshard.runtime import first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
 from autoshard.runtime.agreement import Outcome, agree
 from autoshard.runtime.frame import Frame, make_frame
-from autoshard.runtime.names import watch_names
 from autoshard.runtime.plans import record
 
 log = logging.getLogger(__name__)
 
-watch_names()  # torch.compile(..., backend="autoshard") imports this module before it wraps
+# torch.compile(..., backend="autoshard") imports this module before it wraps what it is given.
+first_call.watch_first_calls(lambda options: CompileOptions.read(options).shard_arguments())
 
 
 def autoshard(
@@ -52,6 +53,7 @@ def autoshard(
     the lowering only with `strict`: otherwise it is one warning, and the frame runs on
     the eager runtime.
     """
+    first_call.num_graphs += 1
     settings = CompileOptions.read(options)
     params = plain_parameters(example_inputs)
     if params:

@@ -29,6 +29,7 @@ JOINT: tuple[Pass, ...] = (
 def pipeline(table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing) -> tuple[Pass, ...]:
     """The passes over one graph after partitioning: "forward", "backward" or "inference"."""
     return (
+        merge_markers,  # an inference graph comes here without having been through JOINT
         drop_dead_markers,  # nothing below should plan for what nobody reads
         drop_local_markers,  # nor for groups of one rank
         partial(name_params, table=table),  # who is who, for all below and for people

@@ -14,7 +14,10 @@ the module, so modules of one class can be sharded differently.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +31,6 @@ from autoshard.runtime.unit import Unit
 
 PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: ShardedParam}
 UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
-BROKEN = "_autoshard_broken"  # module attribute: see [Note: forwards with graph breaks]
 
 _classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref.WeakKeyDictionary()
 
@@ -45,7 +47,6 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
 def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     """Make `module` the head of `unit`: its forward opens and closes the unit's use."""
     module.__dict__[UNIT] = unit
-    module.__dict__[BROKEN] = False
     _set_class(module, mixins=(mixin,))
     module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
@@ -129,7 +130,52 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
         return step.read(sharded)
     if _torch.in_backward():
         return steps.step_in_backward(sharded.unit).read_in_backward(sharded)
-    return param
+    late = _late_step(sharded.unit)
+    return param if late is None else late.read(sharded)
+
+
+@dataclass
+class _LateForward:
+    """A forward that had begun when its model was sharded: no hook opened a step for it."""
+
+    frame: FrameType
+    units: frozenset[Unit]
+    step: steps.Step
+
+
+_late: list[_LateForward] = []
+
+
+def began_before(root: nn.Module) -> None:
+    """`root` has just been sharded; if its forward is on the stack, reads in it are gathers too.
+
+    That is so when Dynamo gave up on the root's frame and met the backend further in.
+    """
+    frame: FrameType | None = sys._getframe()
+    outermost = None
+    while frame is not None:
+        if frame.f_locals.get("self") is root:
+            outermost = frame
+        frame = frame.f_back
+    unit = unit_of(root)
+    if outermost is not None and unit is not None:
+        units = frozenset(filter(None, map(unit_of, root.modules())))
+        _late.append(_LateForward(outermost, units, steps.Step(unit)))
+
+
+def _late_step(unit: Unit) -> steps.Step | None:
+    if not _late:
+        return None
+    frames = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.add(frame)
+        frame = frame.f_back
+    for late in list(_late):
+        if late.frame not in frames:
+            _late.remove(late)
+            late.step.close()
+    return next((late.step for late in _late if unit in late.units), None)
 
 
 def _refresh(sharded: ShardedParam, param: nn.Parameter) -> None:

@@ -1,9 +1,9 @@
-"""The one-line form: shard a plain model when Dynamo first compiles it.
+"""The one-line form: shard a plain model in place, and move its optimizers over.
 
-`torch.compile(model, backend="autoshard")` gives the backend a graph over plain
-parameters. The backend finds the module that was compiled, shards it in place,
-moves the optimizers over to the sharded parameters, and has Dynamo trace the frame
-again. A DTensor can't take over a Parameter's identity, hence the moving.
+A compiled module is sharded at its first call (`first_call.py`). Where a function was
+compiled, the backend gets a graph over plain parameters, finds the modules that hold
+them, shards those, and has Dynamo trace the frame again. A DTensor can't take over a
+Parameter's identity, so optimizers built before are moved to the new parameters.
 
 [Note: parameters from before sharding]
 Three things may still hold an old parameter, none of them in silence:
@@ -44,26 +44,29 @@ def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
 
 
 def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
-    """Shard the model that `params` belong to, and move its optimizers over.
+    """Shard the model that `params`, read by a captured graph, belong to.
 
     Returns whether anything was sharded: not if the model was sharded explicitly
     before, and these are parameters that the user left out.
     Raises RuntimeError if a parameter belongs to no module that was compiled, or if an
     optimizer holds one that can't be moved.
     """
-    roots = _find_roots(params)
-    if all(_is_sharded(root) for root in roots):
+    adopted = [adopt_module(root, shard_arguments) for root in _find_roots(params)]
+    return any(adopted)
+
+
+def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
+    """Shard `root` unless it, or a module in it, is sharded; move its optimizers over."""
+    if any(access.unit_of(module) is not None for module in root.modules()):
         return False
-    for root in roots:
-        if _is_sharded(root):
-            continue
-        before = dict(root.named_parameters())
-        check_owners(before)
-        shard(root, **shard_arguments)
-        moved = {param: _found(param) for param in before.values()}
-        rebind_optimizers(moved)
-        for old, sharded in moved.items():
-            _forward_late_gradient(old, sharded)
+    before = dict(root.named_parameters())
+    check_owners(before)
+    shard(root, **shard_arguments)
+    moved = {param: _found(param) for param in before.values()}
+    rebind_optimizers(moved)
+    for old, sharded in moved.items():
+        _forward_late_gradient(old, sharded)
+    access.began_before(root)
     return True
 
 
@@ -71,7 +74,7 @@ def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
     """The compiled modules that hold `params`: one, or several that a function calls."""
     missing = dict.fromkeys(params)
     roots: list[nn.Module] = []
-    for candidate in (*_compiled_modules(), *_modules_in_scope()):
+    for candidate in (*_compiled_modules(), *_running_modules(), *_modules_in_scope()):
         held = [param for param in candidate.parameters() if param in missing]
         if held:
             roots.append(candidate)
@@ -89,15 +92,30 @@ def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
 def _compiled_modules() -> list[nn.Module]:
     """Modules given to torch.compile whose call is on the stack, outermost first."""
     found: dict[nn.Module, None] = {}
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in _stack():
         module = frame.f_locals.get("self")
         if isinstance(module, torch._dynamo.OptimizedModule):
             found[module._orig_mod] = None
         elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
             found[module] = None
+    return list(found)
+
+
+def _running_modules() -> list[nn.Module]:
+    """Modules whose call is on the stack, outermost first: a compiled function called them."""
+    return [
+        frame.f_locals["self"] for frame in _stack() if frame.f_code is nn.Module._call_impl.__code__
+    ]
+
+
+def _stack() -> list[FrameType]:
+    """Python's frames, outermost first."""
+    frames = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.append(frame)
         frame = frame.f_back
-    return list(reversed(found))
+    return frames[::-1]
 
 
 def _modules_in_scope() -> list[nn.Module]:
@@ -119,10 +137,6 @@ def _closure(value: Any) -> Iterable[Any]:
             continue
 
 
-def _is_sharded(root: nn.Module) -> bool:
-    return any(access.unit_of(module) is not None for module in root.modules())
-
-
 def _is_current(param: Tensor) -> bool:
     sharded = find(param)
     return sharded is not None and sharded.param is param
@@ -138,10 +152,10 @@ def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
     """See [Note: parameters from before sharding]."""
     if not old.requires_grad:
         return
-    version = sharded.shard._version
+    version = sharded.param._version
 
     def forward(param: nn.Parameter) -> None:
-        if sharded.shard._version != version:
+        if sharded.param._version != version:
             raise RuntimeError(
                 f"{sharded.name} was read through its parameter from before sharding, after the "
                 "first update: read it from the module, or call autoshard.shard(model) first"

@@ -193,6 +193,7 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.sharded = [find(param) for param in params]
+        ctx.versions = [param._version for param in params]
         ctx.set_materialize_grads(False)
         shards = tuple(local_tensor(param).detach() for param in params)
         ctx.mark_non_differentiable(
@@ -203,6 +204,8 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        for sharded, version in zip(ctx.sharded, ctx.versions, strict=True):
+            sharded.check_version(version)
         return tuple(
             None if grad is None else sharded.grad_from(grad)
             for sharded, grad in zip(ctx.sharded, grads, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 
 import torch
@@ -26,6 +27,7 @@ def default_mesh() -> DeviceMesh:
 
 def ensure_process_group() -> None:
     """Initialise the default process group if nobody did."""
+    _end_group_at_exit()
     if dist.is_initialized():
         return
     cuda = device_type() == "cuda"
@@ -36,13 +38,28 @@ def ensure_process_group() -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)
-    # Whoever makes the group ends it: gloo's threads must be joined before the process ends.
-    atexit.register(_end_process_group)
+
+
+_ends_at_exit = False
+
+
+def _end_group_at_exit() -> None:
+    global _ends_at_exit
+    if not _ends_at_exit:
+        _ends_at_exit = True
+        atexit.register(_end_process_group)
 
 
 def _end_process_group() -> None:
+    """End the group if the script did not, so that gloo's threads do not outlive Python.
+
+    A process that ends with such a thread running aborts now and then ("terminate called
+    without an active exception"), after all its work is done. Collecting garbage lets go of
+    the last references to the group's threads before C++ tears down what they use.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 def device_type() -> str:

@@ -11,15 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from autoshard import _torch
-
 _PREFIX = "_orig_mod."
 
 
 def keep_names(optimized: nn.Module) -> None:
     """Give `optimized`, what torch.compile made of a module, the module's state-dict keys."""
-    if _torch.backend_name(optimized) != "autoshard":
-        return
     optimized.register_state_dict_post_hook(_take_prefix_off)
     optimized.register_load_state_dict_pre_hook(_put_prefix_on)
 
@@ -37,13 +33,3 @@ def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
         if not key.startswith(prefix + _PREFIX):
             state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
 
-
-_watching = False
-
-
-def watch_names() -> None:
-    """Do so for every module compiled with autoshard from now on."""
-    global _watching
-    if not _watching:
-        _watching = True
-        _torch.watch_optimized_modules(keep_names)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import types
+import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.passes.layout import chunk_rows, local_rows
@@ -106,15 +109,33 @@ def _cut(value: Any, sharded: ShardedParam) -> Any:
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    worlds, plain = set(), []
     for group in optimizer.param_groups:
         for param in group["params"]:
             sharded = find(param)
-            if sharded is not None and sharded.param is not param:
+            if sharded is None:
+                if param.grad is not None and not isinstance(param, DTensor):
+                    plain.append(list(param.shape))
+            elif sharded.param is not param:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
                     "sharding, so its step would train nothing: build the optimizer from "
                     "model.parameters() after sharding"
                 )
+            else:
+                worlds.add(sharded.world)
+    if plain and max(worlds, default=1) > 1 and optimizer not in _warned:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} trains sharded parameters and {len(plain)} that are not "
+            f"sharded, of size {plain[:4]}: gradients of those are not averaged over ranks; shard "
+            "the module that holds them too",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 _hook = None

@@ -58,6 +58,18 @@ class ShardedParam:
         """A gradient for `param` out of this rank's rows of it."""
         return dtensor_from_shard(shard, self.mesh, self.member.size)
 
+    def check_version(self, version: int) -> None:
+        """Raise RuntimeError if the parameter was written to since it had `version`.
+
+        A DTensor counts its versions itself: its local tensor's counter stands still.
+        """
+        if self.param._version != version:
+            raise RuntimeError(
+                f"parameter {self.name} was modified in place between forward and backward "
+                f"(version {self.param._version}, expected {version}): step the optimizer, and "
+                "write to parameters, after backward"
+            )
+
     def adopt(self, param: nn.Parameter) -> None:
         """Take `param`, put in a module by somebody else, as the parameter.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime import access
-from autoshard.runtime.mesh import check_mesh, default_mesh, mesh_device
+from autoshard.runtime.mesh import check_mesh, default_mesh, ensure_process_group, mesh_device
 from autoshard.runtime.optimizers import watch_optimizers
 from autoshard.runtime.param import ShardedParam, find, shard_parameter
 from autoshard.runtime.sharded_module import ShardedModule
@@ -53,6 +53,7 @@ def fully_shard(
     if mesh is not None:
         check_mesh(mesh, "fully_shard")
     _check_devices(modules)
+    ensure_process_group()
     mesh = mesh or default_mesh()
     unit = Unit(modules, mesh, reshard_after_forward)
     _move(modules, mesh_device(mesh))
@@ -90,6 +91,7 @@ def shard(
     if mesh is not None:
         check_mesh(mesh, "shard")
     _check_devices((model,))
+    ensure_process_group()
     mesh = mesh or default_mesh()
     units = find_units(model, policy)
     if sync_module_states:

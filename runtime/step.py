@@ -134,17 +134,12 @@ class Step:
             tensor.size(),
             tensor.stride(),
             int(tensor.storage_offset()),
-            param.shard._version,
+            param.param._version,
         )
 
     def unpack(self, saved: _SavedView) -> Tensor:
         param = saved.param
-        if param.shard._version != saved.version:
-            raise RuntimeError(
-                f"parameter {param.name} was modified in place between forward and backward "
-                f"(version {param.shard._version}, expected {saved.version}): step the optimizer "
-                "after backward"
-            )
+        param.check_version(saved.version)
         whole = self._gathered_in_backward(param.unit)[param]
         return whole.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -208,7 +203,7 @@ class _SavedView:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    version: int  # of the shard: the values that forward saw
+    version: int  # of the parameter: the values that forward saw
 
 
 class _Gathered:
@@ -382,7 +377,8 @@ def _push_hooks(step: Step) -> None:
             unpacked: Tensor = outer_unpack(saved)
             return unpacked
 
-    _torch.push_saved_tensors_hooks(pack, unpack)
+    # Autograd calls these, inside compiled code too: Dynamo is to leave them alone.
+    _torch.push_saved_tensors_hooks(_torch.disable(pack), _torch.disable(unpack))
 
 
 def _pop_hooks(step: Step) -> None:

@@ -1,0 +1,76 @@
+"""What torch.compile(..., backend="autoshard") gives back, and its first call.
+
+The backend itself is only called if Dynamo captures a graph, and then in the middle of
+a forward. A model that Dynamo captures nothing of (a recurrent network, say) would run
+unsharded, each rank for itself, and say nothing. So a compiled module is sharded when
+it is first called, before its forward begins; graphs come after that.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from autoshard import _torch
+from autoshard.runtime.adopt import adopt_module
+from autoshard.runtime.names import keep_names
+
+ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""The backend's options, checked, as the arguments of `shard()`."""
+
+num_graphs = 0  # that Dynamo has handed to the backend
+
+
+def watch_first_calls(read_options: ReadOptions) -> None:
+    """Have modules compiled with autoshard from now on sharded at their first call."""
+
+    def wrap(fn: Any, compiled: Any, options: dict[str, Any]) -> Any:
+        arguments = read_options(options)
+        if isinstance(compiled, nn.Module):
+            keep_names(compiled)  # its forward comes here too, as a method
+            return compiled
+        owner = getattr(fn, "__self__", None) or getattr(fn, "__wrapped__", None)
+        if isinstance(owner, nn.Module):
+            return _sharding_first(owner, compiled, arguments)
+        return _expecting_a_graph(compiled)
+
+    _torch.watch_compile("autoshard", wrap)
+
+
+def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
+    pending = True
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal pending
+        if pending:
+            adopt_module(module, arguments)
+            pending = False
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+def _expecting_a_graph(compiled: Any) -> Any:
+    pending = True
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal pending
+        before = num_graphs
+        result = compiled(*args, **kwargs)
+        if pending and num_graphs == before:
+            warnings.warn(
+                f"Dynamo captured nothing of {compiled.__qualname__}: autoshard has sharded "
+                "nothing in it; compile the model itself, or call autoshard.shard(model) first",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        pending = False
+        return result
+
+    return call

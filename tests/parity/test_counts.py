@@ -1,0 +1,128 @@
+"""How many collectives a step takes, from the graphs and from those really issued."""
+
+import pytest
+import torch
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, count, issued
+
+import autoshard
+
+# n units with parameters: three blocks and the root. A head of its own: were it tied to the
+# embedding, the counts would be the same.
+UNITS = 4
+
+
+def expected(strategy: str) -> tuple[int, int, int]:
+    """Gathers in forward, gathers in backward, reduces."""
+    return (UNITS, UNITS - 1, UNITS) if strategy == "full_shard" else (UNITS, 0, UNITS)
+
+
+# A checkpointed block is gathered again to be run again, whatever the strategy.
+EAGER = [
+    ("full_shard", None),
+    ("full_shard", "non-reentrant"),
+    ("full_shard", "reentrant"),
+    ("shard_grad_op", None),
+]
+
+
+@pytest.mark.parametrize(("strategy", "checkpointing"), EAGER)
+@pytest.mark.parametrize("tied", [True, False])
+@on_ranks(2)
+def test_eager(rank: int, strategy: str, checkpointing: str | None, tied: bool) -> None:
+    model = autoshard.shard(Net(tied=tied, checkpointing=checkpointing), strategy=strategy)
+    optimizer = adamw(model)
+    for step in range(3):
+        losses = []
+        forward = issued(lambda step=step, losses=losses: losses.append(net_loss(model, rank, step)))
+        backward = issued(losses[0].backward)
+        assert (*count(forward), *count(backward)) == (
+            expected(strategy)[0],
+            0,
+            *expected(strategy)[1:],
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@on_ranks(2)
+def test_compiled(rank: int, strategy: str, lowering: str) -> None:
+    model = Net()
+    call = torch.compile(
+        model,
+        backend="autoshard",
+        options={"lowering": lowering, "strategy": strategy, "strict": True},
+    )
+    for step in range(2):
+        losses = []
+        forward = issued(lambda step=step, losses=losses: losses.append(net_loss(call, rank, step)))
+        backward = issued(losses[0].backward)
+        assert (*count(forward), *count(backward)) == (
+            expected(strategy)[0],
+            0,
+            *expected(strategy)[1:],
+        )
+    plans = {plan.graph: plan for plan in autoshard.plans(call)}
+    kinds = [
+        [sum(b.kind == kind for b in plans[graph].buckets) for kind in ("gather", "reduce")]
+        for graph in ("forward", "backward")
+    ]
+    assert kinds == [[expected(strategy)[0], 0], list(expected(strategy)[1:])]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_saved_for_backward(rank: int, strategy: str) -> None:
+    """Nothing gathered is among the tensors saved for backward, unless resharding is off."""
+    from autoshard.runtime import collectives
+
+    model = Net()
+    call = torch.compile(
+        model, backend="autoshard", options={"lowering": "eager", "strategy": strategy}
+    )
+    net_loss(call, rank, 0).backward()
+    gathered: set[int] = set()
+    wait = collectives.wait_gather
+
+    def wait_and_note(flight: collectives.InFlight) -> list[torch.Tensor]:
+        tensors = wait(flight)
+        if len(flight.issued.members) > 1:  # a block's; the root is kept
+            gathered.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+            kept_alive.append(tensors)
+        return tensors
+
+    kept_alive: list[list[torch.Tensor]] = []  # so that no address is used twice
+    saved: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    collectives.wait_gather = wait_and_note
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = net_loss(call, rank, 1)
+    finally:
+        collectives.wait_gather = wait
+    assert gathered
+    assert saved
+    assert bool(gathered & saved) == (strategy == "shard_grad_op")
+    loss.backward()
+
+
+@on_ranks(2)
+def test_no_grad_gathers_once_and_keeps_nothing(rank: int) -> None:
+    model = autoshard.shard(Net())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert count(issued(lambda: net_loss(model, rank, 0))) == (UNITS, 0)
+    call = torch.compile(model, backend="autoshard", options={"lowering": "eager"})
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            want = net_loss(model, rank, 0)
+            assert torch.equal(net_loss(call, rank, 0), want)
+            assert count(issued(lambda: net_loss(call, rank, 0))) == (UNITS, 0)
+    assert {plan.graph for plan in autoshard.plans(model)} == {"inference"}

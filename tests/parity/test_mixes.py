@@ -1,0 +1,298 @@
+"""Graph breaks, eager blocks in compiled models and the reverse, modes in between."""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.models import Block, Net, net_loss, tokens
+from support.ranks import on_ranks
+from support.training import adamw, assert_same, compiled, replicated, sharded, train
+from torch import Tensor, nn
+
+import autoshard
+
+
+class Broken(Net):
+    """A graph break at the place that `where` names."""
+
+    def __init__(self, where: str, *, tied: bool = False) -> None:
+        super().__init__(tied=tied)
+        self.where = where
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.where == "start":
+            torch._dynamo.graph_break()
+        x = self.embed(ids)
+        if self.where == "middle":
+            torch._dynamo.graph_break()
+        for number, layer in enumerate(self.layers):
+            if self.where == "loop" and number == 1:
+                torch._dynamo.graph_break()
+            x = layer(x)
+        if self.where == "read":
+            # computed eagerly, between two graphs, from a parameter of the root's
+            x = x * eager_scale(self)
+        return self.head(x)
+
+
+@torch.compiler.disable
+def eager_scale(model: nn.Module) -> Tensor:
+    return 1 + model.embed.weight.mean()
+
+
+@pytest.mark.parametrize("where", ["start", "middle", "loop", "read"])
+@pytest.mark.parametrize("route", ["torch.compile", "model.compile", "function"])
+@on_ranks(2)
+def test_graph_break(rank: int, where: str, route: str) -> None:
+    build = functools.partial(Broken, where)
+    want, want_losses = replicated(build, net_loss)
+    torch.manual_seed(0)
+    model = build()
+    optimizer = adamw(model)
+    options = {"lowering": "eager", "strict": True}
+    call: object = model
+    if route == "model.compile":
+        model.compile(backend="autoshard", options=options)
+    elif route == "function":
+
+        @torch.compile(backend="autoshard", options=options)
+        def call(ids: Tensor) -> Tensor:
+            return model(ids)
+
+    else:
+        call = torch.compile(model, backend="autoshard", options=options)
+    losses = train(call, net_loss, optimizer)
+    if where == "read":
+        # One use of the embedding is in a graph, one is eager, and each is reduced by itself.
+        assert_same(model, want, rtol=1e-5)
+    else:
+        assert losses == want_losses
+        assert_same(model, want)
+
+
+@on_ranks(2)
+def test_tied_across_a_graph_break(rank: int) -> None:
+    """Each graph reduces its own part of the gradient: another order of summation."""
+    build = functools.partial(Broken, "middle", tied=True)
+    want, _ = replicated(build, net_loss)
+    got, _ = compiled(build, net_loss)
+    assert_same(got, want, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_graph_break_is_logged(rank: int) -> None:
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("autoshard"), Keep()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        call = torch.compile(Broken("middle"), backend="autoshard", options={"lowering": "eager"})
+        net_loss(call, rank, 0).backward()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    breaks = [message for message in messages if "graph break at" in message]
+    assert len(breaks) == 1
+    assert "test_mixes.py:" in breaks[0]
+
+
+class WithEagerBlock(Net):
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            x = eagerly(layer, x) if number == 1 else layer(x)
+        return self.head(x)
+
+
+@torch.compiler.disable
+def eagerly(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_eager_block_in_a_compiled_model(rank: int, strategy: str) -> None:
+    want, want_losses = replicated(WithEagerBlock, net_loss)
+    got, losses = compiled(WithEagerBlock, net_loss, strategy=strategy)
+    assert losses == want_losses
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@on_ranks(2)
+def test_compiled_blocks_in_an_eager_model(
+    rank: int, checkpointing: str | None, lowering: str
+) -> None:
+    build = functools.partial(Net, checkpointing=checkpointing)
+    want, want_losses = replicated(build, net_loss)
+    torch.manual_seed(0)
+    model = autoshard.shard(build())
+    for layer in model.layers:
+        layer.compile(backend="autoshard", options={"lowering": lowering, "strict": True})
+    losses = train(model, net_loss, adamw(model))
+    if lowering == "eager":
+        assert losses == want_losses
+    assert_same(model, want, rtol=0.0 if lowering == "eager" else 1e-5)
+
+
+@on_ranks(2)
+def test_blocks_of_one_kind_are_compiled_once(rank: int) -> None:
+    """Regional compilation: no constant in a block's graph tells it from its neighbours."""
+    model = autoshard.shard(Net(layers=12))
+    for layer in model.layers:
+        layer.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+    torch._dynamo.utils.counters.clear()
+    net_loss(model, rank, 0).backward()
+    assert len(autoshard.plans(model)) == 2  # one forward, one backward
+
+
+class Twice(nn.Module):
+    """One block used twice; a parameter that is read and not used; one that is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.block = Block()
+        self.other = nn.ModuleList(Block() for _ in range(2))
+        self.idle = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.idle.shape == (3,)
+        x = self.block(self.embed(ids))
+        x = self.other[0](x)
+        return self.head(self.block(x))
+
+
+POLICY = autoshard.ModuleWrapPolicy({Block})
+
+
+@on_ranks(2)
+def test_module_used_twice(rank: int) -> None:
+    want, want_losses = replicated(Twice, net_loss)
+    got, losses = sharded(Twice, net_loss, policy=POLICY)
+    assert losses == want_losses
+    assert_same(got, want)
+    got, losses = compiled(Twice, net_loss, policy=POLICY)
+    assert losses == want_losses
+    assert_same(got, want)
+    reduces = [plan for plan in autoshard.plans(got) if plan.graph == "backward"][0].buckets
+    assert sorted(b.unit for b in reduces if b.kind == "reduce") == ["block", "other.0", "root"]
+
+
+def frozen(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.1" not in name and not name.endswith("up.weight"))
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+@on_ranks(2)
+def test_frozen(rank: int, checkpointing: str | None) -> None:
+    build = functools.partial(frozen, functools.partial(Net, checkpointing=checkpointing))
+    want, want_losses = replicated(build, net_loss)
+    got, losses = sharded(build, net_loss)
+    assert losses == want_losses
+    assert_same(got, want)
+    assert [p.requires_grad for p in got.parameters()] == [
+        p.requires_grad for p in want.parameters()
+    ]
+    if checkpointing != "reentrant":
+        got, losses = compiled(build, net_loss)
+        assert losses == want_losses
+        assert_same(got, want)
+
+
+@on_ranks(2)
+def test_eval_in_between(rank: int) -> None:
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            model(tokens(rank, step + 50))
+        with torch.inference_mode():
+            model(tokens(rank, step + 60))
+        model.train()
+        return net_loss(model, rank, step)
+
+    want, want_losses = replicated(Net, loss)
+    for got, losses in (sharded(Net, loss), compiled(Net, loss)):
+        assert losses == want_losses
+        assert_same(got, want)
+
+
+@on_ranks(2)
+def test_two_forwards_before_one_backward(rank: int) -> None:
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return net_loss(model, rank, step) + net_loss(model, rank, step + 50)
+
+    # Two graphs, two reductions: the sums are taken over ranks first, then over forwards.
+    want, _ = replicated(Net, loss)
+    eager, eager_losses = sharded(Net, loss)
+    got, losses = compiled(Net, loss)
+    assert losses == eager_losses
+    assert_same(got, eager)
+    assert_same(eager, want, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_accumulation(rank: int) -> None:
+    """Two backwards before one step: every one reduces, the shards add up."""
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        net_loss(model, rank, step + 50).backward()
+        return net_loss(model, rank, step)
+
+    eager, eager_losses = sharded(Net, loss)
+    got, losses = compiled(Net, loss)
+    assert losses == eager_losses
+    assert_same(got, eager)
+
+
+class WithLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.lstm = nn.LSTM(6, 5, num_layers=2)
+        self.scales = nn.ParameterList([torch.ones(5), torch.ones(5)])
+        self.head = nn.Linear(5, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, _ = self.lstm(self.embed(ids))
+        return self.head(x * self.scales[0] + self.scales[1])
+
+
+@on_ranks(2)
+def test_modules_that_cache_parameters(rank: int) -> None:
+    want, want_losses = replicated(WithLSTM, net_loss)
+    got, losses = sharded(WithLSTM, net_loss)
+    assert losses == want_losses
+    assert_same(got, want)
+    # AOTAutograd decomposes an LSTM otherwise than eager torch runs it, sharded or not.
+    got, losses = compiled(WithLSTM, net_loss)
+    assert_same(got, want, rtol=1e-4)
+
+
+@on_ranks(2)
+def test_dynamic_batch(rank: int) -> None:
+    """Lengths that change, and that differ by rank: no rank waits for another's recompile."""
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        ids = tokens(rank, step, length=5 + 2 * step + rank)
+        return nn.functional.cross_entropy(model(ids), ids.roll(-1))
+
+    want, want_losses = replicated(Net, loss, steps=6)
+    got, losses = compiled(Net, loss, steps=6)
+    assert losses == want_losses
+    assert_same(got, want)
