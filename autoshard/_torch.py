@@ -7,6 +7,7 @@ missing on some of them says so beside it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -125,6 +126,18 @@ def inductor_settings(**wanted: object) -> dict[str, object]:
     return {key: value for key, value in named.items() if key in known}
 
 
+def aot_settings() -> contextlib.AbstractContextManager[Any]:
+    """How AOTAutograd is to work for us, for the duration of one compilation.
+
+    Its cache would skip our passes on a hit. And it would put off a backward that can't be
+    compiled to the first backward, when it is too late to fall back.
+    """
+    patch: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(
+        enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+    )
+    return patch
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Any,
@@ -148,8 +161,7 @@ def compile_with_inductor(
         def uuid(self) -> None:
             return None  # what it does depends on this compilation: never cached
 
-    # AOTAutograd's own cache would skip our passes on a hit.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with aot_settings():
         compiled: Any = compile_fx(
             gm,
             example_inputs,

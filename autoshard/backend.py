@@ -131,7 +131,8 @@ class Compilation:
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
-        compiled: Callable[..., Any] = backend(self.frame.gm, self.frame.inputs)
+        with _torch.aot_settings():
+            compiled: Callable[..., Any] = backend(self.frame.gm, self.frame.inputs)
         return compiled
 
     def _compile_inductor(self) -> Callable[..., Any]:

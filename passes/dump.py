@@ -18,12 +18,16 @@ class Dump:
         self._folder = folder
         self._axes = axes
         self._number = 0
+        self._last = ""
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, name: str, gm: fx.GraphModule) -> None:
         path = self._folder / f"{self._number:02d}_{name}.txt"
-        path.write_text(f"# after {name}\n{render(gm.graph, axes=self._axes)}")
+        text = render(gm.graph, axes=self._axes)
+        changed = text != self._last
+        path.write_text(f"# after {name}\n{text}" if changed else f"# after {name}: unchanged\n")
         self._number += 1
+        self._last = text
         plan = PLAN.get(gm)
         if plan is not None:
             (self._folder / "plan.txt").write_text(plan.text())

@@ -11,6 +11,7 @@ one wait, where the plan says, and one `getitem` a member.
 from __future__ import annotations
 
 import operator
+import re
 
 import torch
 from torch import fx
@@ -53,9 +54,11 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
     inputs = [member.args[0] for member in members]
-    ticket = graph.call_function(
+    ticket = graph.create_node(
+        "call_function",
         _LAUNCH[bucket.kind],
         (inputs, bucket.members, group_of(members[0]), number),
+        name=f"launch_{bucket.kind}_{_identifier(bucket.unit)}",
     )
     ticket.meta["val"] = members[0].meta["val"].new_empty(1, dtype=torch.uint8)
     SOURCE.set(ticket, bucket.unit)
@@ -65,12 +68,26 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
 def _wait(
     graph: fx.Graph, ticket: fx.Node, number: int, bucket: Bucket, members: list[fx.Node]
 ) -> None:
-    results = graph.call_function(_WAIT[bucket.kind], (ticket, *ticket.args[1:]))
+    results = graph.create_node(
+        "call_function",
+        _WAIT[bucket.kind],
+        (ticket, *ticket.args[1:]),
+        name=f"wait_{bucket.kind}_{_identifier(bucket.unit)}",
+    )
     results.meta["val"] = [member.meta["val"] for member in members]
     SOURCE.set(results, bucket.unit)
     for index, (member, name) in enumerate(zip(members, bucket.names, strict=True)):
-        result = graph.call_function(operator.getitem, (results, index))
-        result.name = f"{_RESULT[bucket.kind]}_{name.replace('.', '_')}"
+        result = graph.create_node(
+            "call_function",
+            operator.getitem,
+            (results, index),
+            name=f"{_RESULT[bucket.kind]}_{_identifier(name)}",
+        )
         result.meta["val"] = member.meta["val"]
         SOURCE.set(result, name)
         member.replace_all_uses_with(result)
+
+
+def _identifier(name: str) -> str:
+    """A module or parameter name as a node may be called."""
+    return re.sub(r"\W", "_", name)

@@ -6,6 +6,7 @@ after:  %unshard_3: f32[64,32] = autoshard.unshard(%layers_0_w1, ...)  # layers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from torch import fx
@@ -20,6 +21,7 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
     Metadata: writes PARAM and SOURCE on markers.
     Numerics: unchanged, bit for bit.
     """
+    taken = {node.name for node in gm.graph.nodes}
     for node in gm.graph.nodes:
         if not is_marker(node):
             continue
@@ -28,5 +30,8 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
         SOURCE.set(node, info.name)
         shard = node.args[0]
         if is_unshard(node) and isinstance(shard, fx.Node) and shard.op == "placeholder":
-            shard.name = info.name.replace(".", "_")
+            name = re.sub(r"\W", "_", info.name)
+            if name not in taken:  # else it keeps the name that it has
+                taken.add(name)
+                shard.name = name
     return gm

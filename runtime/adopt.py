@@ -104,7 +104,9 @@ def _compiled_modules() -> list[nn.Module]:
 def _running_modules() -> list[nn.Module]:
     """Modules whose call is on the stack, outermost first: a compiled function called them."""
     return [
-        frame.f_locals["self"] for frame in _stack() if frame.f_code is nn.Module._call_impl.__code__
+        frame.f_locals["self"]
+        for frame in _stack()
+        if frame.f_code is nn.Module._call_impl.__code__
     ]
 
 

@@ -32,4 +32,3 @@ def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(prefix + _PREFIX):
             state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
-

@@ -1,10 +1,13 @@
 """How many collectives a step takes, from the graphs and from those really issued."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.models import Net, net_loss
 from support.ranks import on_ranks
 from support.training import adamw, count, issued
+from torch import Tensor
 
 import autoshard
 
@@ -16,6 +19,15 @@ UNITS = 4
 def expected(strategy: str) -> tuple[int, int, int]:
     """Gathers in forward, gathers in backward, reduces."""
     return (UNITS, UNITS - 1, UNITS) if strategy == "full_shard" else (UNITS, 0, UNITS)
+
+
+def collectives_of_a_step(model: Any, rank: int, step: int) -> tuple[int, int, int]:
+    """Gathers in forward, gathers in backward, reduces; forward reduces nothing."""
+    losses: list[Tensor] = []
+    forward = issued(lambda: losses.append(net_loss(model, rank, step)))
+    backward = issued(losses[0].backward)
+    assert count(forward)[1] == 0
+    return count(forward)[0], *count(backward)
 
 
 # A checkpointed block is gathered again to be run again, whatever the strategy.
@@ -35,7 +47,9 @@ def test_eager(rank: int, strategy: str, checkpointing: str | None, tied: bool) 
     optimizer = adamw(model)
     for step in range(3):
         losses = []
-        forward = issued(lambda step=step, losses=losses: losses.append(net_loss(model, rank, step)))
+        forward = issued(
+            lambda step=step, losses=losses: losses.append(net_loss(model, rank, step))
+        )
         backward = issued(losses[0].backward)
         assert (*count(forward), *count(backward)) == (
             expected(strategy)[0],
@@ -57,14 +71,7 @@ def test_compiled(rank: int, strategy: str, lowering: str) -> None:
         options={"lowering": lowering, "strategy": strategy, "strict": True},
     )
     for step in range(2):
-        losses = []
-        forward = issued(lambda step=step, losses=losses: losses.append(net_loss(call, rank, step)))
-        backward = issued(losses[0].backward)
-        assert (*count(forward), *count(backward)) == (
-            expected(strategy)[0],
-            0,
-            *expected(strategy)[1:],
-        )
+        assert collectives_of_a_step(call, rank, step) == expected(strategy)
     plans = {plan.graph: plan for plan in autoshard.plans(call)}
     kinds = [
         [sum(b.kind == kind for b in plans[graph].buckets) for kind in ("gather", "reduce")]

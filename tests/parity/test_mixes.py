@@ -187,7 +187,7 @@ def test_module_used_twice(rank: int) -> None:
     got, losses = compiled(Twice, net_loss, policy=POLICY)
     assert losses == want_losses
     assert_same(got, want)
-    reduces = [plan for plan in autoshard.plans(got) if plan.graph == "backward"][0].buckets
+    reduces = next(plan for plan in autoshard.plans(got) if plan.graph == "backward").buckets
     assert sorted(b.unit for b in reduces if b.kind == "reduce") == ["block", "other.0", "root"]
 
 

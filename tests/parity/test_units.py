@@ -170,9 +170,10 @@ def test_one_process_needs_no_collective() -> None:
     script = """
 import torch, autoshard
 from autoshard.runtime.collectives import observe
-torch.manual_seed(0); plain = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
-torch.manual_seed(0); eager = autoshard.shard(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)))
-torch.manual_seed(0); model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+plain, eager, model = build(), autoshard.shard(build()), build()
 call = torch.compile(model, backend="autoshard", options={"lowering": "eager", "strict": True})
 x = torch.ones(4, 3)
 log = []

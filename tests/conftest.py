@@ -1,0 +1,42 @@
+"""Fixtures that every folder of tests may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """Compare text with golden/<name>; EXPECTTEST_ACCEPT=1 writes the file instead."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if os.environ.get("EXPECTTEST_ACCEPT"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"no golden/{name}: run with EXPECTTEST_ACCEPT=1 and read the diff"
+        assert text == path.read_text(), (
+            f"golden/{name} has changed: if that is meant, run with EXPECTTEST_ACCEPT=1"
+        )
+
+    return check
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    """Rank 0 of 2 in a group that moves no data: for tracing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch._dynamo.reset()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()

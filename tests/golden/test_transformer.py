@@ -1,0 +1,84 @@
+"""The forward and backward graph of a small transformer, after every pass, and its plans."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+
+
+class Block(nn.Module):
+    """One attention head and an MLP of one layer, no biases: as few lines as will show it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.mlp = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + self.out(torch.softmax(q @ k.t(), dim=-1) @ v)
+        return x + torch.relu(self.mlp(x))
+
+
+class Transformer(nn.Module):
+    """7 tokens of vocabulary: rows that two ranks can't share evenly. The head is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList(Block(8) for _ in range(2))
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_after_every_pass(
+    strategy: str, golden: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    model = Transformer()
+    call = torch.compile(
+        model,
+        backend="autoshard",
+        options={
+            "lowering": "eager",
+            "strict": True,
+            "strategy": strategy,
+            "bucketing": "per_unit",
+            "dump": str(tmp_path),
+        },
+    )
+    call(torch.tensor([0, 3, 6])).sum().backward()
+    files = sorted(tmp_path.glob("rank0/*/*.txt"))
+    assert len(files) == 18
+    for path in files:
+        graph = path.parent.name.partition("_")[2]
+        golden(f"transformer/{strategy}/{graph}/{path.name}", path.read_text())
+    for plan in autoshard.plans(model):
+        assert (
+            plan.text()
+            == (tmp_path / "rank0" / _folder(files, plan.graph) / "plan.txt").read_text()
+        )
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_bucketing_none(golden: Callable[[str, str], None]) -> None:
+    model = Transformer()
+    options = {"lowering": "eager", "strict": True, "bucketing": "none"}
+    call = torch.compile(model, backend="autoshard", options=options)
+    call(torch.tensor([0, 3, 6])).sum().backward()
+    golden(
+        "transformer/bucketing_none.txt",
+        "\n".join(plan.text() for plan in autoshard.plans(model)),
+    )

@@ -1,0 +1,253 @@
+"""Bad input: an error on every rank that names what is wrong and what to do, and no hang."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, assert_same, replicated, train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard import fully_shard
+
+
+def unknown_option() -> None:
+    call = torch.compile(Net(), backend="autoshard", options={"bucketting": "auto"})
+    net_loss(call, 0, 0)
+
+
+def wrong_value() -> None:
+    call = torch.compile(Net(), backend="autoshard", options={"lowering": 3})
+    net_loss(call, 0, 0)
+
+
+def scalar_parameter() -> None:
+    model = nn.Linear(3, 3)
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    fully_shard(model)
+
+
+def scalar_parameter_in_one_line() -> None:
+    model = nn.Linear(3, 3)
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    torch.compile(model, backend="autoshard")(torch.ones(3))
+
+
+def non_contiguous_parameter() -> None:
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(torch.randn(3, 4).t())
+    fully_shard(model)
+
+
+def mesh_of_three_axes() -> None:
+    fully_shard(Net(), mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
+
+
+def two_devices() -> None:
+    model = Net()
+    model.layers[1] = type(model.layers[1])().to("meta")
+    fully_shard(model)
+
+
+def meta_at_first_forward() -> None:
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model)
+    net_loss(model, 0, 0)
+
+
+def container() -> None:
+    fully_shard(Net().layers)
+
+
+def sharded_twice() -> None:
+    model = Net()
+    fully_shard(model.layers[1])
+    fully_shard(model)
+    fully_shard(model.layers[1])
+
+
+def no_module() -> None:
+    fully_shard(torch.ones(3))
+
+
+def wrong_reshard() -> None:
+    fully_shard(Net(), reshard_after_forward="yes")
+
+
+def unknown_strategy() -> None:
+    autoshard.shard(Net(), strategy="zero3")
+
+
+class HomeMade:
+    """An optimizer that torch knows nothing of."""
+
+    def __init__(self, params: object) -> None:
+        self.params = list(params)
+
+    def step(self) -> None: ...
+
+
+def foreign_optimizer() -> None:
+    model = Net()
+    optimizer = HomeMade(model.parameters())
+    net_loss(torch.compile(model, backend="autoshard"), 0, 0)
+    optimizer.step()
+
+
+def optimizer_from_before_fully_shard() -> None:
+    model = Net()
+    optimizer = adamw(model)
+    fully_shard(model)
+    net_loss(model, 0, 0).backward()
+    optimizer.step()
+
+
+def gradient_hook_from_before() -> None:
+    model = Net()
+    model.head.weight.register_hook(lambda grad: grad)
+    net_loss(torch.compile(model, backend="autoshard"), 0, 0)
+
+
+def replaced_parameter() -> None:
+    model = fully_shard(Net(tied=False))
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone()[:4])
+    net_loss(model, 0, 0)
+
+
+BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
+    (unknown_option, ["bucketting", "valid options", "bucketing"]),
+    (wrong_value, ["lowering", "3", "inductor"]),
+    (scalar_parameter, ["temperature", "scalar", "1D"]),
+    (scalar_parameter_in_one_line, ["temperature", "scalar", "1D"]),
+    (non_contiguous_parameter, ["weight", "contiguous()"]),
+    (mesh_of_three_axes, ["3D", "1D", "mesh["]),
+    (two_devices, ["layers.1.norm.weight", "meta", "cpu", ".to(device)"]),
+    (meta_at_first_forward, ["embed.weight", "layers.0.up.weight", "to_empty"]),
+    (container, ["ModuleList", "forward", "0, 1, 2"]),
+    (sharded_twice, ["layers.1", "sharded already", "once"]),
+    (no_module, ["nn.Module", "Tensor"]),
+    (wrong_reshard, ["reshard_after_forward", "'yes'", "True, False or None"]),
+    (unknown_strategy, ["zero3", "full_shard"]),
+    (foreign_optimizer, ["HomeMade", "layers.", "autoshard.shard(model)"]),
+    (optimizer_from_before_fully_shard, ["AdamW", "embed.weight", "after sharding"]),
+    (gradient_hook_from_before, ["embed.weight", "hooks", "autoshard.shard(model)"]),
+    (replaced_parameter, ["head.weight", "[11, 6]", "load_state_dict"]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_INPUTS)), ids=[f.__name__ for f, _ in BAD_INPUTS])
+@on_ranks(2, timeout=30)
+def test_bad_input(rank: int, number: int) -> None:
+    mistake, words = BAD_INPUTS[number]
+    with pytest.raises((ValueError, TypeError, RuntimeError, NotImplementedError)) as raised:
+        mistake()
+    message = str(raised.value)
+    assert [word for word in words if word not in message] == [], message
+
+
+def difficult() -> torch._ops.OpOverload:
+    """An operator that runs and traces, and that Inductor fails to lower."""
+    from torch._inductor import lowering
+
+    if not hasattr(torch.ops.test_errors, "difficult"):
+        torch.library.define("test_errors::difficult", "(Tensor x) -> Tensor")
+        torch.library.impl("test_errors::difficult", "CompositeExplicitAutograd", torch.sin)
+        torch.library.register_fake("test_errors::difficult", torch.empty_like)
+        torch.library.register_autograd(
+            "test_errors::difficult",
+            lambda ctx, grad: grad * torch.ops.test_errors.difficult(ctx.x),
+            setup_context=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0]),
+        )
+
+        @lowering.register_lowering(torch.ops.test_errors.difficult.default)
+        def lower(x: object) -> object:
+            raise NotImplementedError("no lowering for this one")
+
+    return torch.ops.test_errors.difficult.default
+
+
+class Difficult(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        return difficult()(super().forward(ids))
+
+
+class OnlyInBackward(Net):
+    """The operator stands in the backward graph alone."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return Sine.apply(super().forward(ids))
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad * difficult()(ctx.saved_tensors[0])
+
+
+@pytest.mark.parametrize("model", [Difficult, OnlyInBackward])
+@on_ranks(2)
+def test_falls_back_with_one_warning(rank: int, model: type[Net]) -> None:
+    difficult()
+    want, _ = replicated(model, net_loss)
+    torch.manual_seed(0)
+    got = model()
+    optimizer = adamw(got)
+    call = torch.compile(got, backend="autoshard")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(call, net_loss, optimizer)
+    ours = [str(w.message) for w in caught if "autoshard" in str(w.message)]
+    assert len(ours) == 1, ours
+    assert "no lowering for this one" in ours[0]
+    assert "eager runtime" in ours[0]
+    # What Dynamo still compiles of it, block by block, is lowered by Inductor.
+    assert_same(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model", [Difficult, OnlyInBackward])
+@on_ranks(2)
+def test_strict_raises(rank: int, model: type[Net]) -> None:
+    difficult()
+    call = torch.compile(model(), backend="autoshard", options={"strict": True})
+    with pytest.raises(Exception, match="no lowering for this one"):
+        net_loss(call, rank, 0)
+
+
+@on_ranks(2)
+def test_one_rank_fails_all_fall_back(rank: int) -> None:
+    """A failure on rank 0 alone: rank 1 leaves its graph unused too, and nobody hangs."""
+    difficult()
+    want, want_losses = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adamw(model)
+    call = torch.compile(model, backend="autoshard", options={"lowering": "eager"})
+    from autoshard import backend
+
+    lower = backend.lower_eagerly
+
+    def fail(gm: torch.fx.GraphModule) -> object:
+        if rank == 0:
+            raise NotImplementedError("only on rank 0")
+        return lower(gm)
+
+    backend.lower_eagerly = fail
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = train(call, net_loss, optimizer)
+    finally:
+        backend.lower_eagerly = lower
+    assert any("only on rank 0" in str(w.message) for w in caught)
+    assert losses == want_losses
+    assert_same(model, want)
