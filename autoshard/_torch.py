@@ -27,6 +27,7 @@ from torch._dynamo.exc import (
 )
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
 from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.checkpoint import state_dict as _checkpoint
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -38,6 +39,8 @@ pop_saved_tensors_hooks: Callable[[], None] = _autograd._pop_saved_tensors_defau
 default_store: Callable[[], Any] = _c10d._get_default_store
 resolve_group: Callable[[Any], dist.ProcessGroup] = _c10d._resolve_process_group  # type: ignore[attr-defined]
 HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]
+# State-dict methods that torch.distributed.checkpoint is to look behind.
+patched_state_dicts: set[Any] = _checkpoint._patched_state_dict
 
 # 2.13 renamed both and left the old spellings as deprecated wrappers; 2.11 has only the old ones.
 all_gather_flat: Callable[..., Any] = (

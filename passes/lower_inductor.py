@@ -12,6 +12,7 @@ and, from torch 2.14, in a pass that overlaps collectives by itself. So
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -112,12 +113,21 @@ def keep_order(graph: fx.Graph) -> None:
     after: dict[fx.Node, OrderedSet[fx.Node]] = {}
     event: fx.Node | None = None
     op: fx.Node | None = None
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if is_launch(node) or is_wait(node):
             needed = [n for n in (event, op) if n is not None and n not in node.all_input_nodes]
             if needed:
                 after[node] = OrderedSet(needed)
-            event, op = node, None
+            event, op = _as_tensor(node), None
         elif node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
             op = node
     preserve_node_ordering(graph, after)
+
+
+def _as_tensor(event: fx.Node) -> fx.Node:
+    """A node to depend on: a wait's first result, since 2.11 does not see a list as one."""
+    if is_launch(event):
+        return event
+    result = next(user for user in event.users if user.target is operator.getitem)
+    event.append(result)
+    return result

@@ -11,21 +11,47 @@ from typing import Any
 
 from torch import nn
 
+from autoshard import _torch
+
 _PREFIX = "_orig_mod."
 
 
 def keep_names(optimized: nn.Module) -> None:
     """Give `optimized`, what torch.compile made of a module, the module's state-dict keys."""
-    optimized.register_state_dict_post_hook(_take_prefix_off)
+    # Set on the wrapper itself: its own __setattr__ hands everything on to the module.
+    object.__setattr__(optimized, "state_dict", _StateDict(optimized))
     optimized.register_load_state_dict_pre_hook(_put_prefix_on)
 
 
-def _take_prefix_off(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    start = prefix + _PREFIX
-    for key in [key for key in state_dict if key.startswith(start)]:
-        state_dict[prefix + key.removeprefix(start)] = state_dict.pop(key)
+class _StateDict:
+    """`optimized.state_dict`, with the model's own keys.
+
+    All instances are equal: one of them tells torch.distributed.checkpoint, which strips the
+    prefix itself and wants to find it, to call the method behind any of them instead.
+    """
+
+    def __init__(self, optimized: nn.Module | None) -> None:
+        self._optimized = optimized
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        assert self._optimized is not None
+        state: dict[str, Any] = type(self._optimized).state_dict(self._optimized, *args, **kwargs)
+        start = kwargs.get("prefix", "") + _PREFIX
+        for key in list(state):
+            value = state.pop(key)  # taken out and put back, so that the order stays
+            if key.startswith(start):
+                key = start.removesuffix(_PREFIX) + key.removeprefix(start)
+            state[key] = value
+        return state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StateDict)
+
+    def __hash__(self) -> int:
+        return hash(_StateDict)
+
+
+_torch.patched_state_dicts.add(_StateDict(None))
 
 
 def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
