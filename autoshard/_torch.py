@@ -120,6 +120,11 @@ def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     return call
 
 
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Call `node` `name`, or, if another node of its graph is called that, `name` with a number."""
+    node._rename(name)
+
+
 def inductor_settings(**wanted: object) -> dict[str, object]:
     """Those of `wanted`, Inductor config keys with `__` for a dot, that this torch has."""
     from torch._inductor import config

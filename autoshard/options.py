@@ -60,7 +60,7 @@ class CompileOptions:
             self.policy is None or callable(self.policy),
             "a ModuleWrapPolicy or a function of a module that returns a bool",
         )
-        _expect(self, "strategy", self.strategy in STRATEGIES, f"one of {list(STRATEGIES)}")
+        _expect(self, "strategy", self.strategy in list(STRATEGIES), f"one of {list(STRATEGIES)}")
         _expect(
             self,
             "sync_module_states",
@@ -77,7 +77,7 @@ class CompileOptions:
         """
         options = dict(options or {})
         valid = [field.name for field in dataclasses.fields(CompileOptions)]
-        unknown = sorted(set(options) - set(valid))
+        unknown = sorted(set(options) - set(valid), key=str)
         if unknown:
             raise ValueError(
                 f"unknown option {', '.join(map(repr, unknown))} for backend 'autoshard'; "

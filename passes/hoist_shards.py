@@ -22,12 +22,14 @@ def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
     body = next((node for node in gm.graph.nodes if node.op != "placeholder"), None)
     if body is None:
         return gm
+    hoisted: set[fx.Node] = set()
     for marker in [node for node in gm.graph.nodes if is_unshard(node)]:
         for node in _way_from_inputs(marker):
             if node is body:
                 body = node.next
-            else:
+            elif node not in hoisted:  # moved again, it would land behind its users
                 body.prepend(node)
+            hoisted.add(node)
     return gm
 
 

@@ -27,16 +27,17 @@ _RESULT = {"gather": "whole", "reduce": "grad"}
 
 
 def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
-    """Put the plan's collectives in, and take the markers out. Nothing to do without a plan.
+    """Put the plan's collectives in, and take the markers out. Nothing to do without
+    a plan, or where they are in already.
 
     Metadata: reads PLAN; writes SOURCE on what it inserts.
     Numerics: unchanged, bit for bit.
     """
     plan = PLAN.get(gm)
-    if plan is None:
-        return gm
     graph = gm.graph
     markers = {(kind_of(node), param_of(node)): node for node in graph.nodes if is_marker(node)}
+    if plan is None or not markers:
+        return gm
     body = [n for n in graph.nodes if n.op != "placeholder" and not is_marker(n)]  # ends: output
     tickets: dict[int, fx.Node] = {}
     for event in plan.schedule:

@@ -55,7 +55,7 @@ def _merge_one_sum(graph: fx.Graph) -> bool:
             reduced = graph.call_function(ops.reduce_grad, (whole, *left.args[1:]))
             reduced.meta.update(left.meta)
         add.replace_all_uses_with(reduced)
-        for node in (add, left, right):
+        for node in dict.fromkeys((add, left, right)):  # both summands may be one node
             graph.erase_node(node)
         return True
     return False

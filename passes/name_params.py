@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from autoshard import _torch
 from autoshard.passes.match import is_marker, is_unshard, param_of
 from autoshard.passes.meta import PARAM, SOURCE, ParamInfo
 
@@ -21,7 +22,6 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
     Metadata: writes PARAM and SOURCE on markers.
     Numerics: unchanged, bit for bit.
     """
-    taken = {node.name for node in gm.graph.nodes}
     for node in gm.graph.nodes:
         if not is_marker(node):
             continue
@@ -30,8 +30,10 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
         SOURCE.set(node, info.name)
         shard = node.args[0]
         if is_unshard(node) and isinstance(shard, fx.Node) and shard.op == "placeholder":
-            name = re.sub(r"\W", "_", info.name)
-            if name not in taken:  # else it keeps the name that it has
-                taken.add(name)
-                shard.name = name
+            _torch.rename(shard, _identifier(info.name))
     return gm
+
+
+def _identifier(name: str) -> str:
+    """A parameter's name as a node may be called: "0.in-proj" is "_0_in_proj"."""
+    return re.sub(r"\W|^(?=\d)", "_", name)

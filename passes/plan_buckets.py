@@ -34,7 +34,7 @@ Bucketing = str | Sequence[str | Sequence[str]]
 
 
 def plan_buckets(gm: fx.GraphModule, *, graph: str, bucketing: Bucketing) -> fx.GraphModule:
-    """Write the plan of `gm`; nothing is moved or inserted yet.
+    """Write the plan of `gm`; nothing is moved or inserted yet. No markers, no plan.
 
     graph: "forward", "backward" or "inference", for the plan's text.
     bucketing: "per_unit", one bucket a unit, group and dtype; "none", one a parameter;
@@ -43,6 +43,8 @@ def plan_buckets(gm: fx.GraphModule, *, graph: str, bucketing: Bucketing) -> fx.
     Metadata: reads PARAM; writes PLAN on the module.
     Numerics: unchanged, bit for bit.
     """
+    if not any(map(is_marker, gm.graph.nodes)):
+        return gm
     ops = [node for node in gm.graph.nodes if _is_compute(node)]
     position = {node: number for number, node in enumerate(ops)}
     key = _bucket_key(bucketing)
@@ -120,6 +122,7 @@ def _gather_drafts(
         name = key(_info(marker))
         draft = drafts.setdefault(_carrier(name, marker), _Draft(name, ready=0, used=used))
         draft.markers.append(marker)
+        draft.ready = max(draft.ready, _ready(marker, position))
         draft.used = min(draft.used, used)
     return sorted(drafts.values(), key=lambda draft: draft.used)
 
@@ -127,22 +130,21 @@ def _gather_drafts(
 def _reduce_drafts(
     graph: fx.Graph, position: dict[fx.Node, int], key: _Key, *, end: int
 ) -> list[_Draft]:
-    def ready(marker: fx.Node) -> int:
-        return 1 + max((position.get(node, -1) for node in marker.all_input_nodes), default=-1)
-
     closed: list[_Draft] = []
     drafts: dict[tuple[object, ...], _Draft] = {}
-    for marker in sorted(filter(is_reduce_grad, graph.nodes), key=ready):
+    for marker in sorted(
+        filter(is_reduce_grad, graph.nodes), key=lambda marker: _ready(marker, position)
+    ):
         name = key(_info(marker))
         carrier = _carrier(name, marker)
         draft = drafts.get(carrier)
-        if draft is not None and draft.used < ready(marker):
+        if draft is not None and draft.used < _ready(marker, position):
             closed.append(drafts.pop(carrier))  # somebody reads it before this one is there
             draft = None
         if draft is None:
             draft = drafts[carrier] = _Draft(name, ready=0, used=end)
         draft.markers.append(marker)
-        draft.ready = max(draft.ready, ready(marker))
+        draft.ready = max(draft.ready, _ready(marker, position))
         draft.used = min(draft.used, _first_use(marker, position, end))
     made = [*closed, *drafts.values()]
     for draft in made:
@@ -157,7 +159,7 @@ _Placed = tuple[tuple[int, int, int], Event]
 def _gather_events(drafts: list[_Draft]) -> list[_Placed]:
     placed: list[_Placed] = []
     for number, draft in enumerate(drafts):
-        launch = drafts[number - 1].used if number else 0
+        launch = drafts[number - 1].used if number else draft.ready
         placed.append(_place(launch, 1, 2 * number, Event("launch", number, launch)))
         # Where several stand at one position: launch(k + 1) before wait(k), and that
         # before launch(k + 2).
@@ -185,6 +187,10 @@ def _carrier(name: str, marker: fx.Node) -> tuple[object, ...]:
     """What one collective can carry together: a bucket name, a group, a dtype."""
     (member,) = read_members(members_of(marker))
     return name, group_of(marker), member.dtype
+
+
+def _ready(marker: fx.Node, position: dict[fx.Node, int]) -> int:
+    return 1 + max((position.get(node, -1) for node in marker.all_input_nodes), default=-1)
 
 
 def _first_use(marker: fx.Node, position: dict[fx.Node, int], end: int) -> int:

@@ -10,6 +10,7 @@ Process groups print as the mesh axis they run over: c10d's names are counters.
 from __future__ import annotations
 
 import ast
+import importlib
 import operator
 import re
 from collections.abc import Mapping
@@ -18,7 +19,11 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy import functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from autoshard.passes.layout import DTYPE_NAMES, DTYPES
 from autoshard.passes.meta import SOURCE
@@ -32,6 +37,7 @@ _CONSTANTS: dict[str, object] = {
             torch.contiguous_format,
             torch.preserve_format,
             torch.channels_last,
+            torch.channels_last_3d,
         )
     },
     "inf": float("inf"),
@@ -54,7 +60,7 @@ def parse(text: str) -> fx.Graph:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             reader.read_line(line)
-        except (SyntaxError, KeyError, AttributeError, TypeError, ValueError) as error:
+        except (SyntaxError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"line {number}: {line!r}: {error}") from error
     return reader.graph
 
@@ -125,10 +131,11 @@ class _Reader:
         self.graph = fx.Graph()
         self._nodes: dict[str, fx.Node] = {}
         self._shapes = ShapeEnv()
-        self._symbols: dict[str, torch.SymInt] = {}
+        self._fake = FakeTensorMode(shape_env=self._shapes)
+        self._sizes: dict[str, Any] = {}
 
     def read_line(self, line: str) -> None:
-        line, _, source = line.partition("  # ")
+        line, source = _split_comment(line)
         if line.startswith("return "):
             self.graph.output(self._value(line.removeprefix("return ")))
             return
@@ -150,7 +157,8 @@ class _Reader:
         self._nodes[name] = node
 
     def _value(self, text: str) -> Any:
-        return self._build(ast.parse(text.replace("%", "p__"), mode="eval").body)
+        text = _NODE.sub(lambda match: match[1] or f"p__{match[2]}", text)
+        return self._build(ast.parse(text, mode="eval").body)
 
     def _build(self, node: ast.expr) -> Any:
         match node:
@@ -176,24 +184,71 @@ class _Reader:
             return [self._type(part) for part in _split(text[1:-1])]
         if text.startswith("sym("):
             return self._size(text[4:-1])
-        if match := re.fullmatch(r"(\w+)\[(.*)\](?:@\w+)?", text):
+        if match := re.fullmatch(r"(\w+)\[(.*)\](?:@(\w+))?", text):
             sizes = [self._size(size) for size in _split(match[2])]
-            return torch.empty(sizes, dtype=DTYPES[match[1]], device="meta")
+            with self._fake, self._shapes.suppress_guards():
+                return torch.empty(sizes, dtype=DTYPES[match[1]], device=match[3] or "cpu")
         values = {"NoneType": None, "bool": False, "int": 0, "float": 0.0, _OPAQUE: object()}
+        if text not in values:
+            raise ValueError(f"{text!r} is no type; one looks like f32[7,15]")
         return values[text]
 
     def _size(self, text: str) -> Any:
         if text.lstrip("-").isdigit():
             return int(text)
-        if text not in self._symbols:
-            expression = sympy.sympify(text, locals=_symbols_in(text))
-            self._symbols[text] = self._shapes.create_symintnode(expression, hint=None)  # type: ignore[assignment]
-        return self._symbols[text]
+        if text not in self._sizes:
+            expression = _read_expression(text)
+            for symbol in expression.free_symbols - self._shapes.var_to_range.keys():
+                self._declare(symbol)
+            self._sizes[text] = self._shapes.create_symintnode(expression, hint=None)
+        return self._sizes[text]
+
+    def _declare(self, symbol: sympy.Symbol) -> None:
+        """What the shape environment must know of a symbol that it has not made itself."""
+        if symbol.name.startswith("u"):
+            self._shapes.var_to_range[symbol] = ValueRanges(0, int_oo)
+            self._shapes.size_like.add(symbol)
+            return
+        self._shapes.var_to_range[symbol] = ValueRanges(2, int_oo)
+        self._shapes.add_backed_var_to_val(symbol, _FIRST_HINT + len(self._shapes.var_to_range))
 
 
-def _symbols_in(text: str) -> dict[str, sympy.Symbol]:
-    names = re.findall(r"\b[su]\d+\b", text)
-    return {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
+_MODULES = ("torch", "math")  # whose functions FX graphs call by themselves
+_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Call)
+_FIRST_HINT = 1 << 10  # of a symbol's value: none is 0 or 1, and no two are equal
+_STRING = r"'(?:[^'\\]|\\.)*'" + "|" + r'"(?:[^"\\]|\\.)*"'
+_LINE = re.compile(rf"((?:{_STRING}|[^'\"])*?)(?:  # (.*))?")
+_NODE = re.compile(rf"({_STRING})|%(\w+)")
+
+
+def _read_expression(text: str) -> sympy.Expr:
+    """A size such as `s0 + 2*((s1//3))`: Python's `//` is torch's FloorDiv, not sympy's floor."""
+    tree = ast.fix_missing_locations(_FloorDivs().visit(ast.parse(text, mode="eval")))
+    for node in ast.walk(tree):
+        if not isinstance(node, (*_ARITHMETIC, ast.Name, ast.Constant, ast.expr_context)):
+            raise ValueError(f"{text!r} is no size")
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    symbols = {
+        name: sympy.Symbol(name, integer=True, **({} if name[0] == "u" else {"positive": True}))
+        for name in names
+        if re.fullmatch(r"[su]\d+", name)
+    }
+    known = {name: getattr(functions, name) for name in names - symbols.keys()}
+    return sympy.sympify(eval(compile(tree, text, "eval"), {"__builtins__": {}}, known | symbols))
+
+
+class _FloorDivs(ast.NodeTransformer):
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.FloorDiv):
+            return node
+        return ast.Call(ast.Name("FloorDiv", ast.Load()), [node.left, node.right], [])
+
+
+def _split_comment(line: str) -> tuple[str, str]:
+    """A line and its trailing comment; a `#` inside a string argument starts none."""
+    match = _LINE.fullmatch(line)
+    return (match[1], match[2] or "") if match else (line, "")
 
 
 def _split(text: str) -> list[str]:
@@ -216,6 +271,11 @@ def _read_op(text: str) -> Any:
         return getattr(torch.ops.higher_order, rest)
     if namespace == "operator":
         return getattr(operator, rest)
+    if namespace == "python":
+        module, _, name = rest.rpartition(".")
+        if module.partition(".")[0] not in _MODULES:
+            raise ValueError(f"{text!r} is no function of {' or '.join(_MODULES)}")
+        return getattr(importlib.import_module(module), name)
     name, *overload = rest.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     return getattr(packet, overload[0] if overload else "default")

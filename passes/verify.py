@@ -18,22 +18,31 @@ def verify(gm: fx.GraphModule) -> None:
       its buckets are in place.
     """
     events: list[tuple[str, int]] = []
+    nodes: list[fx.Node] = []
     launched: set[int] = set()
     for node in gm.graph.nodes:
         if is_launch(node):
             _check_launch(node, launched)
             launched.add(bucket_of(node))
             events.append(("launch", bucket_of(node)))
+            nodes.append(node)
         elif is_wait(node):
             ticket = node.args[0]
             if not (isinstance(ticket, fx.Node) and is_launch(ticket)):
                 raise ValueError(f"%{node.name} waits for {ticket!r}, which is no launch")
             events.append(("wait", bucket_of(node)))
+            nodes.append(node)
     plan = PLAN.get(gm)
     if plan is not None and events:
         planned = [(event.what, event.bucket) for event in plan.schedule]
         if events != planned:
-            raise ValueError(f"launches and waits stand as {events}, planned were {planned}")
+            at = next(
+                (n for n, e, p in zip(nodes, events, planned, strict=False) if e != p), nodes[-1]
+            )
+            raise ValueError(
+                f"%{at.name} departs from the plan: launches and waits stand as {events}, "
+                f"planned were {planned}"
+            )
 
 
 def _check_launch(node: fx.Node, launched: set[int]) -> None:

@@ -32,10 +32,11 @@ def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
     `_no_split_modules` lists, or else the model's repeated blocks.
     """
     if policy is None:
-        classes = _no_split_classes(model) or _repeated_classes(model)
+        classes = _no_split_classes(model)
+        blocks = set() if classes else _repeated_blocks(model)
 
         def policy(module: nn.Module) -> bool:
-            return type(module) in classes
+            return type(module) in classes or module in blocks
 
     return [
         module
@@ -51,13 +52,13 @@ def _no_split_classes(model: nn.Module) -> set[type]:
     return {type(module) for module in model.modules() if type(module).__name__ in names}
 
 
-def _repeated_classes(model: nn.Module) -> set[type]:
-    """Classes of the modules that stand, twice or more, beside each other in one container.
+def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
+    """The modules that stand, twice or more, beside each other in one container.
 
     A transformer's blocks sit in one ModuleList or Sequential; a block is a module with
     children of its own. Blocks inside such blocks (experts, heads) stay with theirs.
     """
-    found: set[type] = set()
+    found: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
         children = list(module.children())
@@ -65,9 +66,10 @@ def _repeated_classes(model: nn.Module) -> set[type]:
         repeated = set()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             repeated = {cls for cls, count in counts.items() if count > 1 and _is_block(cls)}
-        found.update(repeated)
         for child in children:
-            if type(child) not in repeated:
+            if type(child) in repeated:
+                found.add(child)
+            else:
                 visit(child)
 
     visit(model)

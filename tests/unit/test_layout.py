@@ -1,0 +1,115 @@
+"""How rows fall to ranks, and the text form of a bucket's members."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.passes import layout
+from autoshard.passes.layout import (
+    DTYPE_NAMES,
+    DTYPES,
+    Member,
+    chunk_rows,
+    local_rows,
+    read_members,
+    show_members,
+)
+
+ROWS = st.integers(0, 10_000)
+WORLDS = st.integers(1, 600)
+MEMBERS = st.builds(
+    Member,
+    dtype=st.sampled_from(list(DTYPE_NAMES)),
+    size=st.lists(st.integers(0, 5000), min_size=1, max_size=4).map(tuple),
+)
+
+
+def test_doctests() -> None:
+    result = doctest.testmod(layout)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "world", "chunk", "local"),
+    [
+        (7, 4, 2, [2, 2, 2, 1]),
+        (8, 4, 2, [2, 2, 2, 2]),
+        (5, 4, 2, [2, 2, 1, 0]),  # a rank with no rows
+        (1, 4, 1, [1, 0, 0, 0]),
+        (0, 3, 0, [0, 0, 0]),
+        (7, 1, 7, [7]),
+    ],
+)
+def test_rows_of_each_rank(rows: int, world: int, chunk: int, local: list[int]) -> None:
+    assert chunk_rows(rows, world) == chunk
+    assert [local_rows(rows, world, rank) for rank in range(world)] == local
+
+
+@settings(deadline=None)
+@given(ROWS, WORLDS)
+def test_ranks_hold_every_row_once(rows: int, world: int) -> None:
+    chunk = chunk_rows(rows, world)
+    local = [local_rows(rows, world, rank) for rank in range(world)]
+    assert sum(local) == rows
+    assert all(0 <= held <= chunk for held in local)
+    assert local == sorted(local, reverse=True)  # padding is only ever at the end
+    assert rows <= chunk * world < rows + world
+
+
+@settings(deadline=None)
+@given(ROWS, WORLDS)
+def test_rows_are_cut_as_torch_chunk_cuts_them(rows: int, world: int) -> None:
+    pieces = [len(piece) for piece in torch.empty(rows, 0).chunk(world) if len(piece)]
+    assert pieces == [n for r in range(world) if (n := local_rows(rows, world, r))]
+
+
+@settings(deadline=None)
+@given(MEMBERS, WORLDS, st.integers(0, 599))
+def test_member_arithmetic(member: Member, world: int, rank: int) -> None:
+    rank %= world
+    assert member.rows * member.row_numel == math.prod(member.size)
+    assert member.num_bytes == math.prod(member.size) * member.dtype.itemsize
+    assert member.chunk_rows(world) == chunk_rows(member.rows, world)
+    assert member.local_rows(world, rank) == local_rows(member.rows, world, rank)
+    assert member.chunk_numel(world) == member.chunk_rows(world) * member.row_numel
+    assert member.local_rows(world, rank) * member.row_numel <= member.chunk_numel(world)
+
+
+def test_member_of_a_vector() -> None:
+    member = Member(torch.bfloat16, (7,))
+    assert (member.rows, member.row_numel, member.num_bytes) == (7, 1, 14)
+    assert member.chunk_numel(4) == 2
+
+
+@settings(deadline=None)
+@given(st.lists(MEMBERS, max_size=6).map(tuple))
+def test_text_is_read_back(members: tuple[Member, ...]) -> None:
+    assert read_members(show_members(members)) == members
+
+
+def test_text() -> None:
+    members = (Member(torch.float32, (7, 15)), Member(torch.bfloat16, (7,)))
+    assert show_members(members) == "f32[7,15] bf16[7]"
+    assert show_members(()) == ""
+    assert read_members("") == ()
+
+
+def test_every_dtype_has_one_name() -> None:
+    assert len(DTYPES) == len(DTYPE_NAMES)
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["f32", "f32[]", "f32[7", "f32[7,]", "f32[-1]", "f32[a]", "q8[7]", "[7]", "7", "f32[7]]"],
+)
+def test_unreadable_text_is_quoted(part: str) -> None:
+    with pytest.raises(ValueError, match="no bucket member") as raised:
+        read_members(f"f32[7,15] {part} bf16[7]")
+    assert repr(part) in str(raised.value)

@@ -1,0 +1,161 @@
+"""What `options=` of the backend may hold, and what it says of what it may not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autoshard import ModuleWrapPolicy
+from autoshard.options import CompileOptions
+
+NAMES = [field.name for field in dataclasses.fields(CompileOptions)]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+def only_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+@pytest.mark.parametrize("options", [None, {}])
+def test_defaults(options: dict[str, Any] | None) -> None:
+    assert CompileOptions.read(options) == CompileOptions(
+        lowering="inductor",
+        bucketing="auto",
+        dump=None,
+        strict=False,
+        mesh=None,
+        policy=None,
+        strategy="full_shard",
+        sync_module_states=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lowering", "inductor"),
+        ("lowering", "eager"),
+        ("bucketing", "auto"),
+        ("bucketing", "per_unit"),
+        ("bucketing", "none"),
+        ("bucketing", []),
+        ("bucketing", ["layers.0", "head"]),
+        ("bucketing", [["layers.0", "layers.1"], "head", []]),
+        ("bucketing", (("layers.0",), "head")),
+        ("dump", None),
+        ("dump", "graphs"),
+        ("strict", True),
+        ("strict", False),
+        ("mesh", None),
+        ("policy", None),
+        ("policy", only_linear),
+        ("policy", ModuleWrapPolicy([nn.Linear])),
+        ("strategy", "full_shard"),
+        ("strategy", "shard_grad_op"),
+        ("sync_module_states", True),
+        ("sync_module_states", False),
+    ],
+)
+def test_valid_value(name: str, value: object) -> None:
+    options = CompileOptions.read({name: value})
+    assert getattr(options, name) == value
+    for other in set(NAMES) - {name}:
+        assert getattr(options, other) == getattr(CompileOptions(), other)
+
+
+def test_valid_mesh(mesh: DeviceMesh) -> None:
+    assert CompileOptions.read({"mesh": mesh}).mesh is mesh
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("lowering", "cuda", "one of ['inductor', 'eager']"),
+        ("lowering", None, "one of ['inductor', 'eager']"),
+        ("lowering", ["eager"], "one of ['inductor', 'eager']"),
+        ("bucketing", "by_size", "one of ['auto', 'per_unit', 'none'] or a list of module names"),
+        ("bucketing", None, "or a list of module names or of lists of them"),
+        ("bucketing", 25, "or a list of module names or of lists of them"),
+        ("bucketing", [1], "or a list of module names or of lists of them"),
+        ("bucketing", [["layers.0", 1]], "or a list of module names or of lists of them"),
+        ("bucketing", [[["layers.0"]]], "or a list of module names or of lists of them"),
+        ("bucketing", {"layers.0": 1}, "or a list of module names or of lists of them"),
+        ("dump", True, "a folder's path"),
+        ("dump", 3, "a folder's path"),
+        ("strict", 1, "True or False"),
+        ("strict", "yes", "True or False"),
+        ("strict", None, "True or False"),
+        ("mesh", (2,), "a DeviceMesh"),
+        ("mesh", "cpu", "a DeviceMesh"),
+        ("policy", "Block", "a ModuleWrapPolicy or a function of a module"),
+        ("policy", {nn.Linear}, "a ModuleWrapPolicy or a function of a module"),
+        ("strategy", "no_shard", "one of ['full_shard', 'shard_grad_op']"),
+        ("strategy", None, "one of ['full_shard', 'shard_grad_op']"),
+        ("strategy", ["full_shard"], "one of ['full_shard', 'shard_grad_op']"),
+        ("sync_module_states", 0, "True or False"),
+        ("sync_module_states", None, "True or False"),
+    ],
+)
+def test_wrong_value(name: str, value: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"option '{name}'") as raised:
+        CompileOptions.read({name: value})
+    assert repr(value) in str(raised.value)
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{"bucket": "auto"}, {"strict": True, "Lowering": "eager"}])
+def test_unknown_key_lists_the_valid_ones(options: dict[str, Any]) -> None:
+    (unknown,) = set(options) - set(NAMES)
+    with pytest.raises(ValueError, match="unknown option") as raised:
+        CompileOptions.read(options)
+    assert repr(unknown) in str(raised.value)
+    assert ", ".join(NAMES) in str(raised.value)
+    assert "'strict'" not in str(raised.value)
+
+
+def test_every_unknown_key_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown option 'a', 'b' for"):
+        CompileOptions.read({"b": 1, "strict": True, "a": 2})
+
+
+def test_keys_that_are_no_strings_are_unknown() -> None:
+    with pytest.raises(ValueError, match="unknown option 1, 'a' for"):
+        CompileOptions.read({"a": 1, 1: 2})  # type: ignore[dict-item]
+
+
+def test_given_options_are_not_changed() -> None:
+    given = {"bucketing": [["a", "b"]], "dump": str(Path("graphs"))}
+    CompileOptions.read(given)
+    assert given == {"bucketing": [["a", "b"]], "dump": "graphs"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_are_frozen(name: str) -> None:
+    options = CompileOptions()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(options, name, None)
+
+
+def test_shard_arguments() -> None:
+    policy = ModuleWrapPolicy([nn.Linear])
+    options = CompileOptions.read({"policy": policy, "strategy": "shard_grad_op", "strict": True})
+    assert options.shard_arguments() == {
+        "mesh": None,
+        "policy": policy,
+        "strategy": "shard_grad_op",
+        "sync_module_states": True,
+    }
