@@ -201,6 +201,14 @@ def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(output.local_scope), dict(output.global_scope)
 
 
+def traced_code() -> str:
+    """A name for the frame that Dynamo is tracing now, without a path: "Net.forward:12"."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().f_code
+    return f"{code.co_qualname}:{code.co_firstlineno}"
+
+
 def graph_break() -> tuple[str, str] | None:
     """(place, reason) of the graph break that ends the graph being compiled now, if one does."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

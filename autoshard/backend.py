@@ -28,7 +28,7 @@ from autoshard.passes.text import render
 from autoshard.runtime import first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
 from autoshard.runtime.agreement import Outcome, agree
-from autoshard.runtime.frame import Frame, make_frame
+from autoshard.runtime.frame import Frame, make_frame, sharded_parameters
 from autoshard.runtime.plans import record
 
 log = logging.getLogger(__name__)
@@ -70,21 +70,19 @@ def autoshard(
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
 ) -> Callable[..., Any]:
-    compilation: Compilation | None = None
     compiled: Callable[..., Any] | None = None
     failure: Exception | None = None
+    plans: list[Plan] = []
+    params = sharded_parameters(example_inputs)
     try:
         frame = make_frame(gm, example_inputs)
-        compilation = Compilation(frame, settings, mode)
-        compiled = frame.wrap(compilation.compile())
+        compiled = frame.wrap(Compilation(frame, settings, mode, plans).compile())
     except Exception as error:
         failure = error
-    if compilation is not None and not compilation.table:
-        # No parameters: nothing to agree on, and other ranks may not have this graph at all.
-        reason = _describe(failure)
-    else:
-        digests = tuple(plan.digest for plan in compilation.plans) if compilation else ()
-        reason = agree(Outcome(_describe(failure), digests))
+    reason = _describe(failure)
+    if params:  # else it has no collective, and other ranks may not have it at all
+        name = f"{params[0].unit.number}/{_torch.traced_code()}"
+        reason = agree(name, Outcome(reason, tuple(plan.digest for plan in plans)))
     if reason is None and compiled is not None:
         return compiled
     if settings.strict:
@@ -100,7 +98,9 @@ class Compilation:
 
     _numbers = itertools.count()
 
-    def __init__(self, frame: Frame, options: CompileOptions, mode: str | None = None) -> None:
+    def __init__(
+        self, frame: Frame, options: CompileOptions, mode: str | None, plans: list[Plan]
+    ) -> None:
         self.frame = frame
         self.options = options
         self.mode = mode
@@ -109,7 +109,7 @@ class Compilation:
         self.axes = {
             param.group: info.axis for param, info in zip(frame.params, self.table, strict=True)
         }
-        self.plans: list[Plan] = []
+        self.plans = plans  # filled as graphs are compiled
 
     def compile(self) -> Callable[..., Any]:
         """A callable with the inputs and outputs of the frame's graph."""

@@ -1,9 +1,9 @@
 """Ranks agree on what they compiled before its first collective, over the store.
 
 Never by a collective: a rank that compiled something else, or failed to, would leave
-the others in it. What was agreed on once is not asked for again, so a rank that
-compiles one more variant of a graph by itself (for a batch shape only it has seen)
-waits for nobody, as long as the variant launches the same collectives.
+the others in it. The first time a frame is compiled, all ranks wait for each other.
+When a frame is compiled again, a rank that got the same collectives as before waits
+for nobody: a batch shape that only it has seen need not stop the others.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ class _Local(threading.local):
     """By thread, as ranks may be threads of one process."""
 
     def __init__(self) -> None:
-        self.round = 0
-        self.agreed: set[tuple[str, ...]] = set()
+        self.rounds: dict[str, int] = {}  # frame -> how often ranks compared notes on it
+        self.agreed: set[tuple[str, tuple[str, ...]]] = set()  # frame, digests
 
 
 _local = _Local()
 
 
-def agree(outcome: Outcome) -> str | None:
+def agree(frame: str, outcome: Outcome) -> str | None:
     """Exchange outcomes with all ranks; returns an error if any rank has one.
 
+    frame: a name for what was compiled, the same on every rank.
     Raises RuntimeError, naming the ranks, if they compiled different collectives, and
     if a rank does not answer within TIMEOUT.
     """
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return outcome.error
-    if outcome.error is None and outcome.digests in _local.agreed:
+    if outcome.error is None and (frame, outcome.digests) in _local.agreed:
         return None
-    answers = _exchange(json.dumps([outcome.error, outcome.digests]))
+    answers = _exchange(frame, json.dumps([outcome.error, outcome.digests]))
     outcomes = [Outcome(error, tuple(digests)) for error, digests in map(json.loads, answers)]
     for rank, other in enumerate(outcomes):
         if other.error is not None:
@@ -57,29 +58,30 @@ def agree(outcome: Outcome) -> str | None:
     differing = [rank for rank, other in enumerate(outcomes) if other.digests != outcome.digests]
     if differing:
         raise RuntimeError(
-            f"rank {dist.get_rank()} compiled other collectives than ranks {differing}: build the "
-            "same model with the same options, and take the same branches, on every rank"
+            f"rank {dist.get_rank()} compiled other collectives for {frame} than ranks "
+            f"{differing}: build the same model with the same options, and take the same branches, on every rank"
         )
-    _local.agreed.add(outcome.digests)
+    _local.agreed.add((frame, outcome.digests))
     return None
 
 
-def _exchange(answer: str) -> list[str]:
+def _exchange(frame: str, answer: str) -> list[str]:
     store, rank = _torch.default_store(), dist.get_rank()
-    number, _local.round = _local.round, _local.round + 1
-    store.set(_key(number, rank), answer)
+    number = _local.rounds.get(frame, 0)
+    _local.rounds[frame] = number + 1
+    store.set(_key(frame, number, rank), answer)
     answers = []
     for other in range(dist.get_world_size()):
         try:
-            store.wait([_key(number, other)], TIMEOUT)
+            store.wait([_key(frame, number, other)], TIMEOUT)
         except dist.DistStoreError as error:
             raise RuntimeError(
-                f"rank {other} did not compile its graph number {number} within {TIMEOUT}: "
-                "it ended, or took another branch"
+                f"rank {other} did not compile {frame} within {TIMEOUT}: it ended, or took "
+                "another branch"
             ) from error
-        answers.append(store.get(_key(number, other)).decode())
+        answers.append(store.get(_key(frame, number, other)).decode())
     return answers
 
 
-def _key(number: int, rank: int) -> str:
-    return f"autoshard/compiled/{number}/{rank}"
+def _key(frame: str, number: int, rank: int) -> str:
+    return f"autoshard/compiled/{frame}/{number}/{rank}"

@@ -68,6 +68,12 @@ class Frame:
         return call
 
 
+def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
+    """The sharded parameters among the inputs of a captured graph."""
+    found = (find(value) for value in example_inputs if isinstance(value, Tensor))
+    return [param for param in found if param is not None]
+
+
 def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
     """Rewrite Dynamo's `gm` in place.
 

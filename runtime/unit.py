@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +18,19 @@ if TYPE_CHECKING:
     from autoshard.runtime.step import Step
 
 ROOT_NAME = "root"
+
+
+class _Local(threading.local):
+    """Counts units by thread, as ranks may be threads of one process."""
+
+    def __init__(self) -> None:
+        self._counter = itertools.count()
+
+    def next(self) -> int:
+        return next(self._counter)
+
+
+_local = _Local()
 
 
 @dataclass(eq=False)
@@ -35,6 +50,7 @@ class Unit:
     name: str = ROOT_NAME
     is_root: bool = True
     params: list[ShardedParam] = field(default_factory=list)
+    number: int = field(default_factory=lambda: _local.next())  # the same on every rank
     last_step: Step | None = None  # the latest step that gathered it
     last_order: tuple[Unit, ...] = ()  # what the latest step that it owned gathered, in order
 

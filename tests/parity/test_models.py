@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.models import HF_MODELS, Net, hf_loss, hf_model, net_loss
 from support.ranks import on_ranks
-from support.training import assert_same, compiled, replicated, sharded
+from support.training import assert_same, compiled, replicated, sgd, sharded
 
-# Inductor fuses and reassociates; the bound, on AdamW's normalised steps.
+# Inductor fuses and reassociates: float32 sums of a few hundred terms, over a few steps.
 INDUCTOR_RTOL = 1e-5
 
 
@@ -74,6 +74,8 @@ def test_hugging_face_inductor(rank: int, name: str) -> None:
     def loss(model: object, rank: int, step: int) -> torch.Tensor:
         return hf_loss(model, name, rank, step)
 
-    want, _ = replicated(build, loss, steps=3)
-    got, _ = compiled(build, loss, steps=3, lowering="inductor")
+    # SGD, as AdamW divides a gradient by its size: what is zero but for rounding, as the
+    # gradient of an attention's key bias, becomes a whole step in a direction of chance.
+    want, _ = replicated(build, loss, steps=3, make=sgd)
+    got, _ = compiled(build, loss, steps=3, make=sgd, lowering="inductor")
     assert_same(got, want, rtol=INDUCTOR_RTOL)

@@ -1,0 +1,116 @@
+"""The installed package: found by Dynamo, complete in a wheel, with a command that runs."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def python(*arguments: str, cwd: Path | None = None, **environment: str) -> str:
+    """Output of this interpreter, started anew, outside of torchrun and of the checkout."""
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHONPATH")
+    }
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd or "/",
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_dynamo_lists_the_backend() -> None:
+    """Though nothing imported it."""
+    script = "import sys, torch; print(torch._dynamo.list_backends())"
+    backends, imported = python("-c", f"{script}; print('autoshard' in sys.modules)").splitlines()
+    assert "'autoshard'" in backends
+    assert imported == "False"
+
+
+STEP = """
+import autoshard, torch
+assert autoshard.__file__.startswith({folder!r}), autoshard.__file__
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+call = torch.compile(model, backend="autoshard", options={{"lowering": "eager", "strict": True}})
+call(torch.ones(2, 3)).sum().backward()
+assert all(p.grad is not None for p in model.parameters())
+"""
+
+
+def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(source)], check=True)
+    python("-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source))
+    (wheel,) = tmp_path.glob("autoshard-*.whl")
+    folder = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(folder)
+    for expected in ("passes/ops.py", "runtime/step.py", "tools/cli.py", "py.typed"):
+        assert f"autoshard/{expected}" in names
+    python("-c", STEP.format(folder=str(folder)), PYTHONPATH=str(folder))
+
+
+MODEL = """
+import itertools
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3))
+
+builds = itertools.count()
+
+def build_unequal():
+    model = build()
+    with torch.no_grad():
+        model[2].bias[2] += next(builds)  # its last row: rank 1's
+    return model
+
+def batch(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    (tmp_path / "my_model.py").write_text(MODEL)
+    return tmp_path
+
+
+def test_parity_command(model_file: Path) -> None:
+    printed = python(
+        *("-m", "autoshard.tools.cli", "parity", "my_model:build"),
+        *("--batch", "my_model:batch", "--steps", "2"),
+        cwd=model_file,
+    )
+    assert printed.splitlines()[-1] == (
+        "parity: eager = replicated bitwise; compiled = eager bitwise; "
+        "compiled = replicated bitwise; 2 steps, lowering eager"
+    )
+
+
+def test_parity_command_names_what_differs(model_file: Path) -> None:
+    with pytest.raises(AssertionError) as failed:
+        python(
+            *("-m", "autoshard.tools.cli", "parity", "my_model:build_unequal"),
+            *("--batch", "my_model:batch", "--steps", "2"),
+            cwd=model_file,
+        )
+    line = next(line for line in str(failed.value).splitlines() if "parity:" in line)
+    assert "eager = replicated DIFFERS" in line
+    assert "after step 0" in line
+    assert "first in 2.bias on rank 1" in line or "first in 0." in line
+
+
+def test_help_has_an_example() -> None:
+    assert "example" in python("-m", "autoshard.tools.cli", "parity", "--help")
