@@ -59,7 +59,8 @@ def agree(frame: str, outcome: Outcome) -> str | None:
     if differing:
         raise RuntimeError(
             f"rank {dist.get_rank()} compiled other collectives for {frame} than ranks "
-            f"{differing}: build the same model with the same options, and take the same branches, on every rank"
+            f"{differing}: build the same model with the same options, and take the same "
+            "branches, on every rank"
         )
     _local.agreed.add((frame, outcome.digests))
     return None
