@@ -56,6 +56,7 @@ class Step:
         self.owner = owner
         self.has_hooks = False  # see [Note: what is saved for backward]
         self.running: list[Unit] = []  # units whose forward is on the stack, outermost first
+        self._ended: dict[Unit, int] = {}  # how many forwards of its modules are over
         self.order: list[Unit] = []  # units in the order in which they were first gathered
         self._forward = _Gathered()
         self._backward = _Gathered()
@@ -65,6 +66,11 @@ class Step:
         self._reduces: list[tuple[list[ShardedParam], InFlight]] = []
         self._callback_queued = False
         self._expected = owner.last_order  # what the previous step gathered, for prefetch
+
+    @property
+    def num_gathered(self) -> int:
+        """Units that are gathered, or on the way, by this step."""
+        return len({*self._forward.units(), *self._backward.units()})
 
     # ---- forward
 
@@ -85,7 +91,10 @@ class Step:
     def leave(self, unit: Unit) -> None:
         """`unit`'s forward has ended."""
         self.running.remove(unit)
-        if unit not in self.running and (unit.reshards or not torch.is_grad_enabled()):
+        self._ended[unit] = self._ended.get(unit, 0) + 1
+        # A unit of several modules is done when each of them has run.
+        done = unit not in self.running and self._ended[unit] % len(unit.modules) == 0
+        if done and (unit.reshards or not torch.is_grad_enabled()):
             self._drop(unit)
 
     def close(self) -> None:
@@ -147,6 +156,7 @@ class Step:
 
     def _gathered_in_backward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
         if not self._backward.has(unit):
+            self._queue_callback()
             # A unit that trains nothing has no reduce to end it: the next gather does.
             for other in self._backward.units():
                 if other not in self._tokens:
@@ -161,9 +171,7 @@ class Step:
         """Every gradient of `unit` is in: launch its reduce, let go of its parameters."""
         self._backward.drop(unit)
         self._saved.discard(unit)
-        if not self._callback_queued:
-            _torch.queue_backward_callback(self._finish_backward)
-            self._callback_queued = True
+        self._queue_callback()
         for bucket in unit.buckets():
             params = [param for param in bucket if param in grads]
             if not params:
@@ -185,6 +193,11 @@ class Step:
         params, flight = self._reduces.pop(0)
         for param, shard in zip(params, collectives.wait_reduce(flight), strict=True):
             accumulate(param, shard)
+
+    def _queue_callback(self) -> None:
+        if not self._callback_queued and _torch.in_backward():
+            _torch.queue_backward_callback(self._finish_backward)
+            self._callback_queued = True
 
     def _finish_backward(self) -> None:
         self._callback_queued = False

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import fully_shard
+from autoshard.runtime.param import find
 
 
 def by_hand(model: Net, **arguments: object) -> Net:
@@ -53,6 +54,40 @@ def test_training(rank: int, shard: Callable[[Net], Net], compile: bool) -> None
     losses = train(model, net_loss, adamw(model))
     assert losses == want_losses
     assert_same(model, want)
+
+
+@on_ranks(2)
+def test_a_unit_of_several_modules_is_gathered_once(rank: int) -> None:
+    model = with_a_group(Net(tied=False))
+    losses: list[Tensor] = []
+    assert count(issued(lambda: losses.append(net_loss(model, rank, 0)))) == (3, 0)
+    assert count(issued(losses[0].backward)) == (2, 3)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@on_ranks(2)
+def test_all_frozen_leaves_nothing_gathered(rank: int, compile: bool) -> None:
+    """Gradients of the input alone: no reduce ends a unit's use in backward."""
+    model = by_hand(Net(tied=False).requires_grad_(False))
+    model.embed = nn.Identity()  # so that the input can require grad
+    if compile:
+        model.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+    x = torch.ones(3, 6, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    units = {param.unit for param in map(find, model.parameters()) if param is not None}
+    assert not any(unit.last_step and unit.last_step.num_gathered for unit in units)
+
+
+@on_ranks(2)
+def test_another_backend_runs_the_markers_as_they_are(rank: int) -> None:
+    """One collective a parameter: the slowest correct form."""
+    want, want_losses = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = by_hand(Net())
+    losses = train(torch.compile(model, backend="aot_eager"), net_loss, adamw(model))
+    assert losses == want_losses
+    assert_same(model, want, rtol=1e-5)  # the tied parameter is reduced twice
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])

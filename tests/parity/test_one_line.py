@@ -1,0 +1,80 @@
+"""A user's script under torchrun: five lines, and 20 steps equal to training by hand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from torch.nn import functional
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(10, 33)
+        block = lambda: nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 33), nn.GELU())
+        self.blocks = nn.Sequential(block(), block(), block())
+        self.last = nn.Linear(33, 7)
+    def forward(self, x):
+        return self.last(self.blocks(self.first(x)))
+
+def data(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(16, 10, generator=generator), torch.randint(7, (16,), generator=generator)
+
+# the five lines
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+step = torch.compile(model, backend="autoshard", options={"lowering": sys.argv[1], "strict": True})
+for number in range(20):
+    x, y = data(int(__import__("os").environ["RANK"]), number)
+    functional.cross_entropy(step(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+# by hand
+import torch.distributed as dist
+torch.manual_seed(0)
+plain = Model()
+optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+for number in range(20):
+    x, y = data(dist.get_rank(), number)
+    functional.cross_entropy(plain(x), y).backward()
+    for param in plain.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
+worst = 0.0
+for (name, mine), (_, whole) in zip(model.named_parameters(), plain.named_parameters()):
+    shard = mine.to_local()
+    rows = -(-whole.shape[0] // 2)
+    want = whole[dist.get_rank() * rows :][: shard.shape[0]]
+    worst = max(worst, ((shard - want).abs().max() / want.abs().max()).item())
+dist.all_reduce(worst := torch.tensor(worst, dtype=torch.float64), op=dist.ReduceOp.MAX)
+if dist.get_rank() == 0:
+    print("worst", worst.item())
+"""
+
+
+@pytest.mark.parametrize(("lowering", "bound"), [("eager", 0.0), ("inductor", 1e-5)])
+def test_script(lowering: str, bound: float, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(script), lowering),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) <= bound
