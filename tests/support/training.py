@@ -62,12 +62,21 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def replicated(
-    build: Callable[[], nn.Module], loss: Loss, *, steps: int = 4, make: Make = adamw
+    build: Callable[[], nn.Module],
+    loss: Loss,
+    *,
+    steps: int = 4,
+    make: Make = adamw,
+    inductor: bool = False,
 ) -> tuple[nn.Module, list[float]]:
-    """The truth: every rank has the whole model, gradients are averaged by hand."""
+    """The truth: every rank has the whole model, gradients are averaged by hand.
+
+    inductor: the unsharded model is compiled with plain Inductor.
+    """
     torch.manual_seed(0)
     model = build()
-    return model, train(model, loss, make(model), steps=steps, replicated=True)
+    call = torch.compile(model) if inductor else model
+    return model, train(call, loss, make(model), steps=steps, replicated=True)
 
 
 def sharded(
