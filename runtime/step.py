@@ -113,7 +113,7 @@ class Step:
                 if tensor.numel() and param.world > 1:
                     self._storages[tensor.untyped_storage()._cdata] = param
             following = _after(unit, self._expected)
-            if following is not None:
+            if following is not None and following not in self.order:
                 self._forward.launch(following)
         return self._forward.gather(unit)
 
@@ -159,7 +159,7 @@ class Step:
             self._queue_callback()
             # A unit that trains nothing has no reduce to end it: the next gather does.
             for other in self._backward.units():
-                if other not in self._tokens:
+                if other is not unit and other not in self._tokens:
                     self._backward.drop(other)
             self._backward.gather(unit)
             following = _after(unit, [u for u in reversed(self.order) if u in self._saved])

@@ -60,6 +60,30 @@ def test_eager(rank: int, strategy: str, checkpointing: str | None, tied: bool) 
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@on_ranks(2)
+def test_frozen_units(rank: int, compile: bool) -> None:
+    """Gathered again for the gradients that pass through them; never reduced."""
+    model = Net(layers=4)
+    for number in (1, 2):
+        model.layers[number].requires_grad_(False)
+    autoshard.shard(model)
+    if compile:
+        model.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+    for step in range(2):
+        assert collectives_of_a_step(model, rank, step) == (5, 4, 3)
+
+
+@on_ranks(2)
+def test_module_used_twice(rank: int) -> None:
+    """Gathered for each use, as its parameters are freed in between; reduced once."""
+    model = Net(layers=2)
+    model.layers.append(model.layers[0])
+    autoshard.shard(model)
+    for step in range(2):
+        assert collectives_of_a_step(model, rank, step) == (4, 2, 3)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2)
