@@ -40,3 +40,19 @@ def fake_world() -> Iterator[None]:
     yield
     dist.destroy_process_group()
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """Rank 0 of two that never talk: enough for shapes."""
+    from support.programs import WORLD
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def group_of_one(process_group: None) -> str:
+    return str(dist.new_group([0]).group_name)

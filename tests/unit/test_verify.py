@@ -1,0 +1,146 @@
+"""Broken graphs are rejected, and the pass that breaks one is named."""
+
+from __future__ import annotations
+
+import pytest
+from support.programs import STEP, STEP_TABLE, named, small, step
+from torch import fx
+
+from autoshard import passes
+from autoshard.passes import PassError
+from autoshard.passes.verify import verify
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+BROKEN = {
+    "missing wait": (
+        """
+        in %w: f32[4]
+        %ticket: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        return [%w]
+        """,
+        r"%ticket must go to one wait but goes to nothing",
+    ),
+    "wait used twice": (
+        """
+        in %w: f32[4]
+        %ticket: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        %one: (f32[8]) = autoshard.wait_gather(%ticket, 'f32[8]', GROUP, 0)
+        %two: (f32[8]) = autoshard.wait_gather(%ticket, 'f32[8]', GROUP, 0)
+        return [%one, %two]
+        """,
+        r"%ticket must go to one wait but goes to %one, %two",
+    ),
+    "ticket read": (
+        """
+        in %w: f32[4]
+        %ticket: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        return [%ticket]
+        """,
+        r"%ticket must go to one wait but goes to %output",
+    ),
+    "wrong bucket": (
+        """
+        in %w: f32[4]
+        %ticket: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        %got: (f32[8]) = autoshard.wait_gather(%ticket, 'f32[8]', GROUP, 1)
+        return [%got]
+        """,
+        r"%ticket and its wait %got differ in bucket: 0 and 1",
+    ),
+    "wrong members": (
+        """
+        in %w: f32[4]
+        %ticket: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        %got: (f32[7]) = autoshard.wait_gather(%ticket, 'f32[7]', GROUP, 0)
+        return [%got]
+        """,
+        r"%ticket and its wait %got differ in members: 'f32\[8\]' and 'f32\[7\]'",
+    ),
+    "wrong group": (
+        """
+        in %w: f32[4]
+        %ticket: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        %got: (f32[8]) = autoshard.wait_gather(%ticket, 'f32[8]', 'another', 0)
+        return [%got]
+        """,
+        r"%ticket and its wait %got differ in group",
+    ),
+    "wrong kind": (
+        """
+        in %w: f32[4]
+        %ticket: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        %got: (f32[4]) = autoshard.wait_reduce(%ticket, 'f32[8]', GROUP, 0)
+        return [%got]
+        """,
+        r"%ticket and its wait %got differ in kind: 'gather' and 'reduce'",
+    ),
+    "no launch": (
+        """
+        in %ticket: u8[1]
+        %got: (f32[8]) = autoshard.wait_gather(%ticket, 'f32[8]', GROUP, 0)
+        return [%got]
+        """,
+        r"%got waits for ticket, which is no launch",
+    ),
+    "bucket launched twice": (
+        """
+        in %w: f32[4]
+        %one: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        %got: (f32[8]) = autoshard.wait_gather(%one, 'f32[8]', GROUP, 0)
+        %two: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        %more: (f32[8]) = autoshard.wait_gather(%two, 'f32[8]', GROUP, 0)
+        return [%got, %more]
+        """,
+        r"%two launches bucket 0 a second time",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_graph_is_rejected(name: str) -> None:
+    text, message = BROKEN[name]
+    with pytest.raises(ValueError, match=message):
+        verify(small(text))
+
+
+def test_order_against_the_plan_is_rejected() -> None:
+    gm = step()
+    verify(gm)
+    late = named(gm.graph, "launch_gather_first_1")
+    named(gm.graph, "s0").prepend(late)  # valid but for the plan, which launches it before a wait
+    gm.graph.lint()
+    with pytest.raises(ValueError, match=r"%(launch|wait)_gather_first.*plan"):
+        verify(gm)
+
+
+def test_missing_bucket_of_the_plan_is_rejected() -> None:
+    gm = step()
+    results = named(gm.graph, "grad_second_w")
+    results.replace_all_uses_with(named(gm.graph, "second_w"))
+    for name in ("grad_second_w", "wait_reduce_second", "launch_reduce_second"):
+        gm.graph.erase_node(named(gm.graph, name))
+    gm.graph.lint()
+    with pytest.raises(ValueError, match="plan"):
+        verify(gm)
+
+
+def test_pass_that_breaks_the_graph_is_named() -> None:
+    def forget_a_wait(gm: fx.GraphModule) -> fx.GraphModule:
+        wait = named(gm.graph, "wait_reduce_second")
+        named(gm.graph, "grad_second_w").replace_all_uses_with(named(gm.graph, "second_w"))
+        gm.graph.erase_node(named(gm.graph, "grad_second_w"))
+        gm.graph.erase_node(wait)
+        return gm
+
+    with pytest.raises(PassError, match=r"forget_a_wait .*%launch_reduce_second"):
+        passes.run(step(), (forget_a_wait,))
+
+
+def test_observer_sees_every_pass() -> None:
+    seen: list[str] = []
+    transforms = passes.pipeline(STEP_TABLE, graph="forward", bucketing="none")
+    passes.run(small(STEP), transforms, after_each=lambda name, gm: seen.append(name))
+    assert seen[-2:] == ["plan_buckets", "insert_collectives"]
+    assert len(seen) == len(transforms)
