@@ -12,6 +12,7 @@ from autoshard.passes.insert_collectives import insert_collectives as insert_col
 from autoshard.passes.merge_markers import merge_markers as merge_markers
 from autoshard.passes.meta import ParamInfo as ParamInfo
 from autoshard.passes.name_params import name_params as name_params
+from autoshard.passes.part_markers import part_markers as part_markers
 from autoshard.passes.pipeline import Pass as Pass
 from autoshard.passes.pipeline import PassError as PassError
 from autoshard.passes.pipeline import run as run
@@ -32,6 +33,7 @@ def pipeline(table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing) ->
         merge_markers,  # an inference graph comes here without having been through JOINT
         drop_dead_markers,  # nothing below should plan for what nobody reads
         drop_local_markers,  # nor for groups of one rank
+        part_markers,  # a plan stands on what is computed between markers
         partial(name_params, table=table),  # who is who, for all below and for people
         hoist_shards,  # a launch may then stand anywhere
         partial(plan_buckets, graph=graph, bucketing=bucketing),  # decide

@@ -19,7 +19,7 @@ from torch import fx
 from autoshard.passes import ops
 from autoshard.passes.match import group_of, is_marker, kind_of, param_of
 from autoshard.passes.meta import PLAN, SOURCE
-from autoshard.passes.plan import Bucket
+from autoshard.passes.plan import Bucket, Plan
 
 _LAUNCH = {"gather": ops.launch_gather, "reduce": ops.launch_reduce}
 _WAIT = {"gather": ops.wait_gather, "reduce": ops.wait_reduce}
@@ -35,22 +35,32 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     """
     plan = PLAN.get(gm)
     graph = gm.graph
-    markers = {(kind_of(node), param_of(node)): node for node in graph.nodes if is_marker(node)}
+    markers = [node for node in graph.nodes if is_marker(node)]
     if plan is None or not markers:
         return gm
+    members = _members(plan, markers)
     body = [n for n in graph.nodes if n.op != "placeholder" and not is_marker(n)]  # ends: output
     tickets: dict[int, fx.Node] = {}
     for event in plan.schedule:
-        bucket = plan.buckets[event.bucket]
-        members = [markers[bucket.kind, param] for param in bucket.params]
+        number, bucket = event.bucket, plan.buckets[event.bucket]
         with graph.inserting_before(body[event.position]):
             if event.what == "launch":
-                tickets[event.bucket] = _launch(graph, event.bucket, bucket, members)
+                tickets[number] = _launch(graph, number, bucket, members[number])
             else:
-                _wait(graph, tickets[event.bucket], event.bucket, bucket, members)
-    for marker in markers.values():
+                _wait(graph, tickets[number], number, bucket, members[number])
+    for marker in markers:
         graph.erase_node(marker)
     return gm
+
+
+def _members(plan: Plan, markers: list[fx.Node]) -> list[list[fx.Node]]:
+    """The markers of each bucket: of several for one parameter, buckets take them in order."""
+    waiting: dict[tuple[str, int], list[fx.Node]] = {}
+    for marker in markers:
+        waiting.setdefault((kind_of(marker), param_of(marker)), []).append(marker)
+    return [
+        [waiting[bucket.kind, param].pop(0) for param in bucket.params] for bucket in plan.buckets
+    ]
 
 
 def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:

@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -296,3 +297,30 @@ def test_dynamic_batch(rank: int) -> None:
     got, losses = compiled(Net, loss, steps=6)
     assert losses == want_losses
     assert_same(got, want)
+
+
+class Decay(torch.autograd.Function):
+    """w * w / 2: the gradient is the weight itself, gathered and not computed with."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+class WithDecay(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + Decay.apply(self.layers[1].up.weight)
+
+
+@on_ranks(2)
+def test_weight_that_is_its_own_gradient(rank: int) -> None:
+    want, want_losses = replicated(WithDecay, net_loss)
+    for run in (sharded, compiled):
+        got, losses = run(WithDecay, net_loss)
+        assert losses == want_losses
+        assert_same(got, want)

@@ -134,3 +134,37 @@ def test_group_of_one_rank_has_no_collectives(group_of_one: str) -> None:
         return [%s0, %g]
         """
     )
+
+
+def test_weight_that_is_its_own_gradient() -> None:
+    gm = planned(
+        """
+        in %w: f32[4]
+        %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', GROUP, False, 0)
+        %reduced: f32[4] = autoshard.reduce_grad(%whole, 'f32[7]', GROUP, 0)
+        return [%reduced]
+        """,
+        "a.w",
+    )
+    assert events_of(gm, "gather") == [("launch", 0), ("wait", 0)]
+    assert events_of(gm, "reduce") == [("launch", 1), ("wait", 1)]
+
+
+def test_two_gradients_of_one_parameter_are_both_reduced() -> None:
+    """As where their sum is taken of views, which merge_markers leaves alone."""
+    gm = planned(
+        """
+        in %g: f32[7]
+        in %h: f32[7]
+        %first: f32[4] = autoshard.reduce_grad(%g, 'f32[7]', GROUP, 0)
+        %a: f32[2,2] = aten.view(%first, [2, 2])
+        %second: f32[4] = autoshard.reduce_grad(%h, 'f32[7]', GROUP, 0)
+        %b: f32[2,2] = aten.view(%second, [2, 2])
+        %total: f32[2,2] = aten.add.Tensor(%a, %b)
+        return [%total]
+        """,
+        "a.w",
+    )
+    launched = [argument for node in gm.graph.nodes if is_launch(node) for argument in node.args[0]]
+    assert [node.name for node in launched] == ["g", "h"]
+    assert not any(map(is_marker, gm.graph.nodes))
