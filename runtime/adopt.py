@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
@@ -39,7 +39,7 @@ def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
         for value in example_inputs
         if isinstance(value, nn.Parameter)
         and not isinstance(value.data, DTensor)
-        and (find(value) is None or _is_current(value))
+        and find(value) is None
     ]
 
 
@@ -56,10 +56,10 @@ def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
 
 
 def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
-    """Shard `root` unless it, or a module in it, is sharded; move its optimizers over."""
-    if any(access.unit_of(module) is not None for module in root.modules()):
-        return False
+    """Shard `root` unless it, part of it, or what it is part of, is; move its optimizers over."""
     before = dict(root.named_parameters())
+    if any(find(param) is not None for param in before.values()):
+        return False
     check_owners(before)
     shard(root, **shard_arguments)
     moved = {param: _found(param) for param in before.values()}
@@ -137,11 +137,6 @@ def _closure(value: Any) -> Iterable[Any]:
             yield cell.cell_contents
         except ValueError:  # an empty cell
             continue
-
-
-def _is_current(param: Tensor) -> bool:
-    sharded = find(param)
-    return sharded is not None and sharded.param is param
 
 
 def _found(param: nn.Parameter) -> ShardedParam:

@@ -148,6 +148,44 @@ def test_compiled_blocks_in_an_eager_model(
 
 
 @on_ranks(2)
+def test_compiled_part_of_a_unit(rank: int) -> None:
+    """What is compiled belongs to a unit and heads none: it is not sharded a second time."""
+    want, want_losses = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+    for part in (model.head, model.layers[1].up):
+        part.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+    losses = train(model, net_loss, adamw(model))
+    assert losses[0] == want_losses[0]
+    # The tied parameter is read by a graph and eagerly, and reduced for each.
+    assert_same(model, want, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_blocks_compiled_before_they_are_sharded(rank: int) -> None:
+    want, want_losses = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = Net()
+    for layer in model.layers:
+        layer.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+    autoshard.shard(model)
+    losses = train(model, net_loss, adamw(model))
+    assert losses == want_losses
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_parameters_left_unsharded_are_told_of(rank: int) -> None:
+    """Only the blocks are compiled: embedding and head would drift apart, but not in silence."""
+    model = Net()
+    for layer in model.layers:
+        layer.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+    net_loss(model, rank, 0).backward()
+    with pytest.warns(RuntimeWarning, match="not averaged over ranks"):
+        adamw(model).step()
+
+
+@on_ranks(2)
 def test_blocks_of_one_kind_are_compiled_once(rank: int) -> None:
     """Regional compilation: no constant in a block's graph tells it from its neighbours."""
     model = autoshard.shard(Net(layers=12))
