@@ -61,9 +61,22 @@ def test_hugging_face(rank: int, name: str) -> None:
     eager, eager_losses = sharded(build, loss)
     assert eager_losses == want_losses
     assert_same(eager, want)
+    # What AOTAutograd makes of the unsharded model is eager torch bit for bit, but for Llama
+    # on torch 2.11, where it rounds otherwise.
+    aot, aot_losses = replicated(build, loss, backend="aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     got, losses = compiled(build, loss)
-    assert losses == want_losses
-    assert_same(got, want)
+    if name == "t5" and torch._dynamo.utils.counters["graph_break"]:
+        # Only on torch 2.11: its one embedding is then read by several graphs, and reduced
+        # for each.
+        assert_same(got, aot, rtol=1e-5)
+        return
+    assert losses == aot_losses
+    assert_same(got, aot)
+    if (name, torch.__version__[:4]) != ("llama", "2.11"):
+        assert losses == want_losses
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("name", HF_MODELS)
@@ -75,7 +88,7 @@ def test_hugging_face_inductor(rank: int, name: str) -> None:
         return hf_loss(model, name, rank, step)
 
     # Inductor fuses the sharded and the unsharded model alike: sharding itself changes no bit.
-    want, want_losses = replicated(build, loss, steps=3, inductor=True)
+    want, want_losses = replicated(build, loss, steps=3, backend="inductor")
     torch._dynamo.reset()
     got, losses = compiled(build, loss, steps=3, lowering="inductor")
     assert losses == want_losses
@@ -83,7 +96,6 @@ def test_hugging_face_inductor(rank: int, name: str) -> None:
     # From eager torch both depart by Inductor's rounding. SGD, as AdamW divides a gradient by
     # its size: what is zero but for rounding, as the gradient of an attention's key bias,
     # becomes a whole step in a direction of chance.
-    torch._dynamo.reset()
     want, _ = replicated(build, loss, steps=3, make=sgd)
     got, _ = compiled(build, loss, steps=3, make=sgd, lowering="inductor")
     assert_same(got, want, rtol=INDUCTOR_RTOL)

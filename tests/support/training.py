@@ -67,15 +67,16 @@ def replicated(
     *,
     steps: int = 4,
     make: Make = adamw,
-    inductor: bool = False,
+    backend: str | None = None,
 ) -> tuple[nn.Module, list[float]]:
     """The truth: every rank has the whole model, gradients are averaged by hand.
 
-    inductor: the unsharded model is compiled with plain Inductor.
+    backend: one of torch's own, to compile the unsharded model with.
     """
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = build()
-    call = torch.compile(model) if inductor else model
+    call = torch.compile(model, backend=backend) if backend else model
     return model, train(call, loss, make(model), steps=steps, replicated=True)
 
 
