@@ -28,7 +28,7 @@ from autoshard.passes.text import render
 from autoshard.runtime import first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
 from autoshard.runtime.agreement import Outcome, agree
-from autoshard.runtime.frame import Frame, make_frame, sharded_parameters
+from autoshard.runtime.frame import Frame, follow_replaced, make_frame, sharded_parameters
 from autoshard.runtime.plans import record
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ def autoshard(
             f"parameters of size {', '.join(str(list(p.shape)) for p in params)} were left out of "
             "fully_shard: they are not sharded, and their gradients are not reduced"
         )
+    if follow_replaced(example_inputs):
+        raise _torch.TraceAgain(restart_reason="parameters were replaced after sharding")
     _log_graph_break()
     return _compile(gm, example_inputs, settings, mode)
 

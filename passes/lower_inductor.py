@@ -48,9 +48,8 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     settings = {**_torch.inductor_settings(**SETTINGS), "post_grad_custom_post_pass": KeepOrder()}
     with torch._inductor.config.patch(settings):
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
-    source = getattr(compiled, "source_code", None)
-    if planned and source:
-        check_order(source, planned)
+    if planned:
+        check_order(getattr(compiled, "source_code", ""), planned)
     return compiled
 
 

@@ -126,7 +126,6 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
     sharded: ShardedParam = module.__dict__[PARAMS][name]
     step = steps.open_step()
     if step is not None:
-        _refresh(sharded, param)
         return step.read(sharded)
     if _torch.in_backward():
         return steps.step_in_backward(sharded.unit).read_in_backward(sharded)
@@ -176,11 +175,6 @@ def _late_step(unit: Unit) -> steps.Step | None:
             _late.remove(late)
             late.step.close()
     return next((late.step for late in _late if unit in late.units), None)
-
-
-def _refresh(sharded: ShardedParam, param: nn.Parameter) -> None:
-    if param is not sharded.param:
-        sharded.adopt(param)
 
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -9,6 +9,7 @@ it is first called, before its forward begins; graphs come after that.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,9 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard.runtime.adopt import adopt_module
+from autoshard.runtime.mesh import world_size
 from autoshard.runtime.names import keep_names
+from autoshard.runtime.optimizers import uncalled_modules, watch_optimizers
 
 ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
 """The backend's options, checked, as the arguments of `shard()`."""
@@ -39,9 +42,19 @@ def watch_first_calls(read_options: ReadOptions) -> None:
         return _expecting_a_graph(compiled)
 
     _torch.watch_compile("autoshard", wrap)
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and world_size() > 1:
+        warnings.warn(
+            "TORCHDYNAMO_DISABLE=1 switches torch.compile off, and with it the sharding of models "
+            "by it: call autoshard.shard(model), or set TORCH_COMPILE_DISABLE=1 instead, which "
+            "leaves the eager runtime",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
+    uncalled_modules.add(module)  # an optimizer that steps it uncalled is told so
+    watch_optimizers()
     pending = True
 
     @functools.wraps(compiled)
@@ -49,6 +62,7 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
         nonlocal pending
         if pending:
             adopt_module(module, arguments)
+            uncalled_modules.discard(module)
             pending = False
         return compiled(*args, **kwargs)
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.passes.meta import ParamInfo
-from autoshard.runtime.param import ShardedParam, find, local_tensor
+from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
 
@@ -70,8 +71,19 @@ class Frame:
 
 def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
     """The sharded parameters among the inputs of a captured graph."""
-    found = (find(value) for value in example_inputs if isinstance(value, Tensor))
+    found = (resolve(value) for value in example_inputs if isinstance(value, Tensor))
     return [param for param in found if param is not None]
+
+
+def follow_replaced(example_inputs: Sequence[Any]) -> bool:
+    """Whether parameters among the inputs took the place of sharded ones, which is now known.
+
+    The graph was traced with what stood there before, ties undone perhaps: trace it again.
+    """
+    unknown = [
+        value for value in example_inputs if isinstance(value, DTensor) and find(value) is None
+    ]
+    return any(resolve(value) is not None for value in unknown)
 
 
 def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
@@ -83,7 +95,7 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
     placeholders = gm.graph.find_nodes(op="placeholder")
     known: dict[fx.Node, ShardedParam] = {}
     for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
-        param = find(value) if isinstance(value, Tensor) else None
+        param = resolve(value) if isinstance(value, Tensor) else None
         if param is None:
             continue
         known[node] = param
@@ -198,7 +210,7 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.sharded = [find(param) for param in params]
+        ctx.sharded = [resolve(param) for param in params]
         ctx.versions = [param._version for param in params]
         ctx.set_materialize_grads(False)
         shards = tuple(local_tensor(param).detach() for param in params)

@@ -18,18 +18,6 @@ from autoshard.runtime.collectives import InFlight
 _in_flight: dict[int, tuple[Tensor, InFlight]] = {}
 
 
-def num_in_flight() -> int:
-    """Launches of compiled code that were not waited for yet."""
-    return len(_in_flight)
-
-
-def forget_in_flight() -> None:
-    """Wait for what an interrupted graph left in flight and drop the results."""
-    while _in_flight:
-        _, (_, flight) = _in_flight.popitem()
-        flight.work.wait()
-
-
 def _unshard(shard: Tensor, members: str, group: str, keep: bool, param: int) -> Tensor:
     (member,) = read_members(members)
     if _torch.group_size(group) == 1:

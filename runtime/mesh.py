@@ -40,6 +40,13 @@ def ensure_process_group() -> None:
         dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)
 
 
+def world_size() -> int:
+    """Of the default process group, or of the one that torchrun's environment calls for."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 _ends_at_exit = False
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.passes.layout import chunk_rows, local_rows
+from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -110,12 +111,20 @@ def _cut(value: Any, sharded: ShardedParam) -> Any:
 
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     worlds, plain = set(), []
+    uncalled = _parameters_of_uncalled()
     for group in optimizer.param_groups:
         for param in group["params"]:
             sharded = find(param)
             if sharded is None:
                 if param.grad is not None and not isinstance(param, DTensor):
                     plain.append(list(param.shape))
+                    if id(param) in uncalled:
+                        raise RuntimeError(
+                            f"{type(optimizer).__name__} trains {uncalled[id(param)]}, which was "
+                            "compiled with autoshard but never called through what torch.compile "
+                            "gave back, so that it is not sharded: call that, or "
+                            "autoshard.shard(model) first"
+                        )
             elif sharded.param is not param:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
@@ -133,6 +142,20 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+uncalled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Compiled modules that have not been called, and so not been sharded, yet."""
+
+
+def _parameters_of_uncalled() -> dict[int, str]:
+    if not uncalled_modules or world_size() == 1:
+        return {}
+    return {
+        id(param): f"{type(module).__name__}.{name}"
+        for module in uncalled_modules
+        for name, param in module.named_parameters()
+    }
 
 
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

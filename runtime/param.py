@@ -70,12 +70,27 @@ class ShardedParam:
                 "write to parameters, after backward"
             )
 
-    def adopt(self, param: nn.Parameter) -> None:
-        """Take `param`, put in a module by somebody else, as the parameter.
+    def refresh(self) -> None:
+        """Follow what was done to the modules since: a parameter replaced, or converted.
 
-        Raises ValueError if it is no DTensor of the same size and mesh.
+        As by `load_state_dict(assign=True)`, or `model.to(dtype)`.
         """
-        value = param.data if isinstance(param, nn.Parameter) else param
+        for module, attribute in self.places:
+            param = module._parameters.get(attribute)
+            if param is not None and param is not self.param and isinstance(param, DTensor):
+                self._replace(param)
+                break
+        dtype = self.shard.dtype
+        if dtype != self.member.dtype:
+            self.member = Member(dtype, self.member.size)
+            self.members = show_members((self.member,))
+
+    def _replace(self, param: nn.Parameter) -> None:
+        """Take `param`, put in a module by somebody else, as the parameter of all places.
+
+        Raises ValueError if it is not sharded as this one is.
+        """
+        value: Tensor = param.data
         if (
             not isinstance(value, DTensor)
             or tuple(value.shape) != self.member.size
@@ -88,12 +103,9 @@ class ShardedParam:
                 "Replace parameters before sharding, or load values with load_state_dict"
             )
         self.param = param
-        if value.dtype != self.member.dtype:
-            self.member = Member(value.dtype, self.member.size)
-            self.members = show_members((self.member,))
         for module, attribute in self.places:
             module._parameters[attribute] = param
-        remember(param, self)
+        remember(self)
 
 
 def shard_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> ShardedParam:
@@ -104,7 +116,7 @@ def shard_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> Sharded
     if param.dim() == 0:
         raise ValueError(
             f"parameter {name} is a scalar, which can't be sharded: make it a 1D tensor with "
-            "one element, or pass it in ignored_params"
+            "one element"
         )
     if not param.is_contiguous():
         raise NotImplementedError(
@@ -122,8 +134,8 @@ def shard_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> Sharded
             dtensor_from_shard(shard, mesh, tuple(param.shape)), requires_grad=param.requires_grad
         )
     made = ShardedParam(name, Member(param.dtype, tuple(param.shape)), mesh, sharded)
-    remember(param, made)
-    remember(sharded, made)
+    remember_origin(param, made)
+    remember(made)
     return made
 
 
@@ -142,25 +154,50 @@ def local_tensor(param: Tensor) -> Tensor:
     return local
 
 
-# Which parameter became which: by id, since a Tensor's == is no identity. The weak
-# references tell a live entry from a reused id.
-_known: dict[int, tuple[weakref.ref[Tensor], weakref.ref[ShardedParam]]] = {}
+# Which parameter became which: by id, since a Tensor's == is no identity. A parameter from
+# before sharding has a weak reference beside it, which tells it from a reused id. The
+# sharded one must have none (torch's `_apply` swaps no tensor that is weakly referenced):
+# its ShardedParam knows it.
+_known: dict[int, tuple[weakref.ref[Tensor] | None, weakref.ref[ShardedParam]]] = {}
 
 
-def remember(param: Tensor, sharded: ShardedParam) -> None:
-    """Let `find` answer `sharded` for `param`, for as long as both live."""
+def remember_origin(param: Tensor, sharded: ShardedParam) -> None:
+    """Let `find` answer `sharded` for `param`, from before sharding, while both live."""
     key = id(param)
+    _known[key] = (weakref.ref(param, lambda _: _known.pop(key, None)), weakref.ref(sharded))
 
-    def forget(_: object) -> None:
-        _known.pop(key, None)
 
-    _known[key] = (weakref.ref(param, forget), weakref.ref(sharded))
+def remember(sharded: ShardedParam) -> None:
+    """Let `find` answer `sharded` for its parameter, for as long as it has that one."""
+    key = id(sharded.param)
+    _known[key] = (None, weakref.ref(sharded, lambda _: _known.pop(key, None)))
 
 
 def find(param: object) -> ShardedParam | None:
     """What `param`, a parameter from before or after sharding, belongs to."""
     entry = _known.get(id(param))
-    return entry[1]() if entry is not None and entry[0]() is param else None
+    if entry is None:
+        return None
+    origin, sharded = entry[0], entry[1]()
+    if origin is not None:
+        return sharded if origin() is param else None
+    return sharded if sharded is not None and sharded.param is param else None
+
+
+def resolve(param: Tensor) -> ShardedParam | None:
+    """As `find`, for a parameter that may have been put in place of a sharded one since."""
+    sharded = find(param)
+    if sharded is not None or not isinstance(param, DTensor):
+        return sharded
+    wanted: object = param
+    for _, known in list(_known.values()):
+        candidate = known()
+        if candidate is not None and any(
+            module._parameters.get(attribute) is wanted for module, attribute in candidate.places
+        ):
+            candidate.refresh()
+            return candidate
+    return None
 
 
 def _describe(value: object) -> str:

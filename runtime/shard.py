@@ -21,6 +21,8 @@ from autoshard.runtime.wrap import Policy, find_units
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -65,6 +67,8 @@ def fully_shard(
     return module
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def shard(
     model: nn.Module,
     *,

@@ -237,7 +237,7 @@ class _Gathered:
         """Start gathering `unit`, unless it is gathered or on its way."""
         if unit in self._tensors or unit in self._flights or unit.world == 1:
             return
-        unit.check_ready()
+        unit.make_ready()
         self._flights[unit] = [
             (
                 bucket,
@@ -255,7 +255,7 @@ class _Gathered:
         if unit not in self._tensors:
             self.launch(unit)
             if unit.world == 1:
-                unit.check_ready()
+                unit.make_ready()
                 self._tensors[unit] = {param: param.shard.detach() for param in unit.params}
             else:
                 self._tensors[unit] = {

@@ -79,8 +79,13 @@ class Unit:
             by_dtype.setdefault(param.member.dtype, []).append(param)
         yield from by_dtype.values()
 
-    def check_ready(self) -> None:
-        """Raise RuntimeError, naming them, if parameters are still on the meta device."""
+    def make_ready(self) -> None:
+        """Before a gather: follow what was done to the parameters since the last.
+
+        Raises RuntimeError, naming them, if some are still on the meta device.
+        """
+        for param in self.params:
+            param.refresh()
         meta = [param.name for param in self.params if param.shard.is_meta]
         if meta:
             raise RuntimeError(

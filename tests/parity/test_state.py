@@ -143,3 +143,64 @@ def test_every_live_optimizer_is_rebound(rank: int) -> None:
         assert not torch.equal(before, model.head.weight.to_local())
     assert head.param_groups[0]["params"][0] is model.head.weight
     assert head.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@on_ranks(2)
+def test_assigned_parameters_are_used_at_once(rank: int, compile: bool) -> None:
+    source, _ = sharded(Net, net_loss)
+    torch.manual_seed(1)
+    model = autoshard.shard(Net())
+    if compile:
+        model.compile(backend="autoshard", options=OPTIONS)
+    net_loss(model, rank, 0).backward()
+    state = {name: value.detach().clone() for name, value in source.state_dict().items()}
+    state["head.weight"] = state["embed.weight"]
+    model.load_state_dict(state, assign=True)
+    ids_loss = net_loss(model, rank, 3)
+    assert ids_loss.item() == net_loss(source, rank, 3).item()
+    for param in source.parameters():
+        param.grad = None
+    net_loss(source, rank, 3).backward()
+    ids_loss.backward()
+    for want, got in zip(source.parameters(), model.parameters(), strict=True):
+        assert torch.equal(want.grad.to_local(), got.grad.to_local())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@on_ranks(2)
+def test_meta_init_and_conversion(rank: int, compile: bool) -> None:
+    """Built on meta, sharded, materialised, initialised; then converted to another dtype."""
+    torch.manual_seed(0)
+    plain = Net(tied=False)
+    with torch.device("meta"):
+        model = Net(tied=False)
+    for layer in model.layers:
+        autoshard.fully_shard(layer)
+    autoshard.fully_shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), plain.parameters(), strict=True):
+            half = -(-value.shape[0] // 2)
+            param.to_local().copy_(value[rank * half :][: param.to_local().shape[0]])
+    if compile:
+        model.compile(backend="autoshard", options=OPTIONS)
+    losses = [net_loss(model, rank, 0).item()]
+    model.double()
+    losses.append(net_loss(model, rank, 0).item())
+    assert losses == [net_loss(plain, rank, 0).item(), net_loss(plain.double(), rank, 0).item()]
+
+
+@on_ranks(2)
+def test_first_call_in_inference_mode(rank: int) -> None:
+    """A validation before training: the shards are ordinary tensors."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adamw(model)
+    call = torch.compile(model, backend="autoshard", options=OPTIONS)
+    with torch.inference_mode():
+        net_loss(call, rank, 0)
+    losses = train(call, net_loss, optimizer)
+    want, want_losses = compiled(Net, net_loss)
+    assert losses == want_losses
+    assert_same(model, want)

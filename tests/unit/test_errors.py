@@ -119,6 +119,20 @@ def replaced_parameter() -> None:
     net_loss(model, 0, 0)
 
 
+class WithMethod(Net):
+    def compute_loss(self, ids: Tensor) -> Tensor:
+        return self(ids).sum()
+
+
+def never_called() -> None:
+    """A method of the wrapper runs on the module itself, which nothing has sharded."""
+    model = WithMethod()
+    optimizer = adamw(model)
+    call = torch.compile(model, backend="autoshard")
+    call.compute_loss(torch.tensor([1, 2])).backward()
+    optimizer.step()
+
+
 BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (unknown_option, ["bucketting", "valid options", "bucketing"]),
     (wrong_value, ["lowering", "3", "inductor"]),
@@ -136,6 +150,7 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (foreign_optimizer, ["HomeMade", "layers.", "autoshard.shard(model)"]),
     (optimizer_from_before_fully_shard, ["AdamW", "embed.weight", "after sharding"]),
     (gradient_hook_from_before, ["embed.weight", "hooks", "autoshard.shard(model)"]),
+    (never_called, ["AdamW", "WithMethod.embed.weight", "autoshard.shard(model)"]),
     (replaced_parameter, ["head.weight", "[11, 6]", "load_state_dict"]),
 ]
 
