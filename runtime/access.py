@@ -145,21 +145,25 @@ class _LateForward:
 _late: list[_LateForward] = []
 
 
-def began_before(root: nn.Module) -> None:
+def began_before(root: nn.Module) -> bool:
     """`root` has just been sharded; if its forward is on the stack, reads in it are gathers too.
 
-    That is so when Dynamo gave up on the root's frame and met the backend further in.
+    Returns whether it is. That is so when Dynamo gave up on the root's frame and met the
+    backend further in.
     """
     frame: FrameType | None = sys._getframe()
     outermost = None
+    before_forward = nn.Module._wrapped_call_impl.__code__  # calls what was compiled, first of all
     while frame is not None:
-        if frame.f_locals.get("self") is root:
+        if frame.f_locals.get("self") is root and frame.f_code is not before_forward:
             outermost = frame
         frame = frame.f_back
     unit = unit_of(root)
     if outermost is not None and unit is not None:
         units = frozenset(filter(None, map(unit_of, root.modules())))
         _late.append(_LateForward(outermost, units, steps.Step(unit)))
+        return True
+    return False
 
 
 def _late_step(unit: Unit) -> steps.Step | None:

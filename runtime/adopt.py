@@ -6,9 +6,11 @@ them, shards those, and has Dynamo trace the frame again. A DTensor can't take o
 Parameter's identity, so optimizers built before are moved to the new parameters.
 
 [Note: parameters from before sharding]
-Three things may still hold an old parameter, none of them in silence:
+What may still hold an old parameter, and what becomes of it:
 - a `torch.optim.Optimizer`: rebound here, and checked before each of its steps;
 - another object with a `step` method: an error here;
+- a list of the user's own (for clipping, or an average of weights): it can't be found for
+  certain, so any use of an old parameter is an error from then on (`_StaleParameter`);
 - a graph of autograd's, if a part of forward ran before the first frame was compiled:
   the gradient that arrives at the old parameter is reduced into the new one.
 """
@@ -56,7 +58,11 @@ def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
 
 
 def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
-    """Shard `root` unless it, part of it, or what it is part of, is; move its optimizers over."""
+    """Shard `root` unless it, part of it, or what it is part of, is; move its optimizers over.
+
+    Outside of a forward of `root`'s, nothing needs the old parameters any more: whatever is
+    done with one from now on is an error.
+    """
     before = dict(root.named_parameters())
     if any(find(param) is not None for param in before.values()):
         return False
@@ -66,7 +72,9 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     rebind_optimizers(moved)
     for old, sharded in moved.items():
         _forward_late_gradient(old, sharded)
-    access.began_before(root)
+    if not access.began_before(root):
+        for old in moved:
+            old.__class__ = _StaleParameter
     return True
 
 
@@ -145,6 +153,21 @@ def _found(param: nn.Parameter) -> ShardedParam:
     return sharded
 
 
+class _StaleParameter(nn.Parameter):
+    """A parameter from before sharding: no longer what the model computes with."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stale = next((each for each in args if type(each) is _StaleParameter), None)
+        sharded = find(stale)
+        name = sharded.name if sharded is not None else "a parameter"
+        raise RuntimeError(
+            f"{name} is used ({getattr(func, '__name__', func)}) through its parameter from before "
+            "sharding, which the model no longer reads: take parameters from model.parameters() "
+            "after the first call, or call autoshard.shard(model) before making lists of them"
+        )
+
+
 def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
     """See [Note: parameters from before sharding]."""
     if not old.requires_grad:
@@ -157,7 +180,8 @@ def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
                 f"{sharded.name} was read through its parameter from before sharding, after the "
                 "first update: read it from the module, or call autoshard.shard(model) first"
             )
-        grad, param.grad = param.grad, None
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, param.grad = param.grad, None
         assert grad is not None
         if sharded.world > 1:
             flight = collectives.launch_reduce([grad], (sharded.member,), sharded.group)

@@ -133,6 +133,25 @@ def never_called() -> None:
     optimizer.step()
 
 
+def list_from_before() -> None:
+    model = Net()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    call = torch.compile(model, backend="autoshard", options={"lowering": "eager"})
+    net_loss(call, 0, 0).backward()
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+
+
+def zeroed_from_before() -> None:
+    model = Net()
+    params = list(model.parameters())
+    model.compile(backend="autoshard", options={"lowering": "eager"})
+    net_loss(model, 0, 0).backward()
+    for param in params:
+        param.grad = None
+
+
 BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (unknown_option, ["bucketting", "valid options", "bucketing"]),
     (wrong_value, ["lowering", "3", "inductor"]),
@@ -150,6 +169,8 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (foreign_optimizer, ["HomeMade", "layers.", "autoshard.shard(model)"]),
     (optimizer_from_before_fully_shard, ["AdamW", "embed.weight", "after sharding"]),
     (gradient_hook_from_before, ["embed.weight", "hooks", "autoshard.shard(model)"]),
+    (list_from_before, ["embed.weight", "model.parameters()", "autoshard.shard(model)"]),
+    (zeroed_from_before, ["embed.weight", "model.parameters()"]),
     (never_called, ["AdamW", "WithMethod.embed.weight", "autoshard.shard(model)"]),
     (replaced_parameter, ["head.weight", "[11, 6]", "load_state_dict"]),
 ]
