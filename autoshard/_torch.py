@@ -36,6 +36,7 @@ aot_autograd: Callable[..., Any] = _backends.aot_autograd
 min_cut_rematerialization_partition: Callable[..., Any] = _partition
 push_saved_tensors_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+# The ignores: torch has these two at run time, and its type information has not.
 default_store: Callable[[], Any] = _c10d._get_default_store
 resolve_group: Callable[[Any], dist.ProcessGroup] = _c10d._resolve_process_group  # type: ignore[attr-defined]
 HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]

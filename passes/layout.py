@@ -95,6 +95,15 @@ def local_rows(rows: int, world: int, rank: int) -> int:
     return max(0, min(chunk, rows - rank * chunk))
 
 
+def first_row(rows: int, world: int, rank: int) -> int:
+    """The first row that `rank` holds; `rows` if it holds none.
+
+    >>> [first_row(5, 4, rank) for rank in range(4)]
+    [0, 2, 4, 5]
+    """
+    return min(rank * chunk_rows(rows, world), rows)
+
+
 def show_members(members: tuple[Member, ...]) -> str:
     """Members as the text that the ops carry, such as `"f32[7,15] f32[7]"`."""
     return " ".join(map(str, members))

@@ -10,7 +10,8 @@ What may still hold an old parameter, and what becomes of it:
 - a `torch.optim.Optimizer`: rebound here, and checked before each of its steps;
 - another object with a `step` method: an error here;
 - a list of the user's own (for clipping, or an average of weights): it can't be found for
-  certain, so any use of an old parameter is an error from then on (`_StaleParameter`);
+  certain, so any use of an old parameter is an error from then on (`_StaleParameter`), unless
+  the model was sharded in the middle of a forward, which may still be using it;
 - a graph of autograd's, if a part of forward ran before the first frame was compiled:
   the gradient that arrives at the old parameter is reduced into the new one.
 """

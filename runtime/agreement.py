@@ -3,7 +3,8 @@
 Never by a collective: a rank that compiled something else, or failed to, would leave
 the others in it. The first time a frame is compiled, all ranks wait for each other.
 When a frame is compiled again, a rank that got the same collectives as before waits
-for nobody: a batch shape that only it has seen need not stop the others.
+for nobody: a batch shape that only it has seen need not stop the others. A frame that
+Dynamo runs without asking the backend (past its recompile limit) is not seen here.
 """
 
 from __future__ import annotations

@@ -129,9 +129,9 @@ def wait_reduce(flight: InFlight) -> list[Tensor]:
         flight.work.wait()
         pieces = flight.receive.split([member.chunk_numel(world) for member in members])
         shards = [
-            piece[: member.local_rows(world, rank) * member.row_numel].view(-1, *member.size[1:])
-            if member.local_rows(world, rank) and member.row_numel
-            else piece.new_empty(member.local_rows(world, rank), *member.size[1:])
+            piece[: member.local_rows(world, rank) * member.row_numel].view(
+                member.local_rows(world, rank), *member.size[1:]
+            )
             for piece, member in zip(pieces, members, strict=True)
         ]
         # The division is also the copy out of the shared buffer: an op's outputs may not alias.

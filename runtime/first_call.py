@@ -3,7 +3,8 @@
 The backend itself is only called if Dynamo captures a graph, and then in the middle of
 a forward. A model that Dynamo captures nothing of (a recurrent network, say) would run
 unsharded, each rank for itself, and say nothing. So a compiled module is sharded when
-it is first called, before its forward begins; graphs come after that.
+it is first called, before its forward begins; graphs come after that. Of a compiled
+function the modules are not known: it gets a warning if its first call brings no graph.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoshard.passes.layout import chunk_rows, local_rows
+from autoshard.passes.layout import first_row, local_rows
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find
 
@@ -105,8 +105,8 @@ def _cut(value: Any, sharded: ShardedParam) -> Any:
         return value
     world, rank = sharded.world, sharded.mesh.get_local_rank()
     rows = sharded.member.rows
-    start = min(rank * chunk_rows(rows, world), rows)
-    return sharded.grad_from(value.narrow(0, start, local_rows(rows, world, rank)).clone())
+    piece = value.narrow(0, first_row(rows, world, rank), local_rows(rows, world, rank))
+    return sharded.grad_from(piece.clone())
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

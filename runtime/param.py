@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autoshard.passes.layout import Member, chunk_rows, local_rows, show_members
+from autoshard.passes.layout import Member, first_row, local_rows, show_members
 
 if TYPE_CHECKING:
     from autoshard.runtime.unit import Unit
@@ -126,7 +126,7 @@ def shard_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> Sharded
         )
     world, rank = mesh.size(), mesh.get_local_rank()
     rows = param.shape[0]
-    start = min(rank * chunk_rows(rows, world), rows)
+    start = first_row(rows, world, rank)
     with torch.no_grad():
         piece = param.detach().narrow(0, start, local_rows(rows, world, rank))
         shard = piece.clone(memory_format=torch.contiguous_format)

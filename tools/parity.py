@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.passes.layout import chunk_rows
+from autoshard.passes.layout import first_row
 from autoshard.runtime.mesh import device_type, ensure_process_group
 from autoshard.runtime.shard import shard
 
@@ -249,6 +249,6 @@ def _local(param: Tensor, like: Tensor) -> Tensor:
         return param.to_local()
     if not isinstance(like, DTensor):
         return param
-    chunk = chunk_rows(param.shape[0], like.device_mesh.size())
-    start = min(like.device_mesh.get_local_rank() * chunk, param.shape[0])
+    mesh = like.device_mesh
+    start = first_row(param.shape[0], mesh.size(), mesh.get_local_rank())
     return param.narrow(0, start, like.to_local().shape[0])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.passes.layout import chunk_rows
+from autoshard.passes.layout import first_row
 from autoshard.runtime.collectives import Issued, observe
 
 FLOOR = 0.02
@@ -131,8 +131,8 @@ def local_rows_of(param: Any, like: Any) -> Tensor:
         return param.to_local().detach()
     if not hasattr(like, "to_local"):
         return param.detach()
-    chunk = chunk_rows(param.shape[0], like.device_mesh.size())
-    start = min(like.device_mesh.get_local_rank() * chunk, param.shape[0])
+    mesh = like.device_mesh
+    start = first_row(param.shape[0], mesh.size(), mesh.get_local_rank())
     return param.detach()[start : start + like.to_local().shape[0]]
 
 
