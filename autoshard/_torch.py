@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -81,6 +82,23 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def accumulates_gradient(leaf: Any) -> bool:
+    """Whether the running backward will fill `.grad` at `leaf`, a node that accumulates."""
+    return _leaf_use(leaf) is True
+
+
+def returns_gradient(leaf: Any) -> bool:
+    """Whether the running backward is a `torch.autograd.grad` that may want `leaf`'s gradient."""
+    return _leaf_use(leaf) is None
+
+
+def _leaf_use(leaf: Any) -> bool | None:
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
+    except RuntimeError:  # so says torch when autograd.grad() captures what arrives there
+        return None
+
+
 def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The (pack, unpack) pair that autograd would call now, or None."""
     pair: Any = _autograd._top_saved_tensors_default_hooks(False)
@@ -95,6 +113,16 @@ def group_size(name: str) -> int:
 def group_rank(name: str) -> int:
     """This process's rank in the process group registered under `name`."""
     return int(resolve_group(name).rank())
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long `group` waits for a collective; torch's default where its backend doesn't say."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return _c10d.default_pg_timeout
 
 
 def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:

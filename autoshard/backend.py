@@ -25,10 +25,11 @@ from autoshard.passes.match import is_marker
 from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
 from autoshard.passes.text import render
-from autoshard.runtime import first_call
+from autoshard.runtime import access, first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
 from autoshard.runtime.agreement import Outcome, agree
 from autoshard.runtime.frame import Frame, follow_replaced, make_frame, sharded_parameters
+from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.plans import record
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,6 @@ def autoshard(
     the lowering only with `strict`: otherwise it is one warning, and the frame runs on
     the eager runtime.
     """
-    first_call.num_graphs += 1
     settings = CompileOptions.read(options)
     params = plain_parameters(example_inputs)
     if params:
@@ -72,21 +72,31 @@ def autoshard(
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
 ) -> Callable[..., Any]:
+    compilation: Compilation | None = None
     compiled: Callable[..., Any] | None = None
     failure: Exception | None = None
-    plans: list[Plan] = []
     params = sharded_parameters(example_inputs)
+    if params:
+        _check_bucketing(settings, params[0])
     try:
-        frame = make_frame(gm, example_inputs)
-        compiled = frame.wrap(Compilation(frame, settings, mode, plans).compile())
+        compilation = Compilation(make_frame(gm, example_inputs), settings, mode)
+        compiled = compilation.compile()
     except Exception as error:
         failure = error
     reason = _describe(failure)
+    digests = tuple(plan.digest for plan in compilation.plans) if compilation else ()
+    code = _torch.traced_code()
     if params:  # else it has no collective, and other ranks may not have it at all
-        name = f"{params[0].unit.number}/{_torch.traced_code()}"
-        reason = agree(name, Outcome(reason, tuple(plan.digest for plan in plans)))
-    if reason is None and compiled is not None:
-        return compiled
+        name = f"{params[0].unit.number}/{code}"
+        reason = agree(name, Outcome(reason, digests), params[0].mesh)
+    if reason is None and compilation is not None and compiled is not None:
+        first_call.num_graphs += bool(params)
+        name = (
+            f"the graph of {code} ({', '.join([params[0].unit.name, *digests])})"
+            if params
+            else code
+        )
+        return compilation.frame.wrap(compiled, name)
     if settings.strict:
         raise failure or RuntimeError(reason)
     _warn_once(
@@ -95,14 +105,32 @@ def _compile(
     raise _torch.SkipFrame(reason)
 
 
+def _check_bucketing(settings: CompileOptions, param: ShardedParam) -> None:
+    """Raise ValueError if a list of module names has one that the model of `param` has not."""
+    if isinstance(settings.bucketing, str):
+        return
+    root = access.root_of(param)
+    valid = {name for name, _ in (*root.named_modules(), *root.named_parameters())}
+    given = [
+        name
+        for entry in settings.bucketing
+        for name in ([entry] if isinstance(entry, str) else entry)
+    ]
+    unknown = [name for name in given if name not in valid]
+    if unknown:
+        top = [name for name, _ in root.named_children()]
+        raise ValueError(
+            f"option 'bucketing' for backend 'autoshard' names {unknown}, which the model has not; "
+            f"expected names from model.named_modules(), such as {top[:8]}"
+        )
+
+
 class Compilation:
     """The compilation of one frame: its graphs share a table of parameters and the options."""
 
     _numbers = itertools.count()
 
-    def __init__(
-        self, frame: Frame, options: CompileOptions, mode: str | None, plans: list[Plan]
-    ) -> None:
+    def __init__(self, frame: Frame, options: CompileOptions, mode: str | None) -> None:
         self.frame = frame
         self.options = options
         self.mode = mode
@@ -111,7 +139,7 @@ class Compilation:
         self.axes = {
             param.group: info.axis for param, info in zip(frame.params, self.table, strict=True)
         }
-        self.plans = plans  # filled as graphs are compiled
+        self.plans: list[Plan] = []  # filled as graphs are compiled
 
     def compile(self) -> Callable[..., Any]:
         """A callable with the inputs and outputs of the frame's graph."""

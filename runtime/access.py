@@ -32,6 +32,9 @@ from autoshard.runtime.unit import Unit
 PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: ShardedParam}
 UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
 
+heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Every module that heads a unit."""
+
 _classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref.WeakKeyDictionary()
 
 
@@ -47,6 +50,7 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
 def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     """Make `module` the head of `unit`: its forward opens and closes the unit's use."""
     module.__dict__[UNIT] = unit
+    heads.add(module)
     _set_class(module, mixins=(mixin,))
     module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
@@ -56,6 +60,13 @@ def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `module` heads, if it heads one."""
     unit: Unit | None = module.__dict__.get(UNIT)
     return unit
+
+
+def root_of(param: ShardedParam) -> nn.Module:
+    """The outermost sharded module that `param` is in."""
+    wanted = param.places[0][0]
+    around = [head for head in heads if any(each is wanted for each in head.modules())]
+    return max(around, key=lambda head: sum(1 for _ in head.modules()))
 
 
 def original_class(module: nn.Module) -> type:

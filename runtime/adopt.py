@@ -31,8 +31,8 @@ from autoshard import _torch
 from autoshard.runtime import access, collectives
 from autoshard.runtime.optimizers import check_owners, rebind_optimizers
 from autoshard.runtime.param import ShardedParam, find
+from autoshard.runtime.reduce import accumulate
 from autoshard.runtime.shard import shard
-from autoshard.runtime.step import accumulate
 
 
 def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
@@ -132,12 +132,26 @@ def _stack() -> list[FrameType]:
 def _modules_in_scope() -> list[nn.Module]:
     """Modules that the frame being traced can name, those that hold others first."""
     local, outer = _torch.traced_scope()
+    found = _modules_in((*local.values(), *outer.values()))
+    return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
+
+
+def modules_named_by(function: Any) -> list[nn.Module]:
+    """Modules that `function` can name: its globals, closure and defaults, and what is bound."""
+    code = getattr(function, "__code__", None)
+    outer = getattr(function, "__globals__", {})
+    named = [outer.get(name) for name in code.co_names] if code is not None else []
+    return list(_modules_in((function, *named, *(getattr(function, "__defaults__", None) or ()))))
+
+
+def _modules_in(values: Iterable[Any]) -> dict[nn.Module, None]:
+    """Modules among `values`, or that a function among them is bound to or closes over."""
     found: dict[nn.Module, None] = {}
-    for value in (*local.values(), *outer.values()):
+    for value in values:
         for each in (value, getattr(value, "__self__", None), *_closure(value)):
             if isinstance(each, nn.Module):
                 found[each] = None
-    return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
+    return found
 
 
 def _closure(value: Any) -> Iterable[Any]:

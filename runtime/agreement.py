@@ -1,29 +1,36 @@
-"""Ranks agree on what they compiled before its first collective, over the store.
+"""Ranks compare notes over the store before their next collective.
 
-Never by a collective: a rank that compiled something else, or failed to, would leave
-the others in it. The first time a frame is compiled, all ranks wait for each other.
-When a frame is compiled again, a rank that got the same collectives as before waits
-for nobody: a batch shape that only it has seen need not stop the others. A frame that
-Dynamo runs without asking the backend (past its recompile limit) is not seen here.
+Never by a collective: a rank that does something else, or failed, would leave the
+others in it. Three things are compared:
+
+    agree   the collectives of a frame, when it is compiled
+    Course  which compiled graph, or eager forward, runs next
+    Order   the next collective of an eager step
+
+A rank for which nothing is new waits for nobody. So steps that repeat cost nothing, and
+a batch shape that only one rank has seen does not stop the others. A rank that goes a
+way of its own waits in vain: it raises, after the group's timeout, before it launches
+what would meet another collective of its peers.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch
 
-TIMEOUT = timedelta(minutes=10)  # ranks may differ by a whole compilation, cold against cached
+COMPILE_TIMEOUT = timedelta(minutes=10)  # ranks may differ by a compilation, cold against cached
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has to say: an error, or the digests of its plans."""
+    """What one rank has to say of a compilation: an error, or the digests of its plans."""
 
     error: str | None
     digests: tuple[str, ...]
@@ -33,30 +40,42 @@ class _Local(threading.local):
     """By thread, as ranks may be threads of one process."""
 
     def __init__(self) -> None:
-        self.rounds: dict[str, int] = {}  # frame -> how often ranks compared notes on it
+        self.rounds: dict[str, int] = {}  # topic -> how often ranks compared notes on it
         self.agreed: set[tuple[str, tuple[str, ...]]] = set()  # frame, digests
 
 
 _local = _Local()
 
 
-def agree(frame: str, outcome: Outcome) -> str | None:
-    """Exchange outcomes with all ranks; returns an error if any rank has one.
+def agree(frame: str, outcome: Outcome, mesh: DeviceMesh) -> str | None:
+    """Exchange outcomes with all ranks of `mesh`; returns an error if any of them has one.
 
     frame: a name for what was compiled, the same on every rank.
     Raises RuntimeError, naming the ranks, if they compiled different collectives, and
-    if a rank does not answer within TIMEOUT.
+    if a rank does not answer in time.
     """
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if _is_alone(mesh):
         return outcome.error
     if outcome.error is None and (frame, outcome.digests) in _local.agreed:
         return None
-    answers = _exchange(frame, json.dumps([outcome.error, outcome.digests]))
-    outcomes = [Outcome(error, tuple(digests)) for error, digests in map(json.loads, answers)]
-    for rank, other in enumerate(outcomes):
+    known = any(name == frame for name, _ in _local.agreed)
+    timeout = group_timeout(mesh)
+    answers = _exchange(
+        f"compiled/{frame}",
+        json.dumps([outcome.error, outcome.digests]),
+        mesh,
+        timeout if known else max(timeout, COMPILE_TIMEOUT),
+        failed=f"rank {dist.get_rank()} compiled {frame}",
+        hint="Take the same branches on every rank",
+    )
+    outcomes = {
+        rank: Outcome(error, tuple(digests))
+        for rank, (error, digests) in ((r, json.loads(answer)) for r, answer in answers.items())
+    }
+    for rank, other in outcomes.items():
         if other.error is not None:
             return other.error if rank == dist.get_rank() else f"rank {rank}: {other.error}"
-    differing = [rank for rank, other in enumerate(outcomes) if other.digests != outcome.digests]
+    differing = [rank for rank, other in outcomes.items() if other.digests != outcome.digests]
     if differing:
         raise RuntimeError(
             f"rank {dist.get_rank()} compiled other collectives for {frame} than ranks "
@@ -67,23 +86,127 @@ def agree(frame: str, outcome: Outcome) -> str | None:
     return None
 
 
-def _exchange(frame: str, answer: str) -> list[str]:
+@dataclass
+class Order:
+    """The collectives that one phase of a unit's steps launches, the same on every rank.
+
+    A collective that came next in the step before is taken for granted; any other is
+    compared with what the other ranks are about to launch. As all ranks start with
+    nothing, they have the same step before, and none can leave it unnoticed.
+
+    key:   tells it from other orders, the same on every rank.
+    topic: for people, "the forward of layers.3".
+    """
+
+    key: str
+    topic: str
+    mesh: DeviceMesh
+    _expected: list[str] = field(default_factory=list)
+    _taken: list[str] = field(default_factory=list)
+    _position: int = 0  # in `_expected`, of what should come next
+
+    def take(self, event: str) -> None:
+        """`event` is about to be launched. Raises RuntimeError if other ranks launch another."""
+        self._check(event)
+        self._taken.append(event)
+
+    def end(self) -> None:
+        """The phase is over. Raises RuntimeError if it goes on for other ranks."""
+        if self._taken:
+            self._check(_END)
+        self.forget()
+
+    def forget(self) -> None:
+        """The phase broke off: what it took until then is all that the next one may expect."""
+        self._expected, self._taken, self._position = self._taken, [], 0
+
+    def _check(self, event: str) -> None:
+        expected = [*self._expected, _END]
+        if self._position < len(expected) and expected[self._position] == event:
+            self._position += 1
+            return
+        _compare(self.key, self.topic, event, self.mesh)
+        # What follows should be what followed it before, if it was there before.
+        self._position = expected.index(event) + 1 if event in expected else len(expected)
+
+
+_END = "the end"
+
+
+class Course(threading.local):
+    """What this process runs: compiled graphs and eager forwards, one after the other.
+
+    They issue different collectives, and Dynamo may choose between them (past its recompile
+    limit it runs a frame without its graph), on one rank and not on another.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[DeviceMesh, str] = {}
+        self._after: dict[tuple[DeviceMesh, str], str] = {}
+
+    def take(self, event: str, mesh: DeviceMesh) -> None:
+        """`event` begins. Raises RuntimeError if something else does on other ranks of `mesh`."""
+        before = mesh, self._last.get(mesh, "")
+        if self._after.get(before) != event:
+            _compare("program", "the program", event, mesh, hint=_RECOMPILE_HINT)
+            self._after[before] = event
+        self._last[mesh] = event
+
+
+course = Course()
+
+
+_ORDER_HINT = (
+    "units must run in the same order on every rank; put modules of which each rank picks its "
+    "own, as experts, into one unit with the module around them"
+)
+_RECOMPILE_HINT = (
+    "Dynamo runs a frame without its graph past its recompile limit: mark what differs from call "
+    "to call as dynamic (torch._dynamo.mark_dynamic), or raise "
+    "torch._dynamo.config.recompile_limit"
+)
+
+
+def _compare(
+    key: str, topic: str, event: str, mesh: DeviceMesh, *, hint: str = _ORDER_HINT
+) -> None:
+    """Raise RuntimeError unless all ranks of `mesh` have come to `event`."""
+    if _is_alone(mesh):
+        return
+    here = f"in {topic}, rank {dist.get_rank()} came to {event}"
+    answers = _exchange(f"order/{key}", event, mesh, group_timeout(mesh), failed=here, hint=hint)
+    others = [f"rank {other} to {its}" for other, its in answers.items() if its != event]
+    if others:
+        raise RuntimeError(f"{here}, but {', '.join(others)}: {hint}")
+
+
+def _is_alone(mesh: DeviceMesh) -> bool:
+    return mesh.size() == 1 or dist.get_backend() == "fake"
+
+
+def group_timeout(mesh: DeviceMesh) -> timedelta:
+    """How long ranks of `mesh` wait for each other in a collective, as the user set it."""
+    return _torch.group_timeout(mesh.get_group())
+
+
+def _exchange(
+    topic: str, answer: str, mesh: DeviceMesh, timeout: timedelta, *, failed: str, hint: str
+) -> dict[int, str]:
+    """Everybody's answer, by global rank. `failed` and `hint`: what to say if some don't come."""
     store, rank = _torch.default_store(), dist.get_rank()
-    number = _local.rounds.get(frame, 0)
-    _local.rounds[frame] = number + 1
-    store.set(_key(frame, number, rank), answer)
-    answers = []
-    for other in range(dist.get_world_size()):
-        try:
-            store.wait([_key(frame, number, other)], TIMEOUT)
-        except dist.DistStoreError as error:
-            raise RuntimeError(
-                f"rank {other} did not compile {frame} within {TIMEOUT}: it ended, or took "
-                "another branch"
-            ) from error
-        answers.append(store.get(_key(frame, number, other)).decode())
-    return answers
-
-
-def _key(frame: str, number: int, rank: int) -> str:
-    return f"autoshard/compiled/{frame}/{number}/{rank}"
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    topic = f"autoshard/{topic}/{ranks[0]}"  # another group may have a topic of this name
+    number = _local.rounds.get(topic, 0)
+    _local.rounds[topic] = number + 1
+    keys = {other: f"{topic}/{number}/{other}" for other in ranks}
+    store.set(keys[rank], answer)
+    try:
+        store.wait(list(keys.values()), timeout)
+    except dist.DistStoreError as error:
+        missing = [other for other, key in keys.items() if not store.check([key])]
+        raise RuntimeError(
+            f"{failed}, and ranks {missing} did not within {timeout}: they ended, or went another "
+            f"way. {hint}"
+        ) from error
+    answers = store.multi_get(list(keys.values()))
+    return {other: value.decode() for other, value in zip(ranks, answers, strict=True)}

@@ -4,7 +4,8 @@ The backend itself is only called if Dynamo captures a graph, and then in the mi
 a forward. A model that Dynamo captures nothing of (a recurrent network, say) would run
 unsharded, each rank for itself, and say nothing. So a compiled module is sharded when
 it is first called, before its forward begins; graphs come after that. Of a compiled
-function the modules are not known: it gets a warning if its first call brings no graph.
+function the modules are those in its graphs: the others that it can name, if an optimizer
+steps them unsharded, are an error then, as are compiled modules that were never called.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from autoshard import _torch
-from autoshard.runtime.adopt import adopt_module
+from autoshard.runtime.adopt import adopt_module, modules_named_by
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.names import keep_names
 from autoshard.runtime.optimizers import uncalled_modules, watch_optimizers
@@ -26,7 +27,7 @@ from autoshard.runtime.optimizers import uncalled_modules, watch_optimizers
 ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
 """The backend's options, checked, as the arguments of `shard()`."""
 
-num_graphs = 0  # that Dynamo has handed to the backend
+num_graphs = 0  # compiled so far, of those that read sharded parameters
 
 
 def watch_first_calls(read_options: ReadOptions) -> None:
@@ -40,7 +41,7 @@ def watch_first_calls(read_options: ReadOptions) -> None:
         owner = getattr(fn, "__self__", None) or getattr(fn, "__wrapped__", None)
         if isinstance(owner, nn.Module):
             return _sharding_first(owner, compiled, arguments)
-        return _expecting_a_graph(compiled)
+        return _expecting_a_graph(fn, compiled)
 
     _torch.watch_compile("autoshard", wrap)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and world_size() > 1:
@@ -70,7 +71,7 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
     return call
 
 
-def _expecting_a_graph(compiled: Any) -> Any:
+def _expecting_a_graph(fn: Any, compiled: Any) -> Any:
     pending = True
 
     @functools.wraps(compiled)
@@ -78,9 +79,12 @@ def _expecting_a_graph(compiled: Any) -> Any:
         nonlocal pending
         before = num_graphs
         result = compiled(*args, **kwargs)
+        if pending:
+            uncalled_modules.update(modules_named_by(fn))
+            watch_optimizers()
         if pending and num_graphs == before:
             warnings.warn(
-                f"Dynamo captured nothing of {compiled.__qualname__}: autoshard has sharded "
+                f"Dynamo captured no model in {compiled.__qualname__}: autoshard has sharded "
                 "nothing in it; compile the model itself, or call autoshard.shard(model) first",
                 RuntimeWarning,
                 stacklevel=2,

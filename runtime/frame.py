@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.passes.meta import ParamInfo
+from autoshard.runtime.agreement import course
 from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
@@ -53,13 +54,18 @@ class Frame:
             for param, axis in zip(self.params, axes, strict=True)
         )
 
-    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, over local shards, with the signature of Dynamo's graph."""
-        if not self.local:
+    def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`compiled`, over local shards, with the signature of Dynamo's graph.
+
+        name: of the graph and its collectives, the same on every rank.
+        """
+        if not self.params:
             return compiled
         positions = list(self.local)
+        mesh = self.params[0].mesh
 
         def call(*args: Any) -> Any:
+            course.take(name, mesh)
             values = list(args)
             params = [values[position] for position in positions]
             for position, shard in zip(positions, _shards(params), strict=True):
@@ -150,6 +156,7 @@ def _number_markers(
                 raise ValueError(
                     f"%{node.name} gathers %{source.name}, which is no parameter of the model"
                 )
+            _check_uses(node, param)
             node.args = (*node.args[:-1], numbers.setdefault(param, len(numbers)))
         for subgraph in _subgraphs(node):
             inner = {
@@ -159,6 +166,33 @@ def _number_markers(
             }
             _number_markers(subgraph, inner, numbers)
             subgraph.recompile()
+
+
+def _check_uses(marker: fx.Node, param: ShardedParam) -> None:
+    """Raise ValueError for what a marker, which makes a copy, can't do as a parameter would."""
+    whole = marker.meta["example_value"]
+    if whole._version:
+        raise ValueError(
+            f"parameter {param.name} is written to in forward, where it is a gathered copy: write "
+            "to it outside of forward"
+        )
+    if param.param.requires_grad and not whole.requires_grad and _is_used_with_grad(marker):
+        raise ValueError(
+            f"parameter {param.name} is read under torch.no_grad() and used outside of it: read "
+            "it where it is used"
+        )
+
+
+def _is_used_with_grad(marker: fx.Node) -> bool:
+    enabled = False  # as it is at the marker
+    node = marker.next
+    while node.op != "output":
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif enabled and marker in node.all_input_nodes:
+            return True
+        node = node.next
+    return False
 
 
 def _subgraphs(node: fx.Node) -> list[fx.GraphModule]:

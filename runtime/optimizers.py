@@ -6,7 +6,7 @@ import gc
 import types
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.passes.layout import first_row, local_rows
+from autoshard.runtime import access
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find
 
@@ -110,50 +111,63 @@ def _cut(value: Any, sharded: ShardedParam) -> Any:
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    worlds, plain = set(), []
-    uncalled = _parameters_of_uncalled()
+    plain: list[nn.Parameter] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             sharded = find(param)
             if sharded is None:
                 if param.grad is not None and not isinstance(param, DTensor):
-                    plain.append(list(param.shape))
-                    if id(param) in uncalled:
-                        raise RuntimeError(
-                            f"{type(optimizer).__name__} trains {uncalled[id(param)]}, which was "
-                            "compiled with autoshard but never called through what torch.compile "
-                            "gave back, so that it is not sharded: call that, or "
-                            "autoshard.shard(model) first"
-                        )
+                    plain.append(param)
             elif sharded.param is not param:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
                     "sharding, so its step would train nothing: build the optimizer from "
                     "model.parameters() after sharding"
                 )
-            else:
-                worlds.add(sharded.world)
-    if plain and max(worlds, default=1) > 1 and optimizer not in _warned:
+    if plain and optimizer not in _warned:
+        _check_plain(optimizer, plain)
+
+
+def _check_plain(optimizer: torch.optim.Optimizer, plain: list[nn.Parameter]) -> None:
+    """Of parameters that nobody has sharded, and whose gradients nobody averages."""
+    if world_size() == 1:
+        return
+    kind = type(optimizer).__name__
+    uncalled = _names_of_params(uncalled_modules)
+    inside = _names_of_params(access.heads)
+    for param in plain:
+        if id(param) in uncalled:
+            raise RuntimeError(
+                f"{kind} trains {uncalled[id(param)]}, which was compiled with autoshard but never "
+                "called through what torch.compile gave back, or that Dynamo captured nothing of, "
+                "so that it is not sharded: call that, or autoshard.shard(model) first"
+            )
+        if id(param) in inside:
+            raise RuntimeError(
+                f"{kind} trains {inside[id(param)]}, which was put into its module after sharding: "
+                "it is not sharded, and its gradient is each rank's own. Add modules and "
+                "parameters before sharding"
+            )
+    if any(unit.world > 1 for unit in filter(None, map(access.unit_of, access.heads))):
         _warned.add(optimizer)
+        sizes = [list(param.shape) for param in plain[:4]]
         warnings.warn(
-            f"{type(optimizer).__name__} trains sharded parameters and {len(plain)} that are not "
-            f"sharded, of size {plain[:4]}: gradients of those are not averaged over ranks; shard "
-            "the module that holds them too",
+            f"{kind} trains {len(plain)} parameters that are not sharded, of size {sizes}, beside "
+            "a sharded model: their gradients are not averaged over ranks; shard the module that "
+            "holds them too",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
 uncalled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Compiled modules that have not been called, and so not been sharded, yet."""
+"""Compiled modules that have not been called, or not captured, and so not sharded."""
 
 
-def _parameters_of_uncalled() -> dict[int, str]:
-    if not uncalled_modules or world_size() == 1:
-        return {}
+def _names_of_params(modules: Iterable[nn.Module]) -> dict[int, str]:
     return {
         id(param): f"{type(module).__name__}.{name}"
-        for module in uncalled_modules
+        for module in list(modules)
         for name, param in module.named_parameters()
     }
 

@@ -54,7 +54,7 @@ def fully_shard(
         )
     if mesh is not None:
         check_mesh(mesh, "fully_shard")
-    _check_devices(modules)
+    _check_parameters(modules)
     ensure_process_group()
     mesh = mesh or default_mesh()
     unit = Unit(modules, mesh, reshard_after_forward)
@@ -94,7 +94,7 @@ def shard(
     _check_modules(model)
     if mesh is not None:
         check_mesh(mesh, "shard")
-    _check_devices((model,))
+    _check_parameters((model,))
     ensure_process_group()
     mesh = mesh or default_mesh()
     units = find_units(model, policy)
@@ -120,7 +120,7 @@ def sync_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     source = dist.get_global_rank(group, 0)
     tensors = [
-        tensor.detach()
+        _unexpanded(tensor.detach())
         for tensor in (*model.parameters(), *model.buffers())
         if not tensor.is_meta and tensor.numel()
     ]
@@ -131,6 +131,14 @@ def sync_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
             bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True
         ):
             tensor.copy_(piece.view(tensor.shape))
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """The elements that `tensor` really has: of an expanded dim, the first."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _sync_buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
@@ -187,10 +195,15 @@ def _unsharded(modules: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
     return several
 
 
-def _check_devices(modules: tuple[nn.Module, ...]) -> None:
+def _check_parameters(modules: tuple[nn.Module, ...]) -> None:
     devices: dict[torch.device, str] = {}
     for param, name in _unsharded(modules).items():
         devices.setdefault(param.device, name)
+        if param.grad is not None:
+            raise ValueError(
+                f"parameter {name} of {type(modules[0]).__name__} has a gradient from before "
+                "sharding, which is this rank's own: call zero_grad() first"
+            )
     if len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(

@@ -24,7 +24,9 @@ other tensor.
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +35,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoshard import _torch
-from autoshard.runtime import collectives
+from autoshard.runtime import collectives, reduce
+from autoshard.runtime.agreement import Order, course
 from autoshard.runtime.collectives import InFlight
 from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.reduce import Reduction
 from autoshard.runtime.unit import Unit
-
-MAX_REDUCES_IN_FLIGHT = 2  # one being sent while the next is filled; more only holds memory
 
 _open = threading.local()
 
@@ -55,6 +57,7 @@ class Step:
     def __init__(self, owner: Unit) -> None:
         self.owner = owner
         self.has_hooks = False  # see [Note: what is saved for backward]
+        self.has_grad = torch.is_grad_enabled()  # whether a backward may follow
         self.running: list[Unit] = []  # units whose forward is on the stack, outermost first
         self._ended: dict[Unit, int] = {}  # how many forwards of its modules are over
         self.order: list[Unit] = []  # units in the order in which they were first gathered
@@ -63,7 +66,7 @@ class Step:
         self._tokens: dict[Unit, dict[ShardedParam, Tensor]] = {}
         self._storages: dict[int, ShardedParam] = {}  # storage of a gathered tensor -> whose it is
         self._saved: set[Unit] = set()  # units of which backward wants something again
-        self._reduces: list[tuple[list[ShardedParam], InFlight]] = []
+        self._reduces: list[Reduction] = []
         self._callback_queued = False
         self._expected = owner.last_order  # what the previous step gathered, for prefetch
 
@@ -83,9 +86,11 @@ class Step:
         return self._attach(param, self._gathered_in_backward(param.unit)[param])
 
     def _attach(self, param: ShardedParam, data: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and param.param.requires_grad):
+        if not (self.has_grad and param.param.requires_grad):
             return data
-        attached: Tensor = _torch.apply(_Attach, self._token(param), data)
+        # Also under the caller's no_grad: what it reads may be used outside of that.
+        with torch.enable_grad():
+            attached: Tensor = _torch.apply(_Attach, self._token(param), data)
         return attached
 
     def leave(self, unit: Unit) -> None:
@@ -94,17 +99,35 @@ class Step:
         self._ended[unit] = self._ended.get(unit, 0) + 1
         # A unit of several modules is done when each of them has run.
         done = unit not in self.running and self._ended[unit] % len(unit.modules) == 0
-        if done and (unit.reshards or not torch.is_grad_enabled()):
+        if done and (unit.reshards or not self.has_grad):
             self._drop(unit)
 
-    def close(self) -> None:
-        """The owner's forward has ended: only what backward needs stays."""
+    def close(self, *, failed: bool = False) -> None:
+        """The owner's forward has ended: only what backward needs stays.
+
+        failed: by an exception.
+        """
         for unit in self._forward.units():
             self._drop(unit)
         self.owner.last_order = tuple(self.order)
+        if failed:
+            self._forward_order.forget()
+        else:
+            self._forward_order.end()
+
+    @property
+    def _forward_order(self) -> Order:
+        return self.owner.order("forward")
+
+    @property
+    def _backward_order(self) -> Order:
+        return self.owner.order("backward")
 
     def _gathered_in_forward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
         if not self._forward.has(unit):
+            if not self.order:  # a compiled forward opens a step too, and gathers nothing in it
+                course.take(f"an eager forward of {self.owner.name}", self.owner.mesh)
+            self._forward_order.take(f"the gather of {unit.name}")
             if unit not in self.order:
                 self.order.append(unit)
                 unit.last_step = self
@@ -156,6 +179,7 @@ class Step:
 
     def _gathered_in_backward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
         if not self._backward.has(unit):
+            self._backward_order.take(f"the gather of {unit.name}")
             self._queue_callback()
             # A unit that trains nothing has no reduce to end it: the next gather does.
             for other in self._backward.units():
@@ -167,32 +191,39 @@ class Step:
                 self._backward.launch(following)
         return self._backward.gather(unit)
 
-    def reduce(self, unit: Unit, grads: dict[ShardedParam, Tensor]) -> None:
-        """Every gradient of `unit` is in: launch its reduce, let go of its parameters."""
+    def reduce(
+        self, unit: Unit, grads: dict[ShardedParam, Tensor | None], wanted: set[ShardedParam]
+    ) -> None:
+        """Every gradient of `unit` is in: launch its reduce, let go of its parameters.
+
+        grads: whole gradients of all its trainable parameters; None where this rank has none.
+        wanted: the parameters of which `.grad` is to be filled.
+        """
+        for reduction in self._reductions(unit, grads, wanted):
+            while len(self._reduces) >= reduce.MAX_IN_FLIGHT:
+                self._reduces.pop(0).accumulate()
+            reduction.launch()
+            self._reduces.append(reduction)
+
+    def reduce_now(
+        self, unit: Unit, grads: dict[ShardedParam, Tensor | None], wanted: set[ShardedParam]
+    ) -> dict[ShardedParam, Tensor]:
+        """As `reduce`, but returns this rank's rows of the mean gradients and fills no `.grad`."""
+        reduced: dict[ShardedParam, Tensor] = {}
+        for reduction in self._reductions(unit, grads, wanted):
+            reduction.launch()
+            reduced.update(reduction.wait())
+        return reduced
+
+    def _reductions(
+        self, unit: Unit, grads: dict[ShardedParam, Tensor | None], wanted: set[ShardedParam]
+    ) -> list[Reduction]:
+        self._backward_order.take(f"the reduce of {unit.name}")
         self._backward.drop(unit)
         self._saved.discard(unit)
         self._queue_callback()
-        for bucket in unit.buckets():
-            params = [param for param in bucket if param in grads]
-            if not params:
-                continue
-            if unit.world == 1:
-                for param in params:
-                    accumulate(param, grads[param])
-                continue
-            while len(self._reduces) >= MAX_REDUCES_IN_FLIGHT:
-                self._wait_reduce()
-            flight = collectives.launch_reduce(
-                [grads[param] for param in params],
-                tuple(param.member for param in params),
-                params[0].group,
-            )
-            self._reduces.append((params, flight))
-
-    def _wait_reduce(self) -> None:
-        params, flight = self._reduces.pop(0)
-        for param, shard in zip(params, collectives.wait_reduce(flight), strict=True):
-            accumulate(param, shard)
+        buckets = ({p: grads[p] for p in bucket if p in grads} for bucket in unit.buckets())
+        return [Reduction(bucket, wanted) for bucket in buckets if bucket]
 
     def _queue_callback(self) -> None:
         if not self._callback_queued and _torch.in_backward():
@@ -202,9 +233,10 @@ class Step:
     def _finish_backward(self) -> None:
         self._callback_queued = False
         while self._reduces:
-            self._wait_reduce()
+            self._reduces.pop(0).accumulate()
         for unit in self._backward.units():
             self._backward.drop(unit)
+        self._backward_order.end()
 
 
 @dataclass(frozen=True)
@@ -225,6 +257,7 @@ class _Gathered:
     def __init__(self) -> None:
         self._flights: dict[Unit, list[tuple[list[ShardedParam], InFlight]]] = {}
         self._tensors: dict[Unit, dict[ShardedParam, Tensor]] = {}
+        self._versions: dict[Unit, list[int]] = {}  # of those tensors, when they were made
 
     def has(self, unit: Unit) -> bool:
         return unit in self._tensors
@@ -263,13 +296,30 @@ class _Gathered:
                     for bucket, flight in self._flights.pop(unit)
                     for param, tensor in zip(bucket, collectives.wait_gather(flight), strict=True)
                 }
+            self._versions[unit] = [tensor._version for tensor in self._tensors[unit].values()]
         return self._tensors[unit]
 
     def drop(self, unit: Unit) -> list[Tensor]:
-        """Let go of `unit`, waiting for what is still on its way; returns what was gathered."""
+        """Let go of `unit`, waiting for what is still on its way; returns what was gathered.
+
+        Raises RuntimeError if a whole parameter was written to, which would be lost.
+        """
         for _, flight in self._flights.pop(unit, []):
             flight.work.wait()
-        return list(self._tensors.pop(unit, {}).values())
+        gathered = self._tensors.pop(unit, {})
+        versions = self._versions.pop(unit, [])
+        written = [
+            param.name
+            for (param, tensor), version in zip(gathered.items(), versions, strict=True)
+            if tensor._version != version
+        ]
+        if written and unit.world > 1:
+            raise RuntimeError(
+                f"parameters {written} were written to in forward, where they are gathered copies: "
+                "write to the module's parameter outside of forward, before the call or after the "
+                "optimizer's step (for Embedding(max_norm=...), renormalise there)"
+            )
+        return list(gathered.values())
 
 
 class _ReduceUnit(torch.autograd.Function):
@@ -291,10 +341,21 @@ class _ReduceUnit(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        whole = {p: grad for p, grad in zip(ctx.trainable, grads, strict=True) if grad is not None}
-        ctx.step.reduce(ctx.unit, whole)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        whole = dict(zip(ctx.trainable, grads, strict=True))
+        leaves = [node for node, _ in ctx.next_functions]
+        returned = _select(ctx.trainable, map(_torch.returns_gradient, leaves))
+        if returned:  # torch.autograd.grad(): `.grad` is none of its business
+            rows = ctx.step.reduce_now(ctx.unit, whole, returned)
+            handed_out = (p.grad_from(rows[p]) if p in rows else None for p in ctx.trainable)
+            return None, None, None, *handed_out
+        wanted = _select(ctx.trainable, map(_torch.accumulates_gradient, leaves))
+        ctx.step.reduce(ctx.unit, whole, wanted)
         return (None,) * (3 + len(grads))
+
+
+def _select(params: list[ShardedParam], chosen: Iterable[bool]) -> set[ShardedParam]:
+    return {param for param, is_chosen in zip(params, chosen, strict=True) if is_chosen}
 
 
 class _Attach(torch.autograd.Function):
@@ -307,22 +368,6 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
-    """Add this rank's rows of a mean gradient to `.grad`, then run the parameter's hooks."""
-    param = sharded.param
-    grad: Tensor = sharded.grad_from(shard.contiguous())
-    for hook in list((param._backward_hooks or {}).values()):
-        replaced = hook(grad)
-        grad = grad if replaced is None else replaced
-    with torch.no_grad():
-        if param.grad is None:
-            param.grad = grad
-        else:
-            param.grad += grad
-    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
-        hook(param)
 
 
 def _after(unit: Unit, order: Any) -> Unit | None:
@@ -357,7 +402,8 @@ def leave(unit: Unit) -> None:
     if not step.running:
         _pop_hooks(step)
         _open.step = None
-        step.close()
+        # Run for exceptions too, from where they are handled.
+        step.close(failed=sys.exc_info()[0] is not None)
 
 
 def _push_hooks(step: Step) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.runtime.agreement import Order
 from autoshard.runtime.param import ShardedParam
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Unit:
     number: int = field(default_factory=lambda: _local.next())  # the same on every rank
     last_step: Step | None = None  # the latest step that gathered it
     last_order: tuple[Unit, ...] = ()  # what the latest step that it owned gathered, in order
+    orders: dict[str, Order] = field(default_factory=dict)  # phase -> of the steps that it owns
 
     @property
     def reshards(self) -> bool:
@@ -63,6 +65,13 @@ class Unit:
     @property
     def world(self) -> int:
         return self.mesh.size()
+
+    def order(self, phase: str) -> Order:
+        """The collectives of one phase ("forward", "backward") of the steps that it owns."""
+        if phase not in self.orders:
+            key, topic = f"{self.number}/{phase}", f"the {phase} of {self.name}"
+            self.orders[phase] = Order(key, topic, self.mesh)
+        return self.orders[phase]
 
     def take(self, param: ShardedParam) -> None:
         """Make `param` a member, moving it here if it is another unit's."""
