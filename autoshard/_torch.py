@@ -77,9 +77,14 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
+def graph_task() -> int:
+    """A number for the backward that this thread is inside, or -1."""
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def accumulates_gradient(leaf: Any) -> bool:

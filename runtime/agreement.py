@@ -141,16 +141,17 @@ class Course(threading.local):
     """
 
     def __init__(self) -> None:
-        self._last: dict[DeviceMesh, str] = {}
-        self._after: dict[tuple[DeviceMesh, str], str] = {}
+        self._last: dict[str, str] = {}  # by _name(mesh)
+        self._after: dict[tuple[str, str], str] = {}
 
     def take(self, event: str, mesh: DeviceMesh) -> None:
         """`event` begins. Raises RuntimeError if something else does on other ranks of `mesh`."""
-        before = mesh, self._last.get(mesh, "")
+        name = _name(mesh)
+        before = name, self._last.get(name, "")
         if self._after.get(before) != event:
             _compare("program", "the program", event, mesh, hint=_RECOMPILE_HINT)
             self._after[before] = event
-        self._last[mesh] = event
+        self._last[name] = event
 
 
 course = Course()
@@ -184,6 +185,13 @@ def _is_alone(mesh: DeviceMesh) -> bool:
     return mesh.size() == 1 or dist.get_backend() == "fake"
 
 
+def _name(mesh: DeviceMesh) -> str:
+    """Tells `mesh` from others, the same on all its ranks."""
+    if mesh.ndim == 1:
+        return str(mesh.get_group().group_name)
+    return f"{tuple(mesh.shape)} at {mesh.mesh.flatten().tolist()[0]}"
+
+
 def group_timeout(mesh: DeviceMesh) -> timedelta:
     """How long ranks of `mesh` wait for each other in a collective, as the user set it."""
     return _torch.group_timeout(mesh.get_group())
@@ -195,7 +203,7 @@ def _exchange(
     """Everybody's answer, by global rank. `failed` and `hint`: what to say if some don't come."""
     store, rank = _torch.default_store(), dist.get_rank()
     ranks: list[int] = mesh.mesh.flatten().tolist()
-    topic = f"autoshard/{topic}/{ranks[0]}"  # another group may have a topic of this name
+    topic = f"autoshard/{topic}/{_name(mesh)}"
     number = _local.rounds.get(topic, 0)
     _local.rounds[topic] = number + 1
     keys = {other: f"{topic}/{number}/{other}" for other in ranks}

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.passes.meta import ParamInfo
+from autoshard.runtime import left_out
 from autoshard.runtime.agreement import course
 from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
 
@@ -256,6 +257,7 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        left_out.note_backward()
         for sharded, version in zip(ctx.sharded, ctx.versions, strict=True):
             sharded.check_version(version)
         return tuple(

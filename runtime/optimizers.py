@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import types
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.passes.layout import first_row, local_rows
-from autoshard.runtime import access
+from autoshard.runtime import access, left_out
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find
 
@@ -50,6 +49,7 @@ def check_owners(params: Mapping[str, nn.Parameter]) -> None:
     like. Also for a parameter with gradient hooks, which would never run again.
     """
     for name, param in params.items():
+        left_out.unwatch(param)
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise RuntimeError(
                 f"parameter {name} has gradient hooks, which sharding can't move: call "
@@ -112,6 +112,7 @@ def _cut(value: Any, sharded: ShardedParam) -> Any:
 
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     plain: list[nn.Parameter] = []
+    has_sharded = False
     for group in optimizer.param_groups:
         for param in group["params"]:
             sharded = find(param)
@@ -124,15 +125,15 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
                     "sharding, so its step would train nothing: build the optimizer from "
                     "model.parameters() after sharding"
                 )
-    if plain and optimizer not in _warned:
-        _check_plain(optimizer, plain)
+            else:
+                has_sharded |= sharded.world > 1
+    if plain and world_size() > 1:
+        _check_plain(type(optimizer).__name__, plain)
+        left_out.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
 
 
-def _check_plain(optimizer: torch.optim.Optimizer, plain: list[nn.Parameter]) -> None:
-    """Of parameters that nobody has sharded, and whose gradients nobody averages."""
-    if world_size() == 1:
-        return
-    kind = type(optimizer).__name__
+def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:
+    """Of parameters that nobody has sharded: those that `kind`, an optimizer, trains wrong."""
     uncalled = _names_of_params(uncalled_modules)
     inside = _names_of_params(access.heads)
     for param in plain:
@@ -148,16 +149,6 @@ def _check_plain(optimizer: torch.optim.Optimizer, plain: list[nn.Parameter]) ->
                 "it is not sharded, and its gradient is each rank's own. Add modules and "
                 "parameters before sharding"
             )
-    if any(unit.world > 1 for unit in filter(None, map(access.unit_of, access.heads))):
-        _warned.add(optimizer)
-        sizes = [list(param.shape) for param in plain[:4]]
-        warnings.warn(
-            f"{kind} trains {len(plain)} parameters that are not sharded, of size {sizes}, beside "
-            "a sharded model: their gradients are not averaged over ranks; shard the module that "
-            "holds them too",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 uncalled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -170,9 +161,6 @@ def _names_of_params(modules: Iterable[nn.Module]) -> dict[int, str]:
         for module in list(modules)
         for name, param in module.named_parameters()
     }
-
-
-_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 _hook = None

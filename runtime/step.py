@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoshard import _torch
-from autoshard.runtime import collectives, reduce
+from autoshard.runtime import collectives, left_out, reduce
 from autoshard.runtime.agreement import Order, course
 from autoshard.runtime.collectives import InFlight
 from autoshard.runtime.param import ShardedParam
@@ -229,6 +229,7 @@ class Step:
         if not self._callback_queued and _torch.in_backward():
             _torch.queue_backward_callback(self._finish_backward)
             self._callback_queued = True
+            left_out.note_backward()
 
     def _finish_backward(self) -> None:
         self._callback_queued = False
@@ -296,7 +297,8 @@ class _Gathered:
                     for bucket, flight in self._flights.pop(unit)
                     for param, tensor in zip(bucket, collectives.wait_gather(flight), strict=True)
                 }
-            self._versions[unit] = [tensor._version for tensor in self._tensors[unit].values()]
+            if not torch.is_inference_mode_enabled():  # its tensors count no versions
+                self._versions[unit] = [t._version for t in self._tensors[unit].values()]
         return self._tensors[unit]
 
     def drop(self, unit: Unit) -> list[Tensor]:
@@ -307,10 +309,10 @@ class _Gathered:
         for _, flight in self._flights.pop(unit, []):
             flight.work.wait()
         gathered = self._tensors.pop(unit, {})
-        versions = self._versions.pop(unit, [])
+        versions = self._versions.pop(unit, ())
         written = [
             param.name
-            for (param, tensor), version in zip(gathered.items(), versions, strict=True)
+            for (param, tensor), version in zip(gathered.items(), versions, strict=False)
             if tensor._version != version
         ]
         if written and unit.world > 1:

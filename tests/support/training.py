@@ -55,8 +55,13 @@ def train(
 
 
 def average_gradients(model: nn.Module) -> None:
+    """A parameter that has a gradient on some ranks only counts as zero on the others."""
     for param in model.parameters():
-        if param.grad is not None:
+        has_grad = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has_grad)
+        if has_grad > 0:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
 

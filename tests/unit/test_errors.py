@@ -152,6 +152,63 @@ def zeroed_from_before() -> None:
         param.grad = None
 
 
+class Clamping(Net):
+    """Writes to a parameter in forward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layers[1].up.weight.clamp_(-0.1, 0.1)
+        return super().forward(ids)
+
+
+def write_in_forward() -> None:
+    net_loss(autoshard.shard(Clamping()), 0, 0)
+
+
+def write_in_compiled_forward() -> None:
+    options = {"lowering": "eager", "strict": True}
+    net_loss(torch.compile(Clamping(), backend="autoshard", options=options), 0, 0)
+
+
+def sparse_gradient() -> None:
+    model = autoshard.shard(nn.Embedding(9, 4, sparse=True))
+    model(torch.arange(4)).sum().backward()
+
+
+def gradient_from_before() -> None:
+    model = Net()
+    net_loss(model, 0, 0).backward()
+    net_loss(torch.compile(model, backend="autoshard"), 0, 0)
+
+
+def added_later() -> None:
+    model = autoshard.shard(Net())
+    model.extra = nn.Linear(11, 2)
+    optimizer = torch.optim.SGD(model.extra.parameters(), lr=0.1)
+    model.extra(model(torch.tensor([1, 2]))).sum().backward()
+    optimizer.step()
+
+
+def bucketing_of_no_module() -> None:
+    options = {"bucketing": [["layers.0", "layer.1"]]}
+    net_loss(torch.compile(Net(), backend="autoshard", options=options), 0, 0)
+
+
+def function_without_the_model() -> None:
+    """Dynamo captures some of the function, and nothing of the model."""
+    model = Net()
+    optimizer = adamw(model)
+    run = torch.compiler.disable(lambda ids: model(ids))
+
+    @torch.compile(backend="autoshard", options={"lowering": "eager"})
+    def step(ids: Tensor) -> Tensor:
+        return run(ids + 0) * len(model.layers)
+
+    with pytest.warns(RuntimeWarning, match="captured no model"):
+        step(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
 BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (unknown_option, ["bucketting", "valid options", "bucketing"]),
     (wrong_value, ["lowering", "3", "inductor"]),
@@ -172,6 +229,13 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (list_from_before, ["embed.weight", "model.parameters()", "autoshard.shard(model)"]),
     (zeroed_from_before, ["embed.weight", "model.parameters()"]),
     (never_called, ["AdamW", "WithMethod.embed.weight", "autoshard.shard(model)"]),
+    (write_in_forward, ["layers.1.up.weight", "written to in forward", "outside of forward"]),
+    (write_in_compiled_forward, ["layers.1.up.weight", "written to", "outside of forward"]),
+    (sparse_gradient, ["weight", "sparse=False"]),
+    (gradient_from_before, ["embed.weight", "Net", "zero_grad()"]),
+    (added_later, ["Net.extra.weight", "SGD", "before sharding"]),
+    (bucketing_of_no_module, ["layer.1", "named_modules()", "layers"]),
+    (function_without_the_model, ["AdamW", "Net.embed.weight", "captured"]),
     (replaced_parameter, ["head.weight", "[11, 6]", "load_state_dict"]),
 ]
 

@@ -1,0 +1,259 @@
+"""Ranks that do not do the same: routing by rank, orders that change, graphs on one rank only."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Net, net_loss, tokens
+from support.ranks import on_ranks
+from support.training import adamw, assert_same, replicated, sharded, train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autoshard
+
+
+class Experts(nn.Module):
+    """Equal experts in one unit; each rank uses its own, and nobody the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.experts[dist.get_rank()](x).relu())
+
+
+def experts_loss(model: Any, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(4, 5, generator=generator)).square().sum()
+
+
+@on_ranks(2)
+def test_each_rank_has_gradients_of_its_own_experts(rank: int) -> None:
+    want, want_losses = replicated(Experts, experts_loss)
+    got, losses = sharded(Experts, experts_loss)
+    assert losses == want_losses
+    assert_same(got, want)
+    experts_loss(got, rank, 9).backward()
+    assert got.experts[1 - rank].weight.grad is not None
+    assert got.experts[2].weight.grad is None
+
+
+class Skipping(Net):
+    """Leaves out the layer that `skips` says."""
+
+    skips: int | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            if number != self.skips:
+                x = layer(x)
+        return self.head(x)
+
+
+@on_ranks(2)
+def test_the_order_may_change_on_all_ranks(rank: int) -> None:
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        model.skips = step % 4
+        return net_loss(model, rank, step)
+
+    want, _ = replicated(Skipping, loss, steps=6)
+    got, _ = sharded(Skipping, loss, steps=6)
+    assert_same(got, want)
+
+
+@contextmanager
+def short_mesh() -> Iterator[DeviceMesh]:
+    """Both ranks, who wait for each other for two seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+
+
+@on_ranks(2)
+def test_a_layer_left_out_by_one_rank(rank: int) -> None:
+    with short_mesh() as mesh:
+        model = autoshard.shard(Skipping(), mesh=mesh)
+        model.skips = 1 if rank == 0 else None
+        with pytest.raises(RuntimeError, match=r"to the gather of layers\.1"):
+            net_loss(model, rank, 0).backward()
+
+
+@on_ranks(2)
+def test_another_layer_left_out_by_each_rank(rank: int) -> None:
+    """Gathers of equal sizes, in steps after one that was alike."""
+    with short_mesh() as mesh:
+        model = autoshard.shard(Skipping(), mesh=mesh)
+        net_loss(model, rank, 0).backward()
+        model.skips = rank
+        with pytest.raises(RuntimeError, match=r"to the gather of layers\.[01]"):
+            net_loss(model, rank, 0).backward()
+
+
+@on_ranks(2)
+def test_backward_on_one_rank(rank: int) -> None:
+    with short_mesh() as mesh:
+        model = autoshard.shard(Skipping(), mesh=mesh)
+        loss = net_loss(model, rank, 0)
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"the backward of root.*did not within"):
+                loss.backward()
+
+
+@contextmanager
+def recompile_limit(limit: int) -> Iterator[None]:
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        yield
+
+
+def lengths_loss(model: Any, rank: int, step: int) -> Tensor:
+    ids = tokens(rank, step, length=4 + step)
+    return torch.nn.functional.cross_entropy(model(ids), ids.roll(-1))
+
+
+@on_ranks(2)
+def test_past_the_recompile_limit_together(rank: int) -> None:
+    """Dynamo gives a frame up without asking anybody: it runs eagerly, on all ranks."""
+    want, _ = replicated(Net, lengths_loss, steps=5)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adamw(model)
+    options = {"lowering": "eager"}
+    call = torch.compile(model, backend="autoshard", options=options, dynamic=False)
+    with recompile_limit(2):
+        train(call, lengths_loss, optimizer, steps=5)
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_past_the_recompile_limit_alone(rank: int) -> None:
+    """One rank would gather eagerly what the other gathers in a graph."""
+    with short_mesh() as mesh, recompile_limit(2):
+        options = {"lowering": "eager", "mesh": mesh}
+        call = torch.compile(Net(), backend="autoshard", options=options, dynamic=False)
+
+        def run() -> None:
+            for step in range(5):
+                lengths_loss(call, rank, step if rank == 0 else 0).backward()
+
+        # Rank 1 is left in its collective, which the group's timeout ends.
+        with pytest.raises(RuntimeError, match=r"(?i)recompile_limit|timed out|timeout"):
+            run()
+
+
+def a_gradient_of(model: nn.Module) -> Callable[[Tensor], Any]:
+    return lambda loss: torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_autograd_grad(rank: int, form: str) -> None:
+    """Gradients handed out are sharded means, and `.grad` is left alone."""
+    torch.manual_seed(0)
+    whole = Net()
+    want = a_gradient_of(whole)(net_loss(whole, rank, 0))
+    torch.manual_seed(0)
+    model = Net()
+    call = (
+        autoshard.shard(model)
+        if form == "eager"
+        else torch.compile(model, backend="autoshard", options={"lowering": "eager"})
+    )
+    loss = net_loss(call, rank, 0)
+    got = a_gradient_of(model)(loss)
+    for mine, theirs in zip(got, want, strict=True):
+        dist.all_reduce(theirs)
+        assert torch.equal(mine.full_tensor(), theirs / 2)
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_backward_of_some_inputs(rank: int, form: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    call = (
+        autoshard.shard(model)
+        if form == "eager"
+        else torch.compile(model, backend="autoshard", options={"lowering": "eager"})
+    )
+    loss = net_loss(call, rank, 0)
+    loss.backward(inputs=[model.layers[1].up.weight, model.embed.weight])
+    filled = [name for name, param in model.named_parameters() if param.grad is not None]
+    assert filled == ["embed.weight", "layers.1.up.weight"]
+
+
+class OwnHead(nn.Module):
+    """A head outside of the sharded model."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.body(ids) * self.scale
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_a_parameter_left_out_is_told_of(rank: int, form: str) -> None:
+    torch.manual_seed(0)
+    body = Net()
+    optimizer = adamw(body)
+    if form == "eager":
+        body = autoshard.shard(body)
+        optimizer = adamw(body)
+        call: Any = body
+    else:
+        call = torch.compile(body, backend="autoshard", options={"lowering": "eager"})
+    model = OwnHead(call)
+    own = torch.optim.SGD([model.scale], lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            net_loss(model, rank, step).backward()
+            for each in (optimizer, own):
+                each.step()
+                each.zero_grad()
+    ours = [str(w.message) for w in caught if "is not sharded" in str(w.message)]
+    assert len(ours) == 1, ours
+    assert "size [1]" in ours[0]
+
+
+class ReadsEarly(Net):
+    """Reads a parameter under no_grad and uses it outside."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight = self.layers[0].up.weight
+        return super().forward(ids) * weight.mean()
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_read_without_grad_used_with_it(rank: int, form: str) -> None:
+    build = functools.partial(ReadsEarly, tied=False)
+    want, _ = replicated(build, net_loss)
+    if form == "eager":
+        got, _ = sharded(build, net_loss)
+        assert_same(got, want)
+        return
+    torch.manual_seed(0)
+    got = build()
+    optimizer = adamw(got)
+    call = torch.compile(got, backend="autoshard", options={"lowering": "eager"})
+    with pytest.warns(RuntimeWarning, match=r"layers\.0\.up\.weight is read under torch\.no_grad"):
+        train(call, net_loss, optimizer)
+    # Blocks are compiled one by one then: the two uses are reduced in another order.
+    assert_same(got, want, rtol=1e-5)
