@@ -1,6 +1,6 @@
 """Pure shape arithmetic: what a member of a bucket looks like on each rank.
 
-A parameter of R rows over W ranks is cut along dim 0 into chunks of ceil(R / W)
+A parameter of R rows over W ranks is cut along a dim, mostly 0, into chunks of ceil(R / W)
 rows. Rank r holds rows [r * chunk, min((r + 1) * chunk, R)), which may be fewer
 than a chunk, or none. On the wire every rank's piece is a whole chunk, the rows
 past the end being padding, so that the gathered chunks lie one after another and
@@ -41,22 +41,27 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter in a bucket: its dtype and its whole, unsharded size."""
+    """One parameter in a bucket: its dtype, its whole, unsharded size, and the dim it is cut along.
+
+    Rows are its slices along `dim`. Along a dim other than the first they divide evenly.
+    """
 
     dtype: torch.dtype
     size: tuple[int, ...]
+    dim: int = 0
 
     def __str__(self) -> str:
-        return f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.size))}]"
+        text = f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.size))}]"
+        return f"{text}@{self.dim}" if self.dim else text
 
     @property
     def rows(self) -> int:
-        return self.size[0]
+        return self.size[self.dim]
 
     @property
     def row_numel(self) -> int:
         """Elements in one row."""
-        return math.prod(self.size[1:])
+        return math.prod(self.size[: self.dim] + self.size[self.dim + 1 :])
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +79,11 @@ class Member:
     def local_rows(self, world: int, rank: int) -> int:
         """Rows that `rank` really holds."""
         return local_rows(self.rows, world, rank)
+
+    def local_size(self, world: int, rank: int) -> tuple[int, ...]:
+        """The size of what `rank` holds."""
+        rows = self.local_rows(world, rank)
+        return (*self.size[: self.dim], rows, *self.size[self.dim + 1 :])
 
 
 def chunk_rows(rows: int, world: int) -> int:
@@ -122,7 +132,7 @@ def read_members(text: str) -> tuple[Member, ...]:
 
 
 def _read_member(text: str) -> Member:
-    match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
+    match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\](?:@(\d+))?", text)
     if match is None or match[1] not in DTYPES:
         raise ValueError(f"{text!r} is no bucket member; one looks like f32[7,15]")
-    return Member(DTYPES[match[1]], tuple(map(int, match[2].split(","))))
+    return Member(DTYPES[match[1]], tuple(map(int, match[2].split(","))), int(match[3] or 0))

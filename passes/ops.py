@@ -77,7 +77,7 @@ def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
     """Empty shards, of this rank's rows, on the device of `like`."""
     world, rank = _torch.group_size(group), _torch.group_rank(group)
     return [
-        like.new_empty((m.local_rows(world, rank), *m.size[1:]), dtype=m.dtype)
+        like.new_empty(m.local_size(world, rank), dtype=m.dtype)
         for m in read_members(members)
     ]
 

@@ -14,6 +14,7 @@ the module, so modules of one class can be sharded differently.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.runtime import precision
 from autoshard.runtime import step as steps
 from autoshard.runtime.param import ShardedParam
-from autoshard.runtime.unit import Unit
+from autoshard.runtime.unit import UNIT, Unit
+from autoshard.runtime.unit import unit_of as unit_of
 
 PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: ShardedParam}
-UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
 
 heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Every module that heads a unit."""
@@ -54,12 +56,7 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     _set_class(module, mixins=(mixin,))
     module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` heads, if it heads one."""
-    unit: Unit | None = module.__dict__.get(UNIT)
-    return unit
+    module.register_state_dict_post_hook(precision.keep_buffer_dtypes)
 
 
 def root_of(param: ShardedParam) -> nn.Module:
@@ -192,26 +189,55 @@ def _late_step(unit: Unit) -> steps.Step | None:
     return next((late.step for late in _late if unit in late.units), None)
 
 
-def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        return
-    _enter(module)
+        return None
+    return _enter(module, args, kwargs)
 
 
-def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     if torch.compiler.is_compiling():
-        return
-    _leave(module)
+        return None
+    return _leave(module, output)
 
 
 @_torch.disable
-def _enter(module: nn.Module) -> None:
-    steps.enter(module.__dict__[UNIT])
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    unit: Unit = module.__dict__[UNIT]
+    steps.enter(unit)
+    precision.cast_buffers(unit)
+    return precision.cast_inputs(unit, args, kwargs)
 
 
 @_torch.disable
-def _leave(module: nn.Module) -> None:
-    steps.leave(module.__dict__[UNIT])
+def _leave(module: nn.Module, output: Any) -> Any:
+    unit: Unit = module.__dict__[UNIT]
+    steps.leave(unit)
+    return precision.cast_output(unit, output)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Have `module.name(...)`, a method other than `forward`, gather parameters as forward does.
+
+    Nothing to do for a module that heads no unit. Raises ValueError if it has no such method.
+    """
+    if unit_of(module) is None:
+        return
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} does not have a method {name!r}")
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _enter(module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = _leave(module, output)
+        return output
+
+    module.__dict__[name] = call
 
 
 def _read_flat_weights(rnn: Any) -> list[Any]:

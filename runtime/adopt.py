@@ -28,10 +28,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.runtime import access, collectives
+from autoshard.runtime import access
 from autoshard.runtime.optimizers import check_owners, rebind_optimizers
 from autoshard.runtime.param import ShardedParam, find
-from autoshard.runtime.reduce import accumulate
+from autoshard.runtime.reduce import Reduction
 from autoshard.runtime.shard import shard
 
 
@@ -198,9 +198,8 @@ def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             grad, param.grad = param.grad, None
         assert grad is not None
-        if sharded.world > 1:
-            flight = collectives.launch_reduce([grad], (sharded.member,), sharded.group)
-            (grad,) = collectives.wait_reduce(flight)
-        accumulate(sharded, grad)
+        reduction = Reduction(sharded.unit, {sharded: grad}, {sharded}, sharded.member.dtype)
+        reduction.launch()
+        reduction.accumulate()
 
     old.register_post_accumulate_grad_hook(forward)

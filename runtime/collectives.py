@@ -4,10 +4,12 @@ Both the eager runtime and the compiled graphs move bytes through these four
 functions, so their results can only agree.
 
     gather:  shards -> one send buffer -> all-gather -> copied out to whole parameters
-    reduce:  whole gradients -> one send buffer -> reduce-scatter -> mean, per shard
+    reduce:  whole gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
 
 A bucket of one needs no copies on the way out: the gathered chunks are the padded
-parameter. A group of one rank issues no collective.
+parameter. Copies into a send buffer cast to its dtype. Of the axes (shard, replicate) of
+a mesh, reduce-scatter goes over the first and all-reduce over the second; over an axis
+of size 1, or none, nothing is sent.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +26,14 @@ from torch.autograd.profiler import record_function
 
 from autoshard import _torch
 from autoshard.passes.layout import Member
+from autoshard.runtime.mesh import Axes
 
 
 @dataclass(frozen=True)
 class Issued:
     """What an observer sees of one launch: the kind, its members, the group's name."""
 
-    kind: str  # "gather" or "reduce"
+    kind: str  # "gather", "reduce" or "all_reduce"
     members: tuple[Member, ...]
     group: str
 
@@ -48,11 +52,16 @@ class InFlight:
     """
 
     issued: Issued
-    work: dist.Work
-    send: Tensor  # [numel of one rank's pieces], 1D
+    work: dist.Work | None  # None: nothing was sent
+    send: Tensor  # gather: [numel of one rank's pieces], reduce: [world * that], 1D
     receive: Tensor  # gather: [world * send.numel()], reduce: [numel of one rank's pieces], 1D
     world: int
     rank: int
+
+    def wait(self) -> None:
+        """On a CPU until it has ended; elsewhere what the device is given next waits for it."""
+        if self.work is not None:
+            self.work.wait()
 
 
 _observers: list[Callable[[Issued], None]] = []
@@ -88,7 +97,7 @@ def wait_gather(flight: InFlight) -> list[Tensor]:
     """Whole parameters, each contiguous in a storage of its own, (rows, *rest)."""
     members, world = flight.issued.members, flight.world
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
-        flight.work.wait()
+        flight.wait()
         if len(members) == 1:
             padded = [flight.receive]
         else:
@@ -100,74 +109,157 @@ def wait_gather(flight: InFlight) -> list[Tensor]:
                 dim=1,
                 out=[out.view(world, -1) for out in padded],
             )
-        return [
-            out[: member.rows * member.row_numel].view(member.size)
-            for out, member in zip(padded, members, strict=True)
-        ]
+        return [_whole(out, member, world) for out, member in zip(padded, members, strict=True)]
 
 
-def launch_reduce(grads: list[Tensor], members: tuple[Member, ...], group: str) -> InFlight:
-    """Start averaging `grads` over the group, each rank to keep its own rows.
+def _whole(padded: Tensor, member: Member, world: int) -> Tensor:
+    """`padded`, the pieces of all ranks in turn, as the parameter; a view if it is cut on dim 0."""
+    if member.dim == 0:
+        return padded[: member.rows * member.row_numel].view(member.size)
+    pieces = padded.view(world, *member.local_size(world, 0))
+    return pieces.movedim(0, member.dim).reshape(member.size)
 
-    grads: one a member, (rows, *rest), read before this returns.
+
+@dataclass(frozen=True)
+class Division:
+    """What gradients are divided by to give their mean: `before` the sum over ranks, and `after`."""
+
+    before: float
+    after: float
+
+
+def division(total: float) -> Division:
+    """`total`, in two steps: first by a power of two near its root, then by the rest.
+
+    Undivided, a sum of float16 over many ranks overflows; divided whole beforehand, small
+    gradients underflow. Powers of two divide exactly. Source: the factors of PyTorch's FSDP
+    (pull request 106034): 2 -> 2, 1; 3 -> 2, 1.5; 4 -> 2, 2; 8 -> 4, 2; 16 -> 4, 4.
     """
-    process_group = _torch.resolve_group(group)
-    world, rank = process_group.size(), process_group.rank()
+    before = 1.0
+    while total % before == 0 and total / before > before:
+        before *= 2
+    return Division(before, total / before)
+
+
+def launch_reduce(
+    grads: list[Tensor], members: tuple[Member, ...], group: str, *, divisor: float = 1.0
+) -> InFlight:
+    """Start summing `grads` over the group, each rank to keep its own part.
+
+    grads: one a member, whole, read before this returns.
+    group: "" if parameters are not cut: then nothing is sent, and the part is all of it.
+    divisor: what they are divided by beforehand.
+    """
+    world, rank = 1, 0
+    if group:
+        process_group = _torch.resolve_group(group)
+        world, rank = process_group.size(), process_group.rank()
     issued = Issued("reduce", members, group)
     with record_function(f"autoshard::launch_reduce {group}"), torch.no_grad():
-        send = _pack_grads(grads, members, world)
+        send = _pack_grads(grads, members, world, divisor)
+        if world == 1:
+            return InFlight(issued, None, send, send, world, rank)
         receive = send.new_empty(send.numel() // world)
         _announce(issued)
         work = _torch.reduce_scatter_flat(receive, send, group=process_group, async_op=True)
     return InFlight(issued, work, send, receive, world, rank)
 
 
-def wait_reduce(flight: InFlight) -> list[Tensor]:
-    """This rank's rows of the mean gradients, each in a storage of its own."""
+def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
+    """Start summing what `reduced`, which has been waited for, left here, over `group`."""
+    issued = Issued("all_reduce", reduced.issued.members, group)
+    with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
+        _announce(issued)
+        work = dist.all_reduce(
+            reduced.receive, group=_torch.resolve_group(group), async_op=True
+        )
+    return InFlight(issued, work, reduced.send, reduced.receive, reduced.world, reduced.rank)
+
+
+def run_hook(
+    grads: list[Tensor],
+    members: tuple[Member, ...],
+    axes: Axes,
+    comm_hook: tuple[Any, Callable[..., Any]],
+) -> InFlight:
+    """Have the user's hook sum and divide `grads`; see `Reducer`. It has been waited for."""
+    state, hook = comm_hook
+    world, rank = axes.shard_world, axes.shard_rank
+    send = _pack_grads(grads, members, world, 1.0)
+    receive = send if world == 1 else send.new_empty(send.numel() // world)
+    if world == 1:
+        hook(state, send)
+    else:
+        hook(state, send, receive)
+    issued = Issued("reduce", members, axes.shard_group)
+    return InFlight(issued, None, send, receive, world, rank)
+
+
+def wait_reduce(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
+    """This rank's part of the summed gradients, divided, each in a storage of its own."""
     members, world, rank = flight.issued.members, flight.world, flight.rank
     with record_function(f"autoshard::wait_reduce {flight.issued.group}"), torch.no_grad():
-        flight.work.wait()
-        pieces = flight.receive.split([member.chunk_numel(world) for member in members])
-        shards = [
-            piece[: member.local_rows(world, rank) * member.row_numel].view(
-                member.local_rows(world, rank), *member.size[1:]
-            )
-            for piece, member in zip(pieces, members, strict=True)
-        ]
+        flight.wait()
         # The division is also the copy out of the shared buffer: an op's outputs may not alias.
-        return list(torch._foreach_div(shards, world))
+        return list(torch._foreach_div(split_pieces(flight.receive, members, world, rank), divisor))
+
+
+def split_pieces(
+    flat: Tensor, members: tuple[Member, ...], world: int, rank: int
+) -> list[Tensor]:
+    """This rank's parts of `members`, without padding, as views of `flat`."""
+    pieces = flat.split([member.chunk_numel(world) for member in members])
+    return [
+        piece[: member.local_rows(world, rank) * member.row_numel].view(
+            member.local_size(world, rank)
+        )
+        for piece, member in zip(pieces, members, strict=True)
+    ]
 
 
 def _pack_shards(shards: list[Tensor], members: tuple[Member, ...], world: int) -> Tensor:
     """One send buffer of whole chunks; the shard itself where it already is one."""
-    first = shards[0]
+    first, dtype = shards[0], members[0].dtype
     if len(members) == 1 and first.numel() == members[0].chunk_numel(world):
-        return first.detach().contiguous().view(-1)
+        return first.detach().to(dtype).contiguous().view(-1)
     lengths = [member.chunk_numel(world) for member in members]
-    send = first.new_empty(sum(lengths))
+    send = first.new_empty(sum(lengths), dtype=dtype)
     for piece, shard in zip(send.split(lengths), shards, strict=True):
         # Padding is never read as data: it stays what the allocator left there.
         piece[: shard.numel()].copy_(shard.detach().reshape(-1))
     return send
 
 
-def _pack_grads(grads: list[Tensor], members: tuple[Member, ...], world: int) -> Tensor:
-    """Rank-major send buffer: for each rank, its chunk of every member in turn."""
+def _pack_grads(
+    grads: list[Tensor], members: tuple[Member, ...], world: int, divisor: float
+) -> Tensor:
+    """Rank-major send buffer: for each rank, its chunk of every member in turn, divided."""
     lengths = [member.chunk_numel(world) for member in members]
-    send = grads[0].new_empty((world, sum(lengths)))
+    send = grads[0].new_empty((world, sum(lengths)), dtype=members[0].dtype)
     for columns, grad, member in zip(send.split(lengths, dim=1), grads, members, strict=True):
-        chunk = member.chunk_rows(world)
+        chunk, dim = member.chunk_rows(world), member.dim
         if member.rows == chunk * world:
             # Splitting a dim is always a view: one copy, whatever the gradient's strides.
-            columns.view(world, chunk, *member.size[1:]).copy_(grad.unflatten(0, (world, chunk)))
+            pieces = grad.unflatten(dim, (world, chunk)).movedim(dim, 0)
+            _copy_divided(columns.view(world, *member.local_size(world, 0)), pieces, divisor)
             continue
         for rank in range(world):
             rows = member.local_rows(world, rank)
             used = rows * member.row_numel
             if rows:
-                columns[rank, :used].copy_(grad.narrow(0, rank * chunk, rows).reshape(-1))
+                piece = grad.narrow(0, rank * chunk, rows).reshape(-1)
+                _copy_divided(columns[rank, :used], piece, divisor)
             columns[rank, used:].zero_()  # summed with the others' padding; kept finite
     return send.view(-1)
+
+
+def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
+    if divisor == 1.0 or to.dtype != source.dtype:
+        to.copy_(source)  # a cast comes before the division, which may need its precision
+        if divisor != 1.0:
+            to.div_(divisor)
+    else:
+        torch.div(source, divisor, out=to)
 
 
 def _announce(issued: Issued) -> None:

@@ -49,10 +49,8 @@ class Frame:
 
     def table(self) -> tuple[ParamInfo, ...]:
         """What passes may know of the parameters."""
-        axes = [(param.mesh.mesh_dim_names or ("shard",))[0] for param in self.params]
         return tuple(
-            ParamInfo(param.name, param.unit.name, axis)
-            for param, axis in zip(self.params, axes, strict=True)
+            ParamInfo(param.name, param.unit.name, param.axes.shard_name) for param in self.params
         )
 
     def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -63,7 +61,7 @@ class Frame:
         if not self.params:
             return compiled
         positions = list(self.local)
-        mesh = self.params[0].mesh
+        mesh = self.params[0].axes.mesh
 
         def call(*args: Any) -> Any:
             course.take(name, mesh)
@@ -109,6 +107,10 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
         if _only_read_locally(node):
             frame.local[position] = param
             frame.inputs[position] = _localize(node)
+    for param in known.values():
+        reason = param.unit.why_not_compiled()
+        if reason is not None:
+            raise ValueError(f"unit {param.unit.name!r} asks for {reason}, which isn't compiled yet")
     numbers: dict[ShardedParam, int] = {}
     _number_markers(gm, known, numbers)
     frame.params = list(numbers)

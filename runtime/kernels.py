@@ -28,8 +28,9 @@ def _unshard(shard: Tensor, members: str, group: str, keep: bool, param: int) ->
 def _reduce_grad(grad: Tensor, members: str, group: str, param: int) -> Tensor:
     if _torch.group_size(group) == 1:
         return grad.detach().clone()
-    flight = collectives.launch_reduce([grad], read_members(members), group)
-    return collectives.wait_reduce(flight)[0]
+    mean = collectives.division(_torch.group_size(group))
+    flight = collectives.launch_reduce([grad], read_members(members), group, divisor=mean.before)
+    return collectives.wait_reduce(flight, divisor=mean.after)[0]
 
 
 def _launch_gather(tensors: list[Tensor], members: str, group: str, bucket: int) -> Tensor:
@@ -41,11 +42,15 @@ def _wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[
 
 
 def _launch_reduce(tensors: list[Tensor], members: str, group: str, bucket: int) -> Tensor:
-    return _ticket(collectives.launch_reduce(tensors, read_members(members), group))
+    mean = collectives.division(_torch.group_size(group))
+    return _ticket(
+        collectives.launch_reduce(tensors, read_members(members), group, divisor=mean.before)
+    )
 
 
 def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
-    return collectives.wait_reduce(_redeem(ticket))
+    mean = collectives.division(_torch.group_size(group))
+    return collectives.wait_reduce(_redeem(ticket), divisor=mean.after)
 
 
 def _ticket(flight: InFlight) -> Tensor:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import _torch
 
 SHARD_AXIS = "shard"
+REPLICATE_AXIS = "replicate"
 
 
-def default_mesh() -> DeviceMesh:
+def default_mesh(axis: str = SHARD_AXIS) -> DeviceMesh:
     """A 1-D mesh over all ranks, on the accelerator if there is one, else the CPU.
 
     Initialises the default process group first if nobody did: from torchrun's
     environment, or, with none, as a world of one.
     """
     ensure_process_group()
-    return init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=(SHARD_AXIS,))
+    return init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=(axis,))
 
 
 def ensure_process_group() -> None:
@@ -84,10 +87,96 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     )
 
 
-def check_mesh(mesh: DeviceMesh, what: str) -> None:
-    """Raise ValueError unless `mesh` is one that `what` (a public name) can shard over."""
+@dataclass(frozen=True)
+class Axes:
+    """A mesh, and what its axes are for.
+
+    shard: the axis over which parameters are cut; None if every rank has them whole.
+    replicate: the axis whose ranks hold copies of each other's shards; None if there is none.
+    """
+
+    mesh: DeviceMesh
+    shard: DeviceMesh | None
+    replicate: DeviceMesh | None
+
+    @property
+    def shard_world(self) -> int:
+        return 1 if self.shard is None else self.shard.size()
+
+    @property
+    def shard_rank(self) -> int:
+        return 0 if self.shard is None else self.shard.get_local_rank()
+
+    @property
+    def replicate_world(self) -> int:
+        return 1 if self.replicate is None else self.replicate.size()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shard_world * self.replicate_world
+
+    @property
+    def shard_group(self) -> str:
+        """The name of the group that parameters are cut over; "" if they are not."""
+        return "" if self.shard is None else str(self.shard.get_group().group_name)
+
+    @property
+    def replicate_group(self) -> str:
+        return "" if self.replicate is None else str(self.replicate.get_group().group_name)
+
+    @property
+    def shard_name(self) -> str:
+        """The name of the axis that parameters are cut over."""
+        names = None if self.shard is None else self.shard.mesh_dim_names
+        return names[0] if names else SHARD_AXIS
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Those of a parameter that is cut along its `dim`, one an axis of the mesh."""
+        copies = () if self.replicate is None else (Replicate(),)
+        return copies if self.shard is None else (*copies, Shard(dim))
+
+
+def axes_of(mesh: DeviceMesh, what: str) -> Axes:
+    """1-D: all ranks shard. 2-D: the first axis replicates, the second shards (HSDP).
+
+    what: the public name that was given the mesh. Raises ValueError for another mesh.
+    """
+    if mesh.ndim == 1:
+        return Axes(mesh, mesh, None)
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"{what} expects a 1D or 2D DeviceMesh but got a {mesh.ndim}D mesh {mesh}; pass the "
+            'axes for data parallelism, for example mesh["shard"] or mesh["replicate", "shard"]'
+        )
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            f"{what} got a 2D mesh {mesh} without names: name its axes, as in "
+            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+        )
+    replicate, shard = mesh.mesh_dim_names
+    return Axes(mesh, mesh[shard], mesh[replicate])
+
+
+def replicate_axes(mesh: DeviceMesh, what: str) -> Axes:
+    """1-D: all ranks hold whole parameters. 2-D `(replicate, 1)` is taken as its first axis."""
+    if mesh.ndim == 2 and mesh.size(1) == 1 and mesh.mesh_dim_names:
+        mesh = mesh[mesh.mesh_dim_names[0]]
     if mesh.ndim != 1:
         raise ValueError(
-            f"{what} expects a 1D DeviceMesh but got a {mesh.ndim}D mesh {mesh}; "
-            'pass one axis of it, for example mesh["shard"]'
+            f"{what} expects a 1D DeviceMesh, or a 2D one of (replicate, shard) whose second axis "
+            f"has size 1 and whose axes are named, but got {mesh}"
         )
+    return Axes(mesh, None, mesh)
+
+
+_smaller: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
+
+
+def smaller_axes(axes: Axes, ranks: int) -> Axes:
+    """Groups of `ranks` neighbours along the shard axis; all ranks of the mesh make them at once."""
+    key = axes.mesh, ranks
+    if key not in _smaller:
+        grid = axes.mesh.mesh.reshape(-1, ranks)
+        names = ("outer", "inner")
+        _smaller[key] = DeviceMesh(axes.mesh.device_type, grid, mesh_dim_names=names)["inner"]
+    return Axes(_smaller[key], _smaller[key], None)

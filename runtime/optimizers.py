@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoshard.passes.layout import first_row, local_rows
+from autoshard.passes.layout import first_row
 from autoshard.runtime import access, left_out
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find
@@ -104,9 +104,9 @@ def _cut(value: Any, sharded: ShardedParam) -> Any:
     """This rank's part of a state tensor that is shaped like its parameter."""
     if not isinstance(value, Tensor) or tuple(value.shape) != sharded.member.size:
         return value
-    world, rank = sharded.world, sharded.mesh.get_local_rank()
-    rows = sharded.member.rows
-    piece = value.narrow(0, first_row(rows, world, rank), local_rows(rows, world, rank))
+    world, rank, member = sharded.world, sharded.axes.shard_rank, sharded.member
+    start = first_row(member.rows, world, rank)
+    piece = value.narrow(member.dim, start, member.local_rows(world, rank))
     return sharded.grad_from(piece.clone())
 
 
@@ -126,7 +126,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
                     "model.parameters() after sharding"
                 )
             else:
-                has_sharded |= sharded.world > 1
+                has_sharded |= sharded.axes.num_ranks > 1
     if plain and world_size() > 1:
         _check_plain(type(optimizer).__name__, plain)
         left_out.tell_or_watch(plain, optimizer, has_sharded=has_sharded)

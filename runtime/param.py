@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from autoshard.passes.layout import Member, first_row, local_rows, show_members
+from autoshard.passes.layout import Member, first_row, show_members
+from autoshard.runtime.mesh import Axes
 
 if TYPE_CHECKING:
+    from autoshard.runtime.reduce import Pending
     from autoshard.runtime.unit import Unit
 
 
@@ -33,7 +34,7 @@ class ShardedParam:
 
     name: str
     member: Member
-    mesh: DeviceMesh
+    axes: Axes
     param: nn.Parameter
     unit: Unit = field(init=False)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -41,8 +42,11 @@ class ShardedParam:
     def __post_init__(self) -> None:
         # What the getter hands to the marker under torch.compile: plain constants to guard on.
         self.members = show_members((self.member,))
-        self.group = str(self.mesh.get_group().group_name)
-        self.world = self.mesh.size()
+        self.group = self.axes.shard_group
+        self.world = self.axes.shard_world
+        # Gradients of backwards that were not to be reduced: whole, summed, in the dtype
+        # of the reduce; see reduce.py.
+        self.pending: Pending | None = None
 
     @property
     def shard(self) -> Tensor:
@@ -56,7 +60,19 @@ class ShardedParam:
 
     def grad_from(self, shard: Tensor) -> DTensor:
         """A gradient for `param` out of this rank's rows of it."""
-        return dtensor_from_shard(shard, self.mesh, self.member.size)
+        return dtensor_from_shard(shard, self.axes, self.member)
+
+    @property
+    def stamp(self) -> tuple[int, int, int]:
+        """Changes when the parameter is written to, as a DTensor or through its local tensor."""
+        return id(self.param), self.param._version, self.shard._version
+
+    def drop_pending(self) -> None:
+        """Forget gradients that wait, and the zeros that stand for them in `.grad`."""
+        if self.pending is not None and self.param.grad is self.pending.seen:
+            if self.pending.is_placeholder:
+                self.param.grad = None
+        self.pending = None
 
     def check_version(self, version: int) -> None:
         """Raise RuntimeError if the parameter was written to since it had `version`.
@@ -82,7 +98,7 @@ class ShardedParam:
                 break
         dtype = self.shard.dtype
         if dtype != self.member.dtype:
-            self.member = Member(dtype, self.member.size)
+            self.member = Member(dtype, self.member.size, self.member.dim)
             self.members = show_members((self.member,))
 
     def _replace(self, param: nn.Parameter) -> None:
@@ -94,12 +110,13 @@ class ShardedParam:
         if (
             not isinstance(value, DTensor)
             or tuple(value.shape) != self.member.size
-            or value.placements != (Shard(0),)
-            or value.device_mesh != self.mesh
+            or value.placements != self.axes.placements(self.member.dim)
+            or value.device_mesh != self.axes.mesh
         ):
             raise ValueError(
                 f"{self.name} was replaced after sharding by {_describe(param)}; expected a "
-                f"DTensor of size {list(self.member.size)} sharded on dim 0 of {self.mesh}. "
+                f"DTensor of size {list(self.member.size)} sharded on dim {self.member.dim} over "
+                f"{self.axes.mesh}. "
                 "Replace parameters before sharding, or load values with load_state_dict"
             )
         self.param = param
@@ -108,10 +125,11 @@ class ShardedParam:
         remember(self)
 
 
-def shard_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> ShardedParam:
-    """Cut `param` to this rank's rows of it, on the device of `mesh` unless it is on meta.
+def shard_parameter(name: str, param: nn.Parameter, axes: Axes, dim: int = 0) -> ShardedParam:
+    """Cut `param` along `dim` to this rank's part of it, where it is.
 
-    Raises ValueError for a scalar, NotImplementedError for a non-contiguous parameter.
+    Raises ValueError for a scalar, and for a dim other than 0 that ranks can't share evenly;
+    NotImplementedError for a non-contiguous parameter.
     """
     if param.dim() == 0:
         raise ValueError(
@@ -124,26 +142,36 @@ def shard_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> Sharded
             f"{list(param.stride())}): make it so with param.data = param.data.contiguous() "
             "before sharding"
         )
-    world, rank = mesh.size(), mesh.get_local_rank()
-    rows = param.shape[0]
-    start = first_row(rows, world, rank)
+    member = Member(param.dtype, tuple(param.shape), dim)
+    world, rank = axes.shard_world, axes.shard_rank
+    if dim and member.rows % world:
+        raise ValueError(
+            f"parameter {name} of size {list(param.shape)} can't be sharded on dim {dim} over "
+            f"{world} ranks: only dim 0 may be uneven; give it Shard(0)"
+        )
+    start = first_row(member.rows, world, rank)
     with torch.no_grad():
-        piece = param.detach().narrow(0, start, local_rows(rows, world, rank))
+        piece = param.detach().narrow(dim, start, member.local_rows(world, rank))
         shard = piece.clone(memory_format=torch.contiguous_format)
         sharded = nn.Parameter(
-            dtensor_from_shard(shard, mesh, tuple(param.shape)), requires_grad=param.requires_grad
+            dtensor_from_shard(shard, axes, member), requires_grad=param.requires_grad
         )
-    made = ShardedParam(name, Member(param.dtype, tuple(param.shape)), mesh, sharded)
+    made = ShardedParam(name, member, axes, sharded)
     remember_origin(param, made)
     remember(made)
     return made
 
 
-def dtensor_from_shard(shard: Tensor, mesh: DeviceMesh, size: tuple[int, ...]) -> DTensor:
-    """The DTensor of global `size`, sharded on dim 0 of `mesh`, whose rows here are `shard`."""
-    stride = torch.empty(size, device="meta").stride()
+def dtensor_from_shard(shard: Tensor, axes: Axes, member: Member) -> DTensor:
+    """The DTensor of `member`'s size over `axes` whose part here is `shard`."""
+    stride = torch.empty(member.size, device="meta").stride()
     return DTensor.from_local(
-        shard, mesh, [Shard(0)], run_check=False, shape=torch.Size(size), stride=stride
+        shard,
+        axes.mesh,
+        axes.placements(member.dim),
+        run_check=False,
+        shape=torch.Size(member.size),
+        stride=stride,
     )
 
 

@@ -1,6 +1,8 @@
 """Reduce: what becomes of a unit's whole gradients once backward has the last of them.
 
-    whole gradients --launch--> in flight --wait--> mean, this rank's rows --> `.grad`
+    whole gradients --launch--> in flight --advance--> in flight --wait--> mean, `.grad`
+                    reduce-scatter         all-reduce
+                    over `shard`           over `replicate`
 
 [Note: gradients that are not there]
 All trainable parameters of a unit are sent, whichever of them got a gradient on this
@@ -8,71 +10,160 @@ rank: another rank may have used others (experts do so), and what is sent must m
 Zeros stand for a gradient that is not there, and one number a parameter, summed with
 the rest, tells whether any rank had one. Where none had, `.grad` stays as it is. A rank
 looks at these numbers only if it lacks a gradient itself: it need not wait for a device.
+
+[Note: gradients that wait]
+A backward that is not to be reduced (all micro-batches but the last) leaves its whole
+gradients in `ShardedParam.pending`, summed in the dtype of the reduce. They are not in
+`.grad`, so that `zero_grad()` would miss them. Hence `.grad` is watched: zeros are put
+there if it was empty, and who empties it, or zeroes it, drops what is pending.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autoshard.passes.layout import Member
 from autoshard.runtime import collectives
-from autoshard.runtime.collectives import InFlight
-from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.collectives import Division, InFlight
+
+if TYPE_CHECKING:
+    from autoshard.runtime.param import ShardedParam
+    from autoshard.runtime.unit import Unit
 
 MAX_IN_FLIGHT = 2  # one being sent while the next is filled; more only holds memory
 
 
+@dataclass
+class Reducer:
+    """How a unit's gradients are reduced, as told by the methods of `ShardedModule`.
+
+    syncs: False lets gradients wait; see [Note: gradients that wait].
+    all_reduces: False stops after the reduce-scatter, and sums up what that gives.
+    divide_by: what the sum is divided by; None: the number of ranks.
+    sends_unused: parameters without a gradient on any rank get one of zeros.
+    all_reduce_hook: called with this rank's part of a unit's mean gradients, 1-D.
+    comm_hook: (state, hook), in place of the collectives and of all division:
+        `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
+        parameters are not cut, `hook(state, grad)` works in place.
+    partial: sums that are reduce-scattered and wait to be all-reduced.
+    """
+
+    syncs: bool = True
+    all_reduces: bool = True
+    divide_by: float | None = None
+    sends_unused: bool = False
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    comm_hook: tuple[Any, Callable[..., Any]] | None = None
+    partial: dict[tuple[ShardedParam, ...], Tensor] = field(default_factory=dict)
+
+    def why_not_compiled(self) -> str | None:
+        """What compiled code can't do of this."""
+        if not (self.syncs and self.all_reduces):
+            return "gradients that are not reduced in this backward"
+        if self.divide_by is not None or self.sends_unused:
+            return "a gradient divide factor, or gradients for unused parameters"
+        if self.all_reduce_hook is not None or self.comm_hook is not None:
+            return "a communication hook"
+        return None
+
+
 class Reduction:
-    """The gradients of some parameters of one unit, of one dtype, on their way.
+    """The gradients of some parameters of one unit, to be reduced together, on their way.
 
     grads: whole, None where this rank has none; see [Note: gradients that are not there].
     wanted: the parameters whose gradient is asked for; the others' are sent all the same.
-    Raises NotImplementedError for a sparse gradient.
+    dtype: in which they are summed.
     """
 
-    def __init__(self, grads: dict[ShardedParam, Tensor | None], wanted: set[ShardedParam]) -> None:
-        for param, grad in grads.items():
-            if grad is not None and grad.layout != torch.strided:
-                raise NotImplementedError(
-                    f"the gradient of {param.name} is sparse, which can't be reduced: build the "
-                    "embedding with sparse=False"
-                )
-        self._grads: dict[ShardedParam, Tensor | None] | None = grads
+    def __init__(
+        self,
+        unit: Unit,
+        grads: dict[ShardedParam, Tensor | None],
+        wanted: set[ShardedParam],
+        dtype: torch.dtype,
+    ) -> None:
+        self._dtype = dtype
+        self._unit = unit
+        self._reducer = unit.reducer
+        self._grads: dict[ShardedParam, Tensor | None] = grads
         self._params = tuple(grads)
         self._has_grad = tuple(grad is not None for grad in grads.values())
         self._wanted = wanted
         self._flight: InFlight | None = None
+        self._scattered = False  # the reduce-scatter, if any, has been waited for
+
+    @property
+    def _division(self) -> Division:
+        if self._reducer.comm_hook is not None:
+            return Division(1.0, 1.0)
+        return collectives.division(self._reducer.divide_by or float(self._unit.axes.num_ranks))
 
     def launch(self) -> None:
-        """Start averaging; a world of one has nothing to send."""
-        first = self._params[0]
-        assert self._grads is not None
-        if first.world == 1:
-            return
+        """Start summing."""
+        axes, first = self._unit.axes, self._params[0]
         whole = [
-            p.shard.new_zeros(p.member.size) if grad is None else grad
+            p.shard.new_zeros(p.member.size, dtype=self._dtype) if grad is None else grad
             for p, grad in self._grads.items()
         ]
-        flags = first.shard.new_tensor(self._has_grad).repeat(first.world)  # all go to each rank
-        members = (*(p.member for p in self._params), Member(first.member.dtype, (len(flags),)))
-        self._flight = collectives.launch_reduce([*whole, flags], members, first.group)
-        self._grads = None
+        flags = first.shard.new_tensor(self._has_grad).repeat(axes.shard_world)  # all to each rank
+        parts = [Member(self._dtype, p.member.size, p.member.dim) for p in self._params]
+        members = (*parts, Member(self._dtype, (len(flags),)))
+        self._grads = {}
+        if self._reducer.comm_hook is not None:
+            self._flight = collectives.run_hook([*whole, flags], members, axes, self._reducer.comm_hook)
+            self._scattered = True
+            return
+        self._flight = collectives.launch_reduce(
+            [*whole, flags], members, axes.shard_group, divisor=self._division.before
+        )
+        if axes.shard_world == 1:
+            self.advance()
+
+    def advance(self) -> None:
+        """Go on to the all-reduce, if there is to be one."""
+        if self._scattered:
+            return
+        assert self._flight is not None
+        self._scattered = True
+        if self._unit.axes.replicate_world == 1:
+            return
+        self._flight.wait()
+        partial = self._reducer.partial.pop(self._params, None)
+        if partial is not None:
+            self._flight.receive.add_(partial)
+        if self._reducer.all_reduces:
+            group = self._unit.axes.replicate_group
+            self._flight = collectives.launch_all_reduce(self._flight, group)
+        else:
+            self._reducer.partial[self._params] = self._flight.receive
+            self._wanted = set()
 
     def wait(self) -> dict[ShardedParam, Tensor]:
-        """This rank's rows of the mean gradients, of wanted parameters that have one anywhere."""
-        if self._flight is None:
-            assert self._grads is not None
-            reduced = {param: grad for param, grad in self._grads.items() if grad is not None}
-        else:
-            *shards, anywhere = collectives.wait_reduce(self._flight)
-            rows = zip(self._params, shards, self._has_grad, strict=True)
-            reduced = {
-                param: shard
-                for index, (param, shard, has) in enumerate(rows)
-                if has or anywhere[index].item() > 0
-            }
-        return {param: grad for param, grad in reduced.items() if param in self._wanted}
+        """This rank's part of the mean gradients, of wanted parameters that have one anywhere."""
+        self.advance()
+        assert self._flight is not None
+        if not self._wanted:
+            self._flight.wait()
+            return {}
+        after = self._division.after
+        if self._reducer.all_reduce_hook is not None:
+            self._flight.wait()
+            self._flight.receive.div_(after)
+            self._reducer.all_reduce_hook(self._flight.receive[: -len(self._params)])
+            after = 1.0
+        *shards, anywhere = collectives.wait_reduce(self._flight, divisor=after)
+        parts = zip(self._params, shards, self._has_grad, strict=True)
+        return {
+            param: shard
+            for index, (param, shard, has) in enumerate(parts)
+            if param in self._wanted
+            and (has or self._reducer.sends_unused or anywhere[index].item() > 0)
+        }
 
     def accumulate(self) -> None:
         """Wait, and add what comes to `.grad`."""
@@ -81,16 +172,94 @@ class Reduction:
 
 
 def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
-    """Add this rank's rows of a mean gradient to `.grad`, then run the parameter's hooks."""
+    """Add this rank's part of a mean gradient to `.grad`, then run the parameter's hooks."""
     param = sharded.param
+    if not sharded.unit.mp.keep_low_precision_grads:
+        shard = shard.to(sharded.member.dtype)
+    elif shard.dtype != sharded.member.dtype:
+        param.grad_dtype = shard.dtype
     grad: Tensor = sharded.grad_from(shard.contiguous())
     for hook in list((param._backward_hooks or {}).values()):
         replaced = hook(grad)
         grad = grad if replaced is None else replaced
     with torch.no_grad():
-        if param.grad is None:
+        if param.grad is None or _is_placeholder(param.grad):
             param.grad = grad
         else:
             param.grad += grad
     for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(param)
+
+
+@dataclass
+class Pending:
+    """See [Note: gradients that wait].
+
+    total: whole, in the dtype of the reduce.
+    owned: whether `total` may be written to.
+    seen: what `.grad` was then, and its version.
+    is_placeholder: whether that is zeros that were put there.
+    """
+
+    total: Tensor
+    owned: bool
+    seen: Tensor
+    version: int
+    is_placeholder: bool
+
+
+_PLACEHOLDER = "_autoshard_placeholder"  # marks zeros that were put in an empty `.grad`
+
+
+def _is_placeholder(grad: Tensor) -> bool:
+    return bool(getattr(grad, _PLACEHOLDER, False))
+
+
+def hold(param: ShardedParam, grad: Tensor, dtype: torch.dtype) -> None:
+    """Let `grad`, whole, wait for a backward that is reduced."""
+    grad = grad.to(dtype)
+    total, owned = pending_of(param), False
+    if total is None:
+        total = grad  # it may be another parameter's too: not ours to write to
+    elif param.pending is not None and param.pending.owned:
+        total, owned = total.add_(grad), True
+    else:
+        total, owned = total + grad, True
+    seen = param.param.grad
+    if seen is None:
+        seen = param.grad_from(torch.zeros_like(param.shard))
+        setattr(seen, _PLACEHOLDER, True)
+        param.param.grad = seen
+    param.pending = Pending(total, owned, seen, seen._version, _is_placeholder(seen))
+
+
+def pending_of(param: ShardedParam) -> Tensor | None:
+    """The whole gradient that waits, if any does; none if `.grad` was emptied or zeroed since.
+
+    Raises RuntimeError if `.grad` was changed otherwise: what waits would miss that.
+    """
+    pending = param.pending
+    if pending is None:
+        return None
+    grad = param.param.grad
+    if grad is not pending.seen:
+        param.pending = None
+        return None
+    if grad._version != pending.version:
+        if bool(grad.count_nonzero()):
+            raise RuntimeError(
+                f"the gradient of {param.name} was changed while gradients of earlier backwards "
+                "were waiting to be reduced: change gradients after the backward that reduces them"
+            )
+        param.pending = None
+        return None
+    return pending.total
+
+
+def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """`grad`, whole, with what was waiting for it."""
+    total = pending_of(param)
+    param.pending = None
+    if total is None:
+        return grad
+    return total if grad is None else total + grad.to(dtype)

@@ -1,24 +1,42 @@
-"""`fully_shard` and `shard`: cut a model's parameters and put its modules in units."""
+"""`fully_shard`, `replicate` and `shard`: cut a model's parameters and put its modules in units."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoshard.runtime import access
-from autoshard.runtime.mesh import check_mesh, default_mesh, ensure_process_group, mesh_device
+from autoshard.runtime import access, init
+from autoshard.runtime.init import Ignored
+from autoshard.runtime.mesh import (
+    REPLICATE_AXIS,
+    Axes,
+    axes_of,
+    default_mesh,
+    ensure_process_group,
+    mesh_device,
+    replicate_axes,
+    smaller_axes,
+)
 from autoshard.runtime.optimizers import watch_optimizers
 from autoshard.runtime.param import ShardedParam, find, shard_parameter
+from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.precision import ignore_buffers
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.unit import ROOT_NAME, Unit
-from autoshard.runtime.wrap import Policy, find_units
+from autoshard.runtime.wrap import Policy, find_units, override_mixed_precision
 
-SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
+log = logging.getLogger(__name__)
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+"""Along which dim a parameter is cut; None is `Shard(0)`."""
 
 
 @torch.inference_mode(False)
@@ -27,7 +45,11 @@ def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
 ) -> Any:
     """Shard the parameters of `module` that no nested unit has, as one unit, in place.
 
@@ -36,34 +58,80 @@ def fully_shard(
     buffers are left alone.
 
     module: one module, or several that are gathered and reduced together.
-    mesh: 1-D; by default all ranks, on the accelerator if there is one. The default
+    mesh: 1-D; or 2-D, named, to replicate over its first axis and shard over its second
+        (HSDP); by default all ranks, on the accelerator if there is one. The default
         process group is made from torchrun's environment if nobody made it.
     reshard_after_forward: True frees whole parameters after forward and gathers them
         again in backward; False keeps them until backward is over; None is True, but
-        False for the outermost module.
+        False for the outermost module; an int, a factor of the number of ranks, keeps
+        shards over groups of so many neighbouring ranks, from which backward gathers.
+    shard_placement_fn: the dim along which a parameter is cut, as `Shard(dim)`. Dims other
+        than 0 must divide evenly.
+    mp_policy, offload_policy: in which dtypes it works, and where its shards live.
+    ignored_params: parameters to leave alone.
 
     Returns `module`, of a class that is also a `ShardedModule`.
     Raises TypeError or ValueError, naming the module or parameter, for a container
     without forward, a module sharded before, a scalar parameter, parameters on several
-    devices, or a mesh that isn't 1-D; NotImplementedError for a non-contiguous parameter.
+    devices, or another mesh; NotImplementedError for a non-contiguous parameter.
     """
-    modules = _check_modules(module)
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward should be True, False or None, not {reshard_after_forward!r}"
-        )
-    if mesh is not None:
-        check_mesh(mesh, "fully_shard")
-    _check_parameters(modules)
+    modules = _check_modules(module, "fully_shard")
+    axes = None if mesh is None else axes_of(mesh, "fully_shard")
+    ignored = init.find_ignored(modules[0], None, ignored_params)
+    _check_reshard(reshard_after_forward, axes)
+    init.check_parameters(modules, ignored, moves=False)
     ensure_process_group()
-    mesh = mesh or default_mesh()
-    unit = Unit(modules, mesh, reshard_after_forward)
-    _move(modules, mesh_device(mesh))
-    _take_parameters(unit)
-    for each in modules:
-        access.head(each, unit, ShardedModule)
-    _name_everything(modules)
-    watch_optimizers()
+    axes = axes or axes_of(default_mesh(), "fully_shard")
+    _make_unit(
+        modules,
+        axes,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=_read_mp_policy(mp_policy),
+        offload_policy=_read_offload_policy(offload_policy),
+        placement_fn=shard_placement_fn,
+        ignored=ignored,
+    )
+    return module
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def replicate(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    device_id: int | torch.device | None = None,
+) -> Any:
+    """As `fully_shard`, with whole parameters on every rank: one all-reduce a unit in backward.
+
+    mesh: 1-D; or 2-D of (replicate, shard) whose second axis has size 1.
+    device_id: this rank's device, to check it.
+
+    Raises as `fully_shard`, and ValueError for a module that `fully_shard` has sharded.
+    """
+    if device_id is not None and not isinstance(device_id, (int, torch.device)):
+        raise TypeError(
+            f"device_id should be an int or a torch.device, not {type(device_id).__name__}"
+        )
+    modules = _check_modules(module, "replicate")
+    axes = None if mesh is None else replicate_axes(mesh, "replicate")
+    ignored = init.find_ignored(modules[0], None, ignored_params)
+    init.check_parameters(modules, ignored, moves=False)
+    ensure_process_group()
+    axes = axes or replicate_axes(default_mesh(REPLICATE_AXIS), "replicate")
+    init.resolve_device(device_id, mesh_device(axes.mesh))
+    _make_unit(
+        modules,
+        axes,
+        reshard_after_forward=False,
+        mp_policy=_read_mp_policy(mp_policy),
+        offload_policy=_read_offload_policy(offload_policy),
+        placement_fn=None,
+        ignored=ignored,
+    )
     return module
 
 
@@ -75,107 +143,225 @@ def shard(
     mesh: DeviceMesh | None = None,
     policy: Policy | None = None,
     strategy: str = "full_shard",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    device_id: int | torch.device | None = None,
     sync_module_states: bool = True,
+    forward_prefetch: bool | int = True,
+    backward_prefetch: str | int | None = "pre",
+    limit_all_gathers: bool = True,
 ) -> nn.Module:
     """Shard a whole model in one call, in place: its units are found, the rest is the root.
 
-    policy: which modules are units: a `ModuleWrapPolicy`, or a function of a module
+    mesh: 1-D, or for the hybrid strategies 2-D and named (replicate, shard).
+    policy: which modules are units: one of `autoshard.wrap`, or a function of a module
         that returns a bool. None takes the model's repeated blocks, or what Hugging
         Face's `_no_split_modules` names.
     strategy: "full_shard" (parameters, gradients and optimizer state; whole parameters
-        freed after forward) or "shard_grad_op" (whole parameters kept until backward).
-    sync_module_states: broadcast rank 0's parameters and buffers first, so that ranks
-        that built the model from different seeds agree.
+        freed after forward), "shard_grad_op" (whole parameters kept until backward),
+        "no_shard" (replicas), "hybrid_shard" and "hybrid_shard_zero2" (the first two
+        inside, replicas across).
+    mp_policy: dtypes. BatchNorm layers stay in full precision, as units of their own.
+    offload_policy: where shards live.
+    ignored_modules, ignored_params: left alone, with all that is in those modules. Ranks
+        may ignore different ones as long as the rest agrees.
+    param_init_fn: fills the own parameters and buffers of a module that is on the meta
+        device; by default its `reset_parameters()` does.
+    device_id: this rank's device, to which the model is moved.
+    sync_module_states: broadcast the first rank's parameters and buffers first, so that
+        ranks that built the model from different seeds agree.
+    forward_prefetch: how many units to gather ahead in forward: True is one, False none.
+    backward_prefetch: "pre" gathers one unit ahead when the current one is gathered, "post"
+        when its gradients are in; None gathers nothing ahead; an int is so many as "pre".
+    limit_all_gathers: keep the host from running ahead of the device by more than two
+        gathers, and so from taking memory for them; a CPU is never ahead.
 
-    Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy.
+    Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy, or a mesh
+    that doesn't fit it.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
-    _check_modules(model)
-    if mesh is not None:
-        check_mesh(mesh, "shard")
-    _check_parameters((model,))
+    _check_modules(model, "shard")
+    axes = None if mesh is None else _strategy_axes(strategy, mesh)
+    if mesh is None and strategy.startswith("hybrid"):
+        raise ValueError(
+            f"strategy {strategy!r} needs a 2D mesh of (replicate, shard): pass mesh="
+            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+        )
+    ahead = _prefetch(forward_prefetch, backward_prefetch)
+    common = {
+        "mp_policy": _read_mp_policy(mp_policy),
+        "offload_policy": _read_offload_policy(offload_policy),
+    }
+    ignored = init.find_ignored(model, ignored_modules, ignored_params)
+    init.check_parameters((model,), ignored, moves=device_id is not None)
     ensure_process_group()
-    mesh = mesh or default_mesh()
-    units = find_units(model, policy)
+    axes = axes or _strategy_axes(strategy, default_mesh())
+    device = init.resolve_device(device_id, mesh_device(axes.mesh))
+    units = find_units(model, policy, set(ignored.modules))
+    if common["mp_policy"].param_dtype is not None:
+        override_mixed_precision(model, (_BatchNorm,), units, set(ignored.modules))
+    init.move((model,), device, ignored)
+    init.materialize(model, device, ignored, param_init_fn)
     if sync_module_states:
-        _move((model,), mesh_device(mesh))
-        sync_from_first_rank(model, mesh)
-    for unit in reversed(units):  # children before parents
-        fully_shard(unit, mesh=mesh, reshard_after_forward=STRATEGIES[strategy])
-    fully_shard(model, mesh=mesh, reshard_after_forward=STRATEGIES[strategy])
+        init.sync_from_first_rank(model, axes, ignored)
+    units = {model: {}, **units}
+    for module, overrides in reversed(list(units.items())):  # children before parents
+        own = overrides.pop("strategy", strategy)
+        arguments = {"reshard_after_forward": STRATEGIES[own], **common, **overrides}
+        arguments["mp_policy"] = _read_mp_policy(arguments["mp_policy"])
+        unit = _make_unit(
+            (module,),
+            _strategy_axes(own, axes.mesh),
+            ignored=ignored,
+            placement_fn=None,
+            **arguments,
+        )
+        unit.forward_prefetch, unit.backward_prefetch, unit.prefetches_after_backward = ahead
+    ignore_buffers(set(ignored.modules))
     return model
 
 
-STRATEGIES: dict[str, bool | None] = {"full_shard": None, "shard_grad_op": False}
+STRATEGIES: dict[str, bool | None] = {
+    "full_shard": None,
+    "shard_grad_op": False,
+    "no_shard": False,
+    "hybrid_shard": None,
+    "hybrid_shard_zero2": False,
+}
+"""What each says of `reshard_after_forward`."""
 
 
-def sync_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Overwrite every rank's parameters and buffers by those of the mesh's first rank.
+def _strategy_axes(strategy: str, mesh: DeviceMesh) -> Axes:
+    """`mesh`, used as `strategy` says. Raises ValueError if it doesn't fit."""
+    wanted = 2 if strategy.startswith("hybrid") else 1
+    if strategy == "no_shard":
+        return replicate_axes(mesh, 'strategy "no_shard"')
+    if mesh.ndim != wanted:
+        hint = "" if wanted == 2 else '; "hybrid_shard" takes a 2D one of (replicate, shard)'
+        raise ValueError(
+            f"strategy {strategy!r} expects a {wanted}D mesh but got a {mesh.ndim}D mesh {mesh}{hint}"
+        )
+    return axes_of(mesh, f"strategy {strategy!r}")
 
-    One broadcast a dtype and SYNC_BUCKET_BYTES, each tensor sent once however it is tied.
-    """
-    if mesh.size() == 1:
+
+_FORWARD = "an int, True or False"
+_BACKWARD = 'an int, "pre", "post" or None'
+
+
+def _prefetch(forward: bool | int, backward: str | int | None) -> tuple[int, int, bool]:
+    """Units to gather ahead in forward and in backward, and whether the latter comes late."""
+    if not isinstance(forward, int) or forward < 0:
+        raise ValueError(f"forward_prefetch is {forward!r}; expected {_FORWARD}")
+    if backward in ("pre", "post"):
+        return int(forward), 1, backward == "post"
+    if backward is None:
+        return int(forward), 0, False
+    if isinstance(backward, bool) or not isinstance(backward, int) or backward < 0:
+        raise ValueError(f"backward_prefetch is {backward!r}; expected {_BACKWARD}")
+    return int(forward), backward, False
+
+
+def _read_mp_policy(policy: Any) -> MixedPrecisionPolicy:
+    """`policy`, or one like it: that of torch's FSDP2 has the same fields, fewer of them."""
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    fields = [f.name for f in dataclasses.fields(MixedPrecisionPolicy) if hasattr(policy, f.name)]
+    if "param_dtype" not in fields:
+        raise TypeError(
+            f"mp_policy should be a MixedPrecisionPolicy, not {type(policy).__name__}"
+        )
+    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in fields})
+
+
+def _read_offload_policy(policy: Any) -> OffloadPolicy:
+    if policy is None:
+        return OffloadPolicy()
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    if type(policy).__name__ == "CPUOffloadPolicy":
+        return CPUOffloadPolicy(pin_memory=bool(policy.pin_memory))
+    if type(policy).__name__ == "OffloadPolicy":
+        return OffloadPolicy()
+    raise TypeError(f"offload_policy should be an OffloadPolicy, not {type(policy).__name__}")
+
+
+def _check_reshard(reshard: bool | int | None, axes: Axes | None) -> None:
+    if reshard is None or isinstance(reshard, bool):
         return
-    group = mesh.get_group()
-    source = dist.get_global_rank(group, 0)
-    tensors = [
-        _unexpanded(tensor.detach())
-        for tensor in (*model.parameters(), *model.buffers())
-        if not tensor.is_meta and tensor.numel()
-    ]
-    for bucket in _sync_buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, src=source, group=group)
-        for tensor, piece in zip(
-            bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True
-        ):
-            tensor.copy_(piece.view(tensor.shape))
+    if not isinstance(reshard, int) or reshard < 1:
+        raise ValueError(
+            "reshard_after_forward should be True, False, None or a positive int, not "
+            f"{reshard!r}"
+        )
+    world = axes.shard_world if axes is not None else None
+    if world is not None and world % reshard:
+        raise ValueError(
+            f"reshard_after_forward={reshard} should be a factor of the {world} ranks that shard"
+        )
 
 
-def _unexpanded(tensor: Tensor) -> Tensor:
-    """The elements that `tensor` really has: of an expanded dim, the first."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+def _make_unit(
+    modules: tuple[nn.Module, ...],
+    axes: Axes,
+    *,
+    reshard_after_forward: bool | int | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    placement_fn: PlacementFn | None,
+    ignored: Ignored,
+) -> Unit:
+    reshard, smaller = _read_reshard(reshard_after_forward, axes)
+    unit = Unit(modules, axes, reshard, mp_policy, offload_policy, smaller=smaller)
+    init.move(modules, mesh_device(axes.mesh), ignored)
+    for param in ignored.params:
+        setattr(param, init.IGNORED, True)
+    _take_parameters(unit, placement_fn)
+    for each in modules:
+        access.head(each, unit, ShardedModule)
+    _name_everything(modules)
+    watch_optimizers()
+    return unit
 
 
-def _sync_buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in same:
-            if bucket and size + tensor.nbytes > SYNC_BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
-        if bucket:
-            yield bucket
+def _read_reshard(reshard: bool | int | None, axes: Axes) -> tuple[bool | None, Axes | None]:
+    """An int that is the number of ranks is True, 1 is False, and others name a smaller mesh."""
+    if reshard is None or isinstance(reshard, bool):
+        return reshard, None
+    _check_reshard(reshard, axes)
+    if reshard == axes.shard_world:
+        return True, None
+    if reshard == 1:
+        log.warning("reshard_after_forward=1 keeps whole parameters, as False does")
+        return False, None
+    return True, smaller_axes(axes, reshard)
 
 
-def _check_modules(module: nn.Module | list[nn.Module]) -> tuple[nn.Module, ...]:
+def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.Module, ...]:
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     if not modules:
-        raise ValueError("fully_shard got an empty list of modules")
+        raise ValueError(f"{what} got an empty list of modules")
     for each in modules:
         if not isinstance(each, nn.Module):
-            raise TypeError(f"fully_shard expects nn.Modules but got {type(each).__name__}")
+            raise TypeError(f"{what} expects nn.Modules but got {type(each).__name__}")
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and (
             type(each).forward is nn.Module.forward
         ):
             raise ValueError(
-                f"fully_shard can't take a {type(each).__name__}: a container without forward is "
+                f"{what} can't take a {type(each).__name__}: a container without forward is "
                 f"never called. Shard its modules: {_first_names(each)}"
             )
-        if access.unit_of(each) is not None:
+        unit = access.unit_of(each)
+        if unit is not None:
+            how = "sharded" if unit.axes.shard is not None else "replicated"
             raise ValueError(
-                f"{type(each).__name__} (unit {access.unit_of(each).name!r}) is sharded already: "  # type: ignore[union-attr]
-                "call fully_shard once for each module, children first"
+                f"{type(each).__name__} (unit {unit.name!r}) is {how} already: call fully_shard or "
+                "replicate once for each module, children first"
             )
     return modules
 
@@ -185,51 +371,18 @@ def _first_names(container: nn.Module) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _unsharded(modules: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
-    """Parameters below `modules` that no unit has, with their first names."""
-    several: dict[nn.Parameter, str] = {}
-    for number, module in enumerate(modules):
-        for name, param in module.named_parameters():
-            if find(param) is None:
-                several.setdefault(param, name if number == 0 else f"{number}.{name}")
-    return several
-
-
-def _check_parameters(modules: tuple[nn.Module, ...]) -> None:
-    devices: dict[torch.device, str] = {}
-    for param, name in _unsharded(modules).items():
-        devices.setdefault(param.device, name)
-        if param.grad is not None:
-            raise ValueError(
-                f"parameter {name} of {type(modules[0]).__name__} has a gradient from before "
-                "sharding, which is this rank's own: call zero_grad() first"
-            )
-    if len(devices) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(
-            f"the parameters of {type(modules[0]).__name__} are on several devices ({where}): "
-            "move them to one, for example with module.to(device), before sharding"
-        )
-
-
-def _move(modules: tuple[nn.Module, ...], device: torch.device) -> None:
-    for module in modules:
-        for tensor in (*_unsharded((module,)), *module.buffers()):
-            if not tensor.is_meta and tensor.device != device:
-                tensor.data = tensor.data.to(device)
-
-
-def _take_parameters(unit: Unit) -> None:
+def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
     """Shard what is whole below the unit's modules; tie places to parameters sharded before."""
-    names = _unsharded(unit.modules)
+    names = init.unsharded(unit.modules)
     inside = {each for module in unit.modules for each in module.modules()}
     for module in (each for top in unit.modules for each in top.modules()):
         for attribute, param in list(module._parameters.items()):
-            if param is None:
+            if param is None or init.is_ignored(param):
                 continue
             sharded = find(param)
             if sharded is None:
-                sharded = shard_parameter(names[param], param, unit.mesh)
+                dim = _placement_dim(names[param], param, placement_fn)
+                sharded = shard_parameter(names[param], param, unit.axes, dim)
                 unit.take(sharded)
             if (module, attribute) not in sharded.places:
                 access.bind(module, attribute, sharded)
@@ -238,6 +391,22 @@ def _take_parameters(unit: Unit) -> None:
     for sharded in _params_below(inside):
         if sharded.unit is not unit and not _reads_only_inside(sharded, sharded.unit):
             unit.take(sharded)
+
+
+def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> int:
+    placement = None if placement_fn is None else placement_fn(param)
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for {name}; expected Shard(dim) or None"
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.dim():
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for {name}, which has {param.dim()} dims"
+        )
+    return dim
 
 
 def _params_below(modules: Iterable[nn.Module]) -> list[ShardedParam]:

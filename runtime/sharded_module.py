@@ -1,9 +1,257 @@
-"""What a sharded module can do beside what its own class can."""
+"""What a sharded module can do beside what its own class can.
+
+The methods have the names and the meaning that FSDP2 gave them. `recurse=True` acts on
+the units of all modules inside, too.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.runtime import step as steps
+from autoshard.runtime.unit import Unit, unit_of
+from autoshard.runtime.whole import Whole
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` gives: `wait()` for the whole parameters."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Until the whole parameters are there; forward waits by itself."""
+        if self._unit.kept is not None:
+            self._unit.kept.tensors()
 
 
 class ShardedModule(nn.Module):
     """Mixed into the class of every module that heads a unit; `isinstance` tells such modules."""
+
+    # ---- whole parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's unit now, until `reshard()`; not the units of modules inside.
+
+        Reads of its parameters then give whole ones. Returns a handle if `async_op`.
+        """
+        unit = _unit(self)
+        if unit.kept is None or unit.kept.is_stale:
+            unit.kept = Whole(unit)
+        unit.is_unsharded_by_user = True
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Let go of whole parameters of this module's unit."""
+        unit = _unit(self)
+        unit.is_unsharded_by_user = False
+        if unit.kept is not None:
+            unit.kept.check_unwritten()
+            unit.kept.drop()
+            unit.kept = None
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """True frees whole parameters after forward, False keeps them for backward.
+
+        Raises ValueError for another type.
+        """
+        _expect_bool("reshard_after_forward", reshard_after_forward)
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            unit.smaller = None
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """False keeps whole parameters after backward: for micro-batches between two updates."""
+        _expect_bool("reshard_after_backward", reshard_after_backward)
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backward needs no parameter of this unit (an embedding's), so none is prefetched.
+
+        One that backward asks for all the same is gathered then.
+        """
+        _expect_bool("unshard_in_backward", unshard_in_backward)
+        _unit(self).unshard_in_backward = unshard_in_backward
+
+    # ---- prefetch
+
+    def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
+        """Gather the units of `modules` ahead when this one's is gathered in forward."""
+        _unit(self).next_in_forward = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
+        """The same in backward; an empty list is the default, the unit before in forward."""
+        _unit(self).next_in_backward = _units_of(modules) or None
+
+    # ---- reduction
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave gradients to wait, whole, for the first one after."""
+        before = [(unit, unit.reducer.syncs) for unit in _units(self, True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, syncs in before:
+                unit.reducer.syncs = syncs
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """False: backward reduces nothing; gradients wait for one that does."""
+        _expect_bool("requires_gradient_sync", requires_gradient_sync)
+        for unit in _units(self, recurse):
+            unit.reducer.syncs = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False: backward reduce-scatters, and leaves the all-reduce over replicas to a later one.
+
+        Without a replicated axis it makes no difference.
+        """
+        _expect_bool("requires_all_reduce", requires_all_reduce)
+        for unit in _units(self, recurse):
+            unit.reducer.all_reduces = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: a backward may end before its reduces have."""
+        _expect_bool("is_last_backward", is_last_backward)
+        for unit in _units(self, True):
+            unit.is_last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by `factor` rather than by the number of ranks."""
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"the gradient divide factor should be positive, not {factor!r}")
+        _unit(self).reducer.divide_by = float(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Have collectives sum, and divide beside them; they never do anything else here."""
+        _expect_bool("enable", enable)
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """True: parameters that no rank has used get gradients of zeros rather than none.
+
+        Ranks that use different parameters of a unit are right in either case.
+        """
+        _expect_bool("enable", enable)
+        for unit in _units(self, recurse):
+            unit.reducer.sends_unused = enable
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None], *, stream: Any | None = None
+    ) -> None:
+        """Call `hook` with this rank's part of this unit's mean gradients, 1-D, to change in place.
+
+        stream: on which to run it. Raises ValueError if one is given and the mesh has a
+        replicated axis, whose all-reduce runs before.
+        """
+        unit = _unit(self)
+        if stream is not None and unit.axes.replicate is not None:
+            raise ValueError(
+                f"unit {unit.name!r}: stream can't be set where a mesh axis replicates"
+            )
+        unit.reducer.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by `hook` rather than by collectives of ours, in all units.
+
+        hook(state, grad, part): fill `part`, 1-D, this rank's part, from `grad`, 1-D, the
+            parts of all ranks one after another; it does all summing and dividing.
+        hook(state, grad): in place, where parameters are not cut (no_shard, replicate).
+        Raises RuntimeError if this is not the root, if a hook is registered already, or if
+        the mesh both replicates and shards; TypeError if `hook` can't be called.
+        """
+        unit = _unit(self)
+        if not unit.is_root:
+            raise RuntimeError(
+                f"register a communication hook on the root module, not on {unit.name!r}"
+            )
+        if not callable(hook):
+            raise TypeError(f"a communication hook should be callable, not {type(hook).__name__}")
+        for each in _units(self, True):
+            if each.reducer.comm_hook is not None:
+                raise RuntimeError(f"unit {each.name!r} has a communication hook already")
+            if each.axes.replicate is not None and each.axes.shard is not None:
+                raise RuntimeError(
+                    f"unit {each.name!r}: a communication hook would see only one of the two "
+                    "collectives of a mesh that both replicates and shards"
+                )
+        for each in _units(self, True):
+            each.reducer.comm_hook = state, hook
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the first gather of the next forward wait for `event`, rather than for all that
+        the device was given before."""
+        _unit(self).post_optim_event = event
+
+    # ---- state
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: forget what it left, on all ranks alike.
+
+        Raises RuntimeError if this is not the root.
+        """
+        root = _unit(self)
+        if not root.is_root:
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root module, not on {root.name!r}"
+            )
+        steps.abandon_open_step()
+        for unit in _units(self, True):
+            if unit.last_step is not None:
+                unit.last_step.abandon()
+                unit.last_step = None
+            unit.reset()
+
+
+def _unit(module: nn.Module) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    unit = _unit(module)
+    if not recurse:
+        return [unit]
+    inside = (unit_of(each) for each in module.modules())
+    return list(dict.fromkeys(each for each in inside if each is not None))
+
+
+def _units_of(modules: list[ShardedModule]) -> list[Unit]:
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"expected modules that head units but got {type(module).__name__}")
+        units.append(unit)
+    return units
+
+
+def _expect_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} should be a bool, got {type(value).__name__}")
+
+
+def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
+    def call(tensor: Tensor) -> None:
+        current = torch.accelerator.current_stream()
+        stream.wait_stream(current)
+        with torch.get_device_module(tensor.device.type).stream(stream):
+            hook(tensor)
+        current.wait_stream(stream)
+
+    return call

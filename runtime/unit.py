@@ -6,19 +6,24 @@ import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.passes.layout import Member
 from autoshard.runtime.agreement import Order
+from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.unit_policies import MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.reduce import Reducer, Reduction
 
 if TYPE_CHECKING:
     from autoshard.runtime.step import Step
+    from autoshard.runtime.whole import Whole
 
 ROOT_NAME = "root"
+UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
 
 
 class _Local(threading.local):
@@ -43,11 +48,24 @@ class Unit:
     reshard_after_forward: True frees whole parameters after forward and gathers them
         again in backward; False keeps them; None means True except for the root,
         whose parameters backward would want right away.
+    reshard_after_backward: False keeps whole parameters for the next forward.
+    unshard_in_backward: False if backward needs none of its parameters (an embedding's).
+    forward_prefetch, backward_prefetch: how many units to gather ahead, of those that
+        followed it in the step before; next_in_forward, next_in_backward: or these.
+    prefetches_after_backward: only when its own gradients are in.
+    kept: whole parameters beyond a step: asked for, or kept after backward.
+    is_unsharded_by_user: from `unshard()` to `reshard()`.
+    smaller: after forward, shards over fewer ranks are kept, from which backward gathers.
+    post_optim_event: what the first gather of the next step it owns waits for.
+    is_last_backward: False: reduces need not be over when a backward of steps it owns is;
+        they are carried on to the next.
     """
 
     modules: tuple[nn.Module, ...]
-    mesh: DeviceMesh
+    axes: Axes
     reshard_after_forward: bool | None
+    mp: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     name: str = ROOT_NAME
     is_root: bool = True
     params: list[ShardedParam] = field(default_factory=list)
@@ -55,6 +73,20 @@ class Unit:
     last_step: Step | None = None  # the latest step that gathered it
     last_order: tuple[Unit, ...] = ()  # what the latest step that it owned gathered, in order
     orders: dict[str, Order] = field(default_factory=dict)  # phase -> of the steps that it owns
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: int = 1
+    backward_prefetch: int = 1
+    prefetches_after_backward: bool = False
+    next_in_forward: list[Unit] | None = None
+    next_in_backward: list[Unit] | None = None
+    kept: Whole | None = None
+    is_unsharded_by_user: bool = False
+    reducer: Reducer = field(default_factory=Reducer)
+    smaller: Axes | None = None
+    post_optim_event: Any = None
+    is_last_backward: bool = True
+    carried: list[Reduction] = field(default_factory=list)
 
     @property
     def reshards(self) -> bool:
@@ -63,14 +95,21 @@ class Unit:
         return self.reshard_after_forward
 
     @property
+    def keeps_after_backward(self) -> bool:
+        """Whether its whole parameters outlive backward; so does one that is to be repeated
+        before the update, if they were kept from forward."""
+        return not self.reshard_after_backward or not (self.reshards or self.reducer.syncs)
+
+    @property
     def world(self) -> int:
-        return self.mesh.size()
+        """Over how many ranks its parameters are cut."""
+        return self.axes.shard_world
 
     def order(self, phase: str) -> Order:
         """The collectives of one phase ("forward", "backward") of the steps that it owns."""
         if phase not in self.orders:
             key, topic = f"{self.number}/{phase}", f"the {phase} of {self.name}"
-            self.orders[phase] = Order(key, topic, self.mesh)
+            self.orders[phase] = Order(key, topic, self.axes.mesh)
         return self.orders[phase]
 
     def take(self, param: ShardedParam) -> None:
@@ -81,12 +120,56 @@ class Unit:
         param.unit = self
         self.params.append(param)
 
-    def buckets(self) -> Iterator[list[ShardedParam]]:
-        """Its parameters, split by what one collective can carry: a dtype."""
-        by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
+    def gathered_member(self, param: ShardedParam) -> Member:
+        """`param` as forward computes with it."""
+        own, wanted = param.member.dtype, self.mp.param_dtype
+        if wanted is None or not own.is_floating_point or self.computes_in_full_precision:
+            return param.member
+        return Member(wanted, param.member.size, param.member.dim)
+
+    def reduced_member(self, param: ShardedParam, dtype: torch.dtype) -> Member:
+        """`param`'s gradient, computed in `dtype`, as it is reduced."""
+        if self.mp.reduce_dtype is not None and dtype.is_floating_point:
+            dtype = self.mp.reduce_dtype
+        return Member(dtype, param.member.size, param.member.dim)
+
+    @property
+    def computes_in_full_precision(self) -> bool:
+        return self.mp.full_precision_in_eval and not self.modules[0].training
+
+    def gather_buckets(self) -> Iterator[tuple[list[ShardedParam], tuple[Member, ...]]]:
+        """Its parameters, split by what one gather can carry: a dtype."""
+        by_dtype: dict[torch.dtype, list[tuple[ShardedParam, Member]]] = {}
         for param in self.params:
-            by_dtype.setdefault(param.member.dtype, []).append(param)
-        yield from by_dtype.values()
+            member = self.gathered_member(param)
+            by_dtype.setdefault(member.dtype, []).append((param, member))
+        for pairs in by_dtype.values():
+            yield [param for param, _ in pairs], tuple(member for _, member in pairs)
+
+    def check_may_wait(self) -> None:
+        """Raise RuntimeError if its gradients can't wait for a later backward to be reduced."""
+        hooked = [p.name for p in self.params if getattr(p.param, "_post_accumulate_grad_hooks", 0)]
+        if hooked:
+            raise RuntimeError(
+                f"parameters {hooked[:4]} have hooks for after their gradient is accumulated (an "
+                "optimizer in backward), which can't be combined with gradients that are not "
+                "reduced: reduce in every backward, or step the optimizer after the last"
+            )
+
+    def finish_reduces(self) -> None:
+        """Wait for what backwards of its steps have launched, and fill `.grad`."""
+        while self.carried:
+            self.carried.pop(0).accumulate()
+
+    def reset(self) -> None:
+        """Forget whole parameters, and gradients on their way to `.grad`."""
+        if self.kept is not None:
+            self.kept.drop()
+        self.kept, self.is_unsharded_by_user = None, False
+        self.carried = []
+        self.reducer.partial = {}
+        for param in self.params:
+            param.drop_pending()
 
     def make_ready(self) -> None:
         """Before a gather: follow what was done to the parameters since the last.
@@ -101,3 +184,25 @@ class Unit:
                 f"parameters {meta} of unit {self.name!r} are still on the meta device: call "
                 "model.to_empty(device=...) and initialise them before the first forward"
             )
+
+    def why_not_compiled(self) -> str | None:
+        """What compiled code can't do of what the unit asks for; the eager runtime does it."""
+        if self.axes.replicate is not None:
+            return "a replicated axis"
+        if self.mp != MixedPrecisionPolicy():
+            return "a mixed-precision policy"
+        if type(self.offload) is not OffloadPolicy:
+            return "offloading"
+        return self.reducer.why_not_compiled()
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` heads, if it heads one."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    return unit
+
+
+def units_below(unit: Unit) -> list[Unit]:
+    """`unit`, and those that modules inside its own head, in the order of the modules."""
+    found = {unit_of(each): None for module in unit.modules for each in module.modules()}
+    return [each for each in found if each is not None]
