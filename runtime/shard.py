@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from autoshard.runtime import access
 from autoshard.runtime.mesh import check_mesh, default_mesh, ensure_process_group, mesh_device
 from autoshard.runtime.optimizers import watch_optimizers
 from autoshard.runtime.param import ShardedParam, find, shard_parameter
+from autoshard.runtime.policies import Overrides, Policy
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.unit import ROOT_NAME, Unit
-from autoshard.runtime.wrap import Policy, find_units
+from autoshard.runtime.wrap import find_units, log_mixed_units
 
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
 
@@ -79,15 +81,19 @@ def shard(
 ) -> nn.Module:
     """Shard a whole model in one call, in place: its units are found, the rest is the root.
 
-    policy: which modules are units: a `ModuleWrapPolicy`, or a function of a module
+    policy: which modules are units: one of `autoshard.wrap`, or a function of a module
         that returns a bool. None takes the model's repeated blocks, or what Hugging
-        Face's `_no_split_modules` names.
+        Face's `_no_split_modules` names. A `CustomPolicy` may return arguments of
+        `fully_shard` for one unit.
     strategy: "full_shard" (parameters, gradients and optimizer state; whole parameters
         freed after forward) or "shard_grad_op" (whole parameters kept until backward).
     sync_module_states: broadcast rank 0's parameters and buffers first, so that ranks
         that built the model from different seeds agree.
 
-    Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy.
+    A unit may have frozen parameters beside trainable ones; which ones do is logged at INFO.
+
+    Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy, for
+    overrides that `fully_shard` doesn't take, or if a module of `model` is sharded already.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
@@ -98,12 +104,15 @@ def shard(
     ensure_process_group()
     mesh = mesh or default_mesh()
     units = find_units(model, policy)
+    _check_overrides(model, units)
     if sync_module_states:
         _move((model,), mesh_device(mesh))
         sync_from_first_rank(model, mesh)
-    for unit in reversed(units):  # children before parents
-        fully_shard(unit, mesh=mesh, reshard_after_forward=STRATEGIES[strategy])
-    fully_shard(model, mesh=mesh, reshard_after_forward=STRATEGIES[strategy])
+    arguments: Overrides = {"mesh": mesh, "reshard_after_forward": STRATEGIES[strategy]}
+    for unit, overrides in reversed(units.items()):  # children before parents
+        fully_shard(unit, **{**arguments, **overrides})
+    fully_shard(model, **arguments)
+    log_mixed_units(model)
     return model
 
 
@@ -193,6 +202,19 @@ def _unsharded(modules: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
             if find(param) is None:
                 several.setdefault(param, name if number == 0 else f"{number}.{name}")
     return several
+
+
+def _check_overrides(model: nn.Module, units: Mapping[nn.Module, Overrides]) -> None:
+    """Before anything is sharded: overrides are arguments that `fully_shard` takes by name."""
+    parameters = inspect.signature(fully_shard).parameters.values()
+    valid = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    for path, module in model.named_modules():
+        unknown = [key for key in units.get(module, ()) if key not in valid]
+        if unknown:
+            raise ValueError(
+                f"the policy returned {', '.join(map(repr, unknown))} for {path}, which "
+                f"fully_shard doesn't take; valid keys: {', '.join(valid)}"
+            )
 
 
 def _check_parameters(modules: tuple[nn.Module, ...]) -> None:
