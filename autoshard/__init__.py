@@ -5,12 +5,18 @@ autoshard.fully_shard(block)                  # or explicit and composable
 autoshard.shard(model, policy=...)            # or the whole model in one call
 """
 
+from autoshard import wrap as wrap
 from autoshard.passes.plan import Plan as Plan
+from autoshard.runtime.access import register_forward_method as register_forward_method
 from autoshard.runtime.plans import plans as plans
 from autoshard.runtime.shard import fully_shard as fully_shard
+from autoshard.runtime.shard import replicate as replicate
 from autoshard.runtime.shard import shard as shard
 from autoshard.runtime.sharded_module import ShardedModule as ShardedModule
-from autoshard.runtime.wrap import ModuleWrapPolicy as ModuleWrapPolicy
+from autoshard.runtime.unit_policies import CPUOffloadPolicy as CPUOffloadPolicy
+from autoshard.runtime.unit_policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+from autoshard.runtime.unit_policies import OffloadPolicy as OffloadPolicy
+from autoshard.runtime.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
 from autoshard.tools.parity import parity as parity
 
 __version__ = "0.1.0"

@@ -76,10 +76,7 @@ def _fake_wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> 
 def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
     """Empty shards, of this rank's rows, on the device of `like`."""
     world, rank = _torch.group_size(group), _torch.group_rank(group)
-    return [
-        like.new_empty(m.local_size(world, rank), dtype=m.dtype)
-        for m in read_members(members)
-    ]
+    return [like.new_empty(m.local_size(world, rank), dtype=m.dtype) for m in read_members(members)]
 
 
 torch.library.register_fake("autoshard::unshard", _fake_unshard, lib=library)

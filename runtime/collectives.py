@@ -122,7 +122,7 @@ def _whole(padded: Tensor, member: Member, world: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Division:
-    """What gradients are divided by to give their mean: `before` the sum over ranks, and `after`."""
+    """What gradients are divided by to give their mean: `before` they are summed, and `after`."""
 
     before: float
     after: float
@@ -170,9 +170,7 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     issued = Issued("all_reduce", reduced.issued.members, group)
     with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
         _announce(issued)
-        work = dist.all_reduce(
-            reduced.receive, group=_torch.resolve_group(group), async_op=True
-        )
+        work = dist.all_reduce(reduced.receive, group=_torch.resolve_group(group), async_op=True)
     return InFlight(issued, work, reduced.send, reduced.receive, reduced.world, reduced.rank)
 
 
@@ -204,9 +202,7 @@ def wait_reduce(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
         return list(torch._foreach_div(split_pieces(flight.receive, members, world, rank), divisor))
 
 
-def split_pieces(
-    flat: Tensor, members: tuple[Member, ...], world: int, rank: int
-) -> list[Tensor]:
+def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: int) -> list[Tensor]:
     """This rank's parts of `members`, without padding, as views of `flat`."""
     pieces = flat.split([member.chunk_numel(world) for member in members])
     return [

@@ -110,7 +110,9 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
     for param in known.values():
         reason = param.unit.why_not_compiled()
         if reason is not None:
-            raise ValueError(f"unit {param.unit.name!r} asks for {reason}, which isn't compiled yet")
+            raise ValueError(
+                f"unit {param.unit.name!r} asks for {reason}, which isn't compiled yet"
+            )
     numbers: dict[ShardedParam, int] = {}
     _number_markers(gm, known, numbers)
     frame.params = list(numbers)

@@ -40,8 +40,8 @@ def find_ignored(
     for top in _iterate(modules, nn.Module, "ignored_modules"):
         if access.unit_of(top) is not None:
             raise ValueError(
-                f"ignored_modules has {type(top).__name__}, which is sharded already: leave it out, "
-                "or ignore it before it is sharded"
+                f"ignored_modules has {type(top).__name__}, which is sharded already: leave it "
+                "out, or ignore it before it is sharded"
             )
         if top is model:
             warnings.warn(
@@ -188,7 +188,8 @@ def materialize(
             )
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
-                f"param_init_fn should be a function of a module, not {type(param_init_fn).__name__}"
+                "param_init_fn should be a function of a module, not "
+                f"{type(param_init_fn).__name__}"
             )
         if param_init_fn is not None:
             param_init_fn(module)

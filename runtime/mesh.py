@@ -173,7 +173,7 @@ _smaller: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
 
 
 def smaller_axes(axes: Axes, ranks: int) -> Axes:
-    """Groups of `ranks` neighbours along the shard axis; all ranks of the mesh make them at once."""
+    """Groups of `ranks` neighbours along the shard axis; all ranks of the mesh make them."""
     key = axes.mesh, ranks
     if key not in _smaller:
         grid = axes.mesh.mesh.reshape(-1, ranks)

@@ -69,9 +69,9 @@ class ShardedParam:
 
     def drop_pending(self) -> None:
         """Forget gradients that wait, and the zeros that stand for them in `.grad`."""
-        if self.pending is not None and self.param.grad is self.pending.seen:
-            if self.pending.is_placeholder:
-                self.param.grad = None
+        pending = self.pending
+        if pending is not None and pending.is_placeholder and self.param.grad is pending.seen:
+            self.param.grad = None
         self.pending = None
 
     def check_version(self, version: int) -> None:

@@ -115,7 +115,9 @@ class Reduction:
         members = (*parts, Member(self._dtype, (len(flags),)))
         self._grads = {}
         if self._reducer.comm_hook is not None:
-            self._flight = collectives.run_hook([*whole, flags], members, axes, self._reducer.comm_hook)
+            self._flight = collectives.run_hook(
+                [*whole, flags], members, axes, self._reducer.comm_hook
+            )
             self._scattered = True
             return
         self._flight = collectives.launch_reduce(

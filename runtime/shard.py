@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ from autoshard.runtime.mesh import (
 )
 from autoshard.runtime.optimizers import watch_optimizers
 from autoshard.runtime.param import ShardedParam, find, shard_parameter
-from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from autoshard.runtime.precision import ignore_buffers
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.unit import ROOT_NAME, Unit
-from autoshard.runtime.wrap import Policy, find_units, override_mixed_precision
+from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.wrap import find_units, log_mixed_units, override_mixed_precision
+from autoshard.runtime.wrap_policies import Overrides, Policy
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def fully_shard(
     axes = axes or axes_of(default_mesh(), "fully_shard")
     _make_unit(
         modules,
-        axes,
+        axes=axes,
         reshard_after_forward=reshard_after_forward,
         mp_policy=_read_mp_policy(mp_policy),
         offload_policy=_read_offload_policy(offload_policy),
@@ -125,7 +126,7 @@ def replicate(
     init.resolve_device(device_id, mesh_device(axes.mesh))
     _make_unit(
         modules,
-        axes,
+        axes=axes,
         reshard_after_forward=False,
         mp_policy=_read_mp_policy(mp_policy),
         offload_policy=_read_offload_policy(offload_policy),
@@ -159,7 +160,8 @@ def shard(
     mesh: 1-D, or for the hybrid strategies 2-D and named (replicate, shard).
     policy: which modules are units: one of `autoshard.wrap`, or a function of a module
         that returns a bool. None takes the model's repeated blocks, or what Hugging
-        Face's `_no_split_modules` names.
+        Face's `_no_split_modules` names. A `CustomPolicy` may return a strategy, or
+        arguments of `fully_shard`, for one unit.
     strategy: "full_shard" (parameters, gradients and optimizer state; whole parameters
         freed after forward), "shard_grad_op" (whole parameters kept until backward),
         "no_shard" (replicas), "hybrid_shard" and "hybrid_shard_zero2" (the first two
@@ -179,8 +181,10 @@ def shard(
     limit_all_gathers: keep the host from running ahead of the device by more than two
         gathers, and so from taking memory for them; a CPU is never ahead.
 
-    Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy, or a mesh
-    that doesn't fit it.
+    A unit may have frozen parameters beside trainable ones; which ones do is logged at INFO.
+
+    Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy, a mesh
+    that doesn't fit it, unknown overrides, or if a module of `model` is sharded already.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
@@ -192,36 +196,28 @@ def shard(
             'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
         )
     ahead = _prefetch(forward_prefetch, backward_prefetch)
-    common = {
-        "mp_policy": _read_mp_policy(mp_policy),
-        "offload_policy": _read_offload_policy(offload_policy),
-    }
+    precision = _read_mp_policy(mp_policy)
+    common = {"mp_policy": precision, "offload_policy": _read_offload_policy(offload_policy)}
     ignored = init.find_ignored(model, ignored_modules, ignored_params)
     init.check_parameters((model,), ignored, moves=device_id is not None)
     ensure_process_group()
     axes = axes or _strategy_axes(strategy, default_mesh())
     device = init.resolve_device(device_id, mesh_device(axes.mesh))
-    units = find_units(model, policy, set(ignored.modules))
-    if common["mp_policy"].param_dtype is not None:
-        override_mixed_precision(model, (_BatchNorm,), units, set(ignored.modules))
+    units = find_units(model, policy, ignored.modules)
+    if precision.param_dtype is not None:
+        units = override_mixed_precision(model, (_BatchNorm,), units, ignored.modules)
+    _check_overrides(model, units)
     init.move((model,), device, ignored)
     init.materialize(model, device, ignored, param_init_fn)
     if sync_module_states:
         init.sync_from_first_rank(model, axes, ignored)
     units = {model: {}, **units}
     for module, overrides in reversed(list(units.items())):  # children before parents
-        own = overrides.pop("strategy", strategy)
-        arguments = {"reshard_after_forward": STRATEGIES[own], **common, **overrides}
-        arguments["mp_policy"] = _read_mp_policy(arguments["mp_policy"])
-        unit = _make_unit(
-            (module,),
-            _strategy_axes(own, axes.mesh),
-            ignored=ignored,
-            placement_fn=None,
-            **arguments,
-        )
+        arguments = _unit_arguments({"strategy": strategy, **common, **overrides}, axes)
+        unit = _make_unit((module,), ignored=ignored, **arguments)
         unit.forward_prefetch, unit.backward_prefetch, unit.prefetches_after_backward = ahead
     ignore_buffers(set(ignored.modules))
+    log_mixed_units(model)
     return model
 
 
@@ -243,9 +239,61 @@ def _strategy_axes(strategy: str, mesh: DeviceMesh) -> Axes:
     if mesh.ndim != wanted:
         hint = "" if wanted == 2 else '; "hybrid_shard" takes a 2D one of (replicate, shard)'
         raise ValueError(
-            f"strategy {strategy!r} expects a {wanted}D mesh but got a {mesh.ndim}D mesh {mesh}{hint}"
+            f"strategy {strategy!r} expects a {wanted}D mesh but got a {mesh.ndim}D mesh "
+            f"{mesh}{hint}"
         )
     return axes_of(mesh, f"strategy {strategy!r}")
+
+
+_OVERRIDES = (
+    "strategy",
+    "mesh",
+    "reshard_after_forward",
+    "shard_placement_fn",
+    "mp_policy",
+    "offload_policy",
+    "ignored_params",
+)
+
+
+def _check_overrides(model: nn.Module, units: Mapping[nn.Module, Overrides]) -> None:
+    """Before anything is sharded: overrides are a strategy, or what `fully_shard` takes by name."""
+    for path, module in model.named_modules():
+        overrides = units.get(module, {})
+        unknown = [key for key in overrides if key not in _OVERRIDES]
+        if unknown:
+            raise ValueError(
+                f"the policy returned {', '.join(map(repr, unknown))} for {path}, which "
+                f"fully_shard doesn't take; valid keys: {', '.join(_OVERRIDES)}"
+            )
+        _unit_arguments({"strategy": "full_shard", **overrides}, None)
+
+
+def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
+    """Arguments of `_make_unit` from those of `fully_shard`, and a strategy.
+
+    axes: those of the whole model, which the strategy may use otherwise; None: only check.
+    """
+    given = dict(overrides)
+    strategy = given.pop("strategy")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
+    mesh = given.pop("mesh", None)
+    if mesh is not None:
+        axes = axes_of(mesh, "fully_shard")
+    elif axes is not None:
+        axes = _strategy_axes(strategy, axes.mesh)
+    reshard = given.pop("reshard_after_forward", STRATEGIES[strategy])
+    _check_reshard(reshard, axes)
+    for param in given.pop("ignored_params", None) or ():
+        setattr(param, init.IGNORED, True)
+    return {
+        "axes": axes,
+        "reshard_after_forward": reshard,
+        "placement_fn": given.pop("shard_placement_fn", None),
+        "mp_policy": _read_mp_policy(given.pop("mp_policy", None)),
+        "offload_policy": _read_offload_policy(given.pop("offload_policy", None)),
+    }
 
 
 _FORWARD = "an int, True or False"
@@ -273,9 +321,7 @@ def _read_mp_policy(policy: Any) -> MixedPrecisionPolicy:
         return policy
     fields = [f.name for f in dataclasses.fields(MixedPrecisionPolicy) if hasattr(policy, f.name)]
     if "param_dtype" not in fields:
-        raise TypeError(
-            f"mp_policy should be a MixedPrecisionPolicy, not {type(policy).__name__}"
-        )
+        raise TypeError(f"mp_policy should be a MixedPrecisionPolicy, not {type(policy).__name__}")
     return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in fields})
 
 
@@ -296,8 +342,7 @@ def _check_reshard(reshard: bool | int | None, axes: Axes | None) -> None:
         return
     if not isinstance(reshard, int) or reshard < 1:
         raise ValueError(
-            "reshard_after_forward should be True, False, None or a positive int, not "
-            f"{reshard!r}"
+            f"reshard_after_forward should be True, False, None or a positive int, not {reshard!r}"
         )
     world = axes.shard_world if axes is not None else None
     if world is not None and world % reshard:
@@ -308,8 +353,8 @@ def _check_reshard(reshard: bool | int | None, axes: Axes | None) -> None:
 
 def _make_unit(
     modules: tuple[nn.Module, ...],
-    axes: Axes,
     *,
+    axes: Axes,
     reshard_after_forward: bool | int | None,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,

@@ -343,7 +343,7 @@ def _ahead(
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def step_in_backward(unit: Unit) -> Step:

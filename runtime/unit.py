@@ -15,8 +15,8 @@ from autoshard.passes.layout import Member
 from autoshard.runtime.agreement import Order
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
-from autoshard.runtime.unit_policies import MixedPrecisionPolicy, OffloadPolicy
 from autoshard.runtime.reduce import Reducer, Reduction
+from autoshard.runtime.unit_policies import MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from autoshard.runtime.step import Step

@@ -40,8 +40,8 @@ class MixedPrecisionPolicy:
             if field.name.endswith("_dtype"):
                 if value is not None and not _is_floating(value):
                     raise ValueError(
-                        f"MixedPrecisionPolicy.{field.name} is {value!r}; expected a floating-point "
-                        "torch.dtype or None"
+                        f"MixedPrecisionPolicy.{field.name} is {value!r}; expected a floating "
+                        "point torch.dtype or None"
                     )
             elif not isinstance(value, bool):
                 raise ValueError(

@@ -96,9 +96,7 @@ class Whole:
             return
         written = [
             param.name
-            for (param, tensor), version in zip(
-                self._tensors.items(), self._versions, strict=False
-            )
+            for (param, tensor), version in zip(self._tensors.items(), self._versions, strict=False)
             if tensor._version != version
         ]
         if written:

@@ -221,7 +221,7 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (container, ["ModuleList", "forward", "0, 1, 2"]),
     (sharded_twice, ["layers.1", "sharded already", "once"]),
     (no_module, ["nn.Module", "Tensor"]),
-    (wrong_reshard, ["reshard_after_forward", "'yes'", "True, False or None"]),
+    (wrong_reshard, ["reshard_after_forward", "'yes'", "True, False, None or"]),
     (unknown_strategy, ["zero3", "full_shard"]),
     (foreign_optimizer, ["HomeMade", "layers.", "autoshard.shard(model)"]),
     (optimizer_from_before_fully_shard, ["AdamW", "embed.weight", "after sharding"]),
