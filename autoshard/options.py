@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.shard import STRATEGIES
+from autoshard.runtime.shard import ARGUMENT_CHECKS, STRATEGIES
+from autoshard.runtime.unit_policies import MixedPrecisionPolicy, OffloadPolicy
 
 LOWERINGS = ("inductor", "eager")
 BUCKETINGS = ("auto", "per_unit", "none")
@@ -26,8 +29,7 @@ class CompileOptions:
     strict:    raise where tracing, a pass or the lowering fails, rather than run the
                frame on the eager runtime with a warning.
 
-    For the one-line form, as in `shard()`:
-    mesh, policy, strategy, sync_module_states.
+    For the one-line form, the arguments of `shard()`, from `mesh` on.
     """
 
     lowering: str = "inductor"
@@ -37,7 +39,16 @@ class CompileOptions:
     mesh: DeviceMesh | None = None
     policy: Any = None
     strategy: str = "full_shard"
+    mp_policy: MixedPrecisionPolicy | None = None
+    offload_policy: OffloadPolicy | None = None
+    ignored_modules: Iterable[nn.Module] | None = None
+    ignored_params: Iterable[nn.Parameter] | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: int | torch.device | None = None
     sync_module_states: bool = True
+    forward_prefetch: bool | int = True
+    backward_prefetch: str | int | None = "pre"
+    limit_all_gathers: bool = True
 
     def __post_init__(self) -> None:
         _expect(self, "lowering", self.lowering in LOWERINGS, f"one of {list(LOWERINGS)}")
@@ -61,12 +72,15 @@ class CompileOptions:
             "a ModuleWrapPolicy or a function of a module that returns a bool",
         )
         _expect(self, "strategy", self.strategy in list(STRATEGIES), f"one of {list(STRATEGIES)}")
-        _expect(
-            self,
-            "sync_module_states",
-            isinstance(self.sync_module_states, bool),
-            "True or False",
-        )
+        for name in ("sync_module_states", "limit_all_gathers"):
+            _expect(self, name, isinstance(getattr(self, name), bool), "True or False")
+        init = self.param_init_fn
+        _expect(self, "param_init_fn", init is None or callable(init), "a function of a module")
+        for name, check in ARGUMENT_CHECKS.items():
+            try:
+                check(getattr(self, name))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"option {name!r} for backend 'autoshard': {error}") from None
 
     @staticmethod
     def read(options: Mapping[str, Any] | None) -> CompileOptions:
@@ -87,8 +101,8 @@ class CompileOptions:
 
     def shard_arguments(self) -> dict[str, Any]:
         """What goes to `shard()` in the one-line form."""
-        names = ("mesh", "policy", "strategy", "sync_module_states")
-        return {name: getattr(self, name) for name in names}
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names[names.index("mesh") :]}
 
 
 def _expect(options: CompileOptions, name: str, holds: bool, expected: str) -> None:

@@ -194,7 +194,7 @@ def _name(mesh: DeviceMesh) -> str:
 
 def group_timeout(mesh: DeviceMesh) -> timedelta:
     """How long ranks of `mesh` wait for each other in a collective, as the user set it."""
-    return _torch.group_timeout(mesh.get_group())
+    return _torch.group_timeout(mesh.get_group(0))
 
 
 def _exchange(

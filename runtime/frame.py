@@ -81,14 +81,20 @@ def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
 
 
 def follow_replaced(example_inputs: Sequence[Any]) -> bool:
-    """Whether parameters among the inputs took the place of sharded ones, which is now known.
+    """Whether parameters among the inputs took the place of sharded ones, which is now known,
+    or were converted.
 
     The graph was traced with what stood there before, ties undone perhaps: trace it again.
     """
-    unknown = [
-        value for value in example_inputs if isinstance(value, DTensor) and find(value) is None
-    ]
-    return any(resolve(value) is not None for value in unknown)
+    changed = False
+    for value in example_inputs:
+        if isinstance(value, DTensor):
+            known = find(value)
+            if known is None:
+                changed |= resolve(value) is not None
+            else:
+                changed |= known.refresh()
+    return changed
 
 
 def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import access
 from autoshard.runtime.mesh import Axes
-from autoshard.runtime.param import find
+from autoshard.runtime.param import find, is_ignored
 
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
-IGNORED = "_autoshard_ignored"  # parameter attribute: the user asked for it to be left alone
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,6 @@ def unsharded(
             if find(param) is None and param not in ignored.params and not is_ignored(param):
                 several.setdefault(param, name if number == 0 else f"{number}.{name}")
     return several
-
-
-def is_ignored(param: Tensor) -> bool:
-    """Whether the user asked for `param` to be left alone."""
-    return bool(getattr(param, IGNORED, False))
 
 
 def check_parameters(modules: tuple[nn.Module, ...], ignored: Ignored, *, moves: bool) -> None:

@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autoshard.passes.layout import first_row
 from autoshard.runtime import access, left_out
 from autoshard.runtime.mesh import world_size
-from autoshard.runtime.param import ShardedParam, find
+from autoshard.runtime.param import ShardedParam, find, is_ignored
+from autoshard.runtime.reduce import pending_of
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
@@ -117,13 +118,20 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
         for param in group["params"]:
             sharded = find(param)
             if sharded is None:
-                if param.grad is not None and not isinstance(param, DTensor):
+                plain_grad = param.grad is not None and not isinstance(param, DTensor)
+                if plain_grad and not is_ignored(param):
                     plain.append(param)
             elif sharded.param is not param:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
                     "sharding, so its step would train nothing: build the optimizer from "
                     "model.parameters() after sharding"
+                )
+            elif pending_of(sharded) is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} steps {sharded.name}, whose gradient is still "
+                    "waiting to be reduced: let the last backward before the step synchronise "
+                    "gradients (leave no_sync(), or set_requires_gradient_sync(True))"
                 )
             else:
                 has_sharded |= sharded.axes.num_ranks > 1

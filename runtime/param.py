@@ -86,10 +86,11 @@ class ShardedParam:
                 "write to parameters, after backward"
             )
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Follow what was done to the modules since: a parameter replaced, or converted.
 
-        As by `load_state_dict(assign=True)`, or `model.to(dtype)`.
+        As by `load_state_dict(assign=True)`, or `model.to(dtype)`. Returns whether its dtype
+        is another now.
         """
         for module, attribute in self.places:
             param = module._parameters.get(attribute)
@@ -100,6 +101,8 @@ class ShardedParam:
         if dtype != self.member.dtype:
             self.member = Member(dtype, self.member.size, self.member.dim)
             self.members = show_members((self.member,))
+            return True
+        return False
 
     def _replace(self, param: nn.Parameter) -> None:
         """Take `param`, put in a module by somebody else, as the parameter of all places.
@@ -180,6 +183,14 @@ def local_tensor(param: Tensor) -> Tensor:
     local = param._local_tensor  # type: ignore[attr-defined]
     assert isinstance(local, Tensor)
     return local
+
+
+IGNORED = "_autoshard_ignored"  # parameter attribute: the user asked for it to be left alone
+
+
+def is_ignored(param: Tensor) -> bool:
+    """Whether the user asked for `param` to be left alone."""
+    return bool(getattr(param, IGNORED, False))
 
 
 # Which parameter became which: by id, since a Tensor's == is no identity. A parameter from

@@ -26,7 +26,7 @@ from autoshard.runtime.mesh import (
     smaller_axes,
 )
 from autoshard.runtime.optimizers import watch_optimizers
-from autoshard.runtime.param import ShardedParam, find, shard_parameter
+from autoshard.runtime.param import IGNORED, ShardedParam, find, is_ignored, shard_parameter
 from autoshard.runtime.precision import ignore_buffers
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.unit import ROOT_NAME, Unit
@@ -166,7 +166,8 @@ def shard(
         freed after forward), "shard_grad_op" (whole parameters kept until backward),
         "no_shard" (replicas), "hybrid_shard" and "hybrid_shard_zero2" (the first two
         inside, replicas across).
-    mp_policy: dtypes. BatchNorm layers stay in full precision, as units of their own.
+    mp_policy: dtypes. BatchNorm layers stay in full precision, as units of their own, and
+        `output_dtype` is that of the model.
     offload_policy: where shards live.
     ignored_modules, ignored_params: left alone, with all that is in those modules. Ranks
         may ignore different ones as long as the rest agrees.
@@ -213,9 +214,13 @@ def shard(
         init.sync_from_first_rank(model, axes, ignored)
     units = {model: {}, **units}
     for module, overrides in reversed(list(units.items())):  # children before parents
+        if module is not model:  # what modules inside hand on is computed with
+            own = dataclasses.replace(precision, output_dtype=None)
+            overrides = {"mp_policy": own, **overrides}
         arguments = _unit_arguments({"strategy": strategy, **common, **overrides}, axes)
         unit = _make_unit((module,), ignored=ignored, **arguments)
         unit.forward_prefetch, unit.backward_prefetch, unit.prefetches_after_backward = ahead
+        unit.limits_gathers = limit_all_gathers
     ignore_buffers(set(ignored.modules))
     log_mixed_units(model)
     return model
@@ -286,7 +291,7 @@ def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
     reshard = given.pop("reshard_after_forward", STRATEGIES[strategy])
     _check_reshard(reshard, axes)
     for param in given.pop("ignored_params", None) or ():
-        setattr(param, init.IGNORED, True)
+        setattr(param, IGNORED, True)
     return {
         "axes": axes,
         "reshard_after_forward": reshard,
@@ -337,6 +342,15 @@ def _read_offload_policy(policy: Any) -> OffloadPolicy:
     raise TypeError(f"offload_policy should be an OffloadPolicy, not {type(policy).__name__}")
 
 
+ARGUMENT_CHECKS: dict[str, Callable[[Any], object]] = {
+    "mp_policy": _read_mp_policy,
+    "offload_policy": _read_offload_policy,
+    "forward_prefetch": lambda value: _prefetch(value, None),
+    "backward_prefetch": lambda value: _prefetch(0, value),
+}
+"""What raises TypeError or ValueError for a wrong argument of `shard()`."""
+
+
 def _check_reshard(reshard: bool | int | None, axes: Axes | None) -> None:
     if reshard is None or isinstance(reshard, bool):
         return
@@ -365,7 +379,7 @@ def _make_unit(
     unit = Unit(modules, axes, reshard, mp_policy, offload_policy, smaller=smaller)
     init.move(modules, mesh_device(axes.mesh), ignored)
     for param in ignored.params:
-        setattr(param, init.IGNORED, True)
+        setattr(param, IGNORED, True)
     _take_parameters(unit, placement_fn)
     for each in modules:
         access.head(each, unit, ShardedModule)
@@ -422,7 +436,7 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
     inside = {each for module in unit.modules for each in module.modules()}
     for module in (each for top in unit.modules for each in top.modules()):
         for attribute, param in list(module._parameters.items()):
-            if param is None or init.is_ignored(param):
+            if param is None or is_ignored(param):
                 continue
             sharded = find(param)
             if sharded is None:

@@ -56,6 +56,7 @@ class Unit:
     kept: whole parameters beyond a step: asked for, or kept after backward.
     is_unsharded_by_user: from `unshard()` to `reshard()`.
     smaller: after forward, shards over fewer ranks are kept, from which backward gathers.
+    limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
     post_optim_event: what the first gather of the next step it owns waits for.
     is_last_backward: False: reduces need not be over when a backward of steps it owns is;
         they are carried on to the next.
@@ -84,6 +85,7 @@ class Unit:
     is_unsharded_by_user: bool = False
     reducer: Reducer = field(default_factory=Reducer)
     smaller: Axes | None = None
+    limits_gathers: bool = True
     post_optim_event: Any = None
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)

@@ -10,6 +10,7 @@ from torch import Tensor
 from autoshard.passes.layout import first_row
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import InFlight
+from autoshard.runtime.limiter import limiter
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.unit import Unit
@@ -39,6 +40,8 @@ class Whole:
         self._tensors: dict[ShardedParam, Tensor] | None = None
         self._versions: list[int] = []  # of the tensors, when they were made
         if unit.world > 1:
+            if unit.limits_gathers:
+                limiter.wait()
             for params, members in unit.gather_buckets():
                 shards = [parts.tensors[p] if parts else p.shard for p in params]
                 group = parts.axes.shard_group if parts else params[0].group
@@ -110,4 +113,7 @@ class Whole:
         """Let go, waiting for what is still on its way."""
         for _, flight in self._flights:
             flight.wait()
+        whole = self._tensors
         self._flights, self._tensors = [], {}
+        if whole and self.unit.world > 1 and self.unit.limits_gathers:
+            limiter.dropped(next(iter(whole.values())).device)

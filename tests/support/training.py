@@ -136,9 +136,13 @@ def local_rows_of(param: Any, like: Any) -> Tensor:
         return param.to_local().detach()
     if not hasattr(like, "to_local"):
         return param.detach()
-    mesh = like.device_mesh
-    start = first_row(param.shape[0], mesh.size(), mesh.get_local_rank())
-    return param.detach()[start : start + like.to_local().shape[0]]
+    mesh, rows = like.device_mesh, param.detach()
+    for axis, placement in enumerate(like.placements):
+        if placement.is_shard():
+            dim = placement.dim
+            start = first_row(param.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            rows = rows.narrow(dim, start, like.to_local().shape[dim])
+    return rows
 
 
 def issued(run: Callable[[], object]) -> list[Issued]:

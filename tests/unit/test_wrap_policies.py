@@ -208,7 +208,7 @@ def test_a33_overrides_that_fully_shard_does_not_take(fake_world: None) -> None:
     policy = CustomPolicy(lambda module: isinstance(module, Block) and {"sharding_strategy": 2})
     with pytest.raises(ValueError, match=r"'sharding_strategy' for layers\.0, ") as raised:
         autoshard.shard(model, policy=policy)
-    assert "valid keys: mesh, reshard_after_forward" in str(raised.value)
+    assert "valid keys: strategy, mesh, reshard_after_forward" in str(raised.value)
     assert not [module for module in model.modules() if isinstance(module, autoshard.ShardedModule)]
 
 
