@@ -222,9 +222,12 @@ def _subgraphs(node: fx.Node) -> list[fx.GraphModule]:
 def _operands(node: fx.Node, subgraph: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
     """(input of `subgraph`, what `node` passes for it), where that is a node.
 
-    The operands of a higher-order op are its last arguments, one a subgraph's input.
+    The operands of a higher-order op are its last arguments, one a subgraph's input. None is
+    known of a subgraph that takes more than that: the backward of an autograd.Function.
     """
     placeholders = subgraph.graph.find_nodes(op="placeholder")
+    if len(placeholders) > len(node.args):
+        return []
     passed = node.args[len(node.args) - len(placeholders) :]
     return [
         (placeholder, operand)

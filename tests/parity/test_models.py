@@ -49,6 +49,11 @@ def test_inductor(rank: int, checkpointing: str | None) -> None:
     assert_same(got, want, rtol=INDUCTOR_RTOL)
 
 
+def reduces_for_each_graph(name: str) -> bool:
+    """Torch 2.11 breaks T5's graph: its one embedding is read, and reduced, by several."""
+    return name == "t5" and bool(torch._dynamo.utils.counters["graph_break"])
+
+
 @pytest.mark.parametrize("name", HF_MODELS)
 @on_ranks(2)
 def test_hugging_face(rank: int, name: str) -> None:
@@ -67,9 +72,7 @@ def test_hugging_face(rank: int, name: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     got, losses = compiled(build, loss)
-    if name == "t5" and torch._dynamo.utils.counters["graph_break"]:
-        # Only on torch 2.11: its one embedding is then read by several graphs, and reduced
-        # for each.
+    if reduces_for_each_graph(name):
         assert_same(got, aot, rtol=1e-5)
         return
     assert losses == aot_losses
@@ -90,9 +93,11 @@ def test_hugging_face_inductor(rank: int, name: str) -> None:
     # Inductor fuses the sharded and the unsharded model alike: sharding itself changes no bit.
     want, want_losses = replicated(build, loss, steps=3, backend="inductor")
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     got, losses = compiled(build, loss, steps=3, lowering="inductor")
-    assert losses == want_losses
-    assert_same(got, want)
+    if not reduces_for_each_graph(name):
+        assert losses == want_losses
+    assert_same(got, want, rtol=1e-5 if reduces_for_each_graph(name) else 0.0)
     # From eager torch both depart by Inductor's rounding. SGD, as AdamW divides a gradient by
     # its size: what is zero but for rounding, as the gradient of an attention's key bias,
     # becomes a whole step in a direction of chance.

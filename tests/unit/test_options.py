@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import autoshard
 from autoshard import ModuleWrapPolicy
 from autoshard.options import CompileOptions
 
@@ -153,7 +155,11 @@ def test_options_are_frozen(name: str) -> None:
 def test_shard_arguments() -> None:
     policy = ModuleWrapPolicy([nn.Linear])
     options = CompileOptions.read({"policy": policy, "strategy": "shard_grad_op", "strict": True})
-    assert options.shard_arguments() == {
+    arguments = options.shard_arguments()
+    assert list(arguments) == list(inspect.signature(autoshard.shard).parameters)[1:]
+    assert {
+        name: arguments[name] for name in ("mesh", "policy", "strategy", "sync_module_states")
+    } == {
         "mesh": None,
         "policy": policy,
         "strategy": "shard_grad_op",
