@@ -138,7 +138,9 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
     if _torch.in_backward():
         return steps.step_in_backward(sharded.unit).read_in_backward(sharded)
     late = _late_step(sharded.unit)
-    return param if late is None else late.read(sharded)
+    if late is not None:
+        return late.read(sharded)
+    return steps.read_unsharded(sharded) if sharded.unit.is_unsharded_by_user else param
 
 
 @dataclass

@@ -73,13 +73,14 @@ class Step:
 
     def read(self, param: ShardedParam) -> Tensor:
         """The whole parameter, as forward may use it."""
-        return self._attach(param, self._in_forward(param.unit)[param])
+        return self.attach(param, self._in_forward(param.unit)[param])
 
     def read_in_backward(self, param: ShardedParam) -> Tensor:
         """The whole parameter, for a part of forward that a checkpoint runs again."""
-        return self._attach(param, self._in_backward(param.unit)[param])
+        return self.attach(param, self._in_backward(param.unit)[param])
 
-    def _attach(self, param: ShardedParam, data: Tensor) -> Tensor:
+    def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
+        """`data`, its gathered data, with its gradient going to the unit's reduce."""
         if not (self.has_grad and param.param.requires_grad):
             return data
         # Also under the caller's no_grad: what it reads may be used outside of that.
@@ -351,6 +352,14 @@ def step_in_backward(unit: Unit) -> Step:
     if unit.last_step is None:
         unit.last_step = Step(unit)
     return unit.last_step
+
+
+def read_unsharded(param: ShardedParam) -> Tensor:
+    """The whole parameter, outside of forward, between `unshard()` and `reshard()`."""
+    unit = param.unit
+    if unit.kept is None or unit.kept.is_stale:
+        unit.kept = Whole(unit)
+    return step_in_backward(unit).attach(param, unit.kept.tensors()[param])
 
 
 def abandon_open_step() -> None:
