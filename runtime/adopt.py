@@ -187,10 +187,10 @@ def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
     """See [Note: parameters from before sharding]."""
     if not old.requires_grad:
         return
-    version = sharded.param._version
+    stamp = sharded.stamp
 
     def forward(param: nn.Parameter) -> None:
-        if sharded.param._version != version:
+        if sharded.stamp != stamp:
             raise RuntimeError(
                 f"{sharded.name} was read through its parameter from before sharding, after the "
                 "first update: read it from the module, or call autoshard.shard(model) first"

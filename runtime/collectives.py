@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,10 +58,15 @@ class InFlight:
     world: int
     rank: int
 
-    def wait(self) -> None:
-        """On a CPU until it has ended; elsewhere what the device is given next waits for it."""
+    def wait(self) -> InFlight:
+        """On a CPU until it has ended; elsewhere what the device is given next waits for it.
+
+        Returns itself as of then, with nothing to wait for: gloo copies results out at every
+        wait, so that a second one would undo what was written to `receive` since the first.
+        """
         if self.work is not None:
             self.work.wait()
+        return replace(self, work=None)
 
 
 _observers: list[Callable[[Issued], None]] = []

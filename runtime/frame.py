@@ -259,7 +259,7 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.sharded = [resolve(param) for param in params]
-        ctx.versions = [param._version for param in params]
+        ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
         ctx.set_materialize_grads(False)
         shards = tuple(local_tensor(param).detach() for param in params)
         ctx.mark_non_differentiable(
@@ -271,8 +271,8 @@ class _LocalShards(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         left_out.note_backward()
-        for sharded, version in zip(ctx.sharded, ctx.versions, strict=True):
-            sharded.check_version(version)
+        for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
+            sharded.check_unwritten(stamp)
         return tuple(
             None if grad is None else sharded.grad_from(grad)
             for sharded, grad in zip(ctx.sharded, grads, strict=True)

@@ -134,6 +134,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
                     "gradients (leave no_sync(), or set_requires_gradient_sync(True))"
                 )
             else:
+                sharded.num_updates += 1
                 has_sharded |= sharded.axes.num_ranks > 1
     if plain and world_size() > 1:
         _check_plain(type(optimizer).__name__, plain)

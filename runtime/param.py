@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from autoshard.runtime.unit import Unit
 
 
+Stamp = tuple[int, int, int, int]
+"""Tells the values of a parameter from those it had before."""
+
+
 @dataclass(eq=False)
 class ShardedParam:
     """One parameter, wherever it is registered.
@@ -47,6 +51,7 @@ class ShardedParam:
         # Gradients of backwards that were not to be reduced: whole, summed, in the dtype
         # of the reduce; see reduce.py.
         self.pending: Pending | None = None
+        self.num_updates = 0  # steps that torch optimizers have taken with it
 
     @property
     def shard(self) -> Tensor:
@@ -63,9 +68,11 @@ class ShardedParam:
         return dtensor_from_shard(shard, self.axes, self.member)
 
     @property
-    def stamp(self) -> tuple[int, int, int]:
-        """Changes when the parameter is written to, as a DTensor or through its local tensor."""
-        return id(self.param), self.param._version, self.shard._version
+    def stamp(self) -> Stamp:
+        """Another one whenever the parameter was written to: as a DTensor, through its local
+        tensor, or by a torch optimizer's step, whose foreach and fused kernels count no version.
+        """
+        return id(self.param), self.param._version, self.shard._version, self.num_updates
 
     def drop_pending(self) -> None:
         """Forget gradients that wait, and the zeros that stand for them in `.grad`."""
@@ -74,16 +81,12 @@ class ShardedParam:
             self.param.grad = None
         self.pending = None
 
-    def check_version(self, version: int) -> None:
-        """Raise RuntimeError if the parameter was written to since it had `version`.
-
-        A DTensor counts its versions itself: its local tensor's counter stands still.
-        """
-        if self.param._version != version:
+    def check_unwritten(self, stamp: Stamp) -> None:
+        """Raise RuntimeError if the parameter was written to since it had `stamp`."""
+        if self.stamp != stamp:
             raise RuntimeError(
-                f"parameter {self.name} was modified in place between forward and backward "
-                f"(version {self.param._version}, expected {version}): step the optimizer, and "
-                "write to parameters, after backward"
+                f"parameter {self.name} was modified in place between forward and backward: step "
+                "the optimizer, and write to parameters, after backward"
             )
 
     def refresh(self) -> bool:

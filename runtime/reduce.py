@@ -30,6 +30,7 @@ from torch import Tensor
 from autoshard.passes.layout import Member
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Division, InFlight
+from autoshard.runtime.param import local_tensor
 
 if TYPE_CHECKING:
     from autoshard.runtime.param import ShardedParam
@@ -134,7 +135,7 @@ class Reduction:
         self._scattered = True
         if self._unit.axes.replicate_world == 1:
             return
-        self._flight.wait()
+        self._flight = self._flight.wait()
         partial = self._reducer.partial.pop(self._params, None)
         if partial is not None:
             self._flight.receive.add_(partial)
@@ -154,7 +155,7 @@ class Reduction:
             return {}
         after = self._division.after
         if self._reducer.all_reduce_hook is not None:
-            self._flight.wait()
+            self._flight = self._flight.wait()
             self._flight.receive.div_(after)
             self._reducer.all_reduce_hook(self._flight.receive[: -len(self._params)])
             after = 1.0
@@ -232,7 +233,12 @@ def hold(param: ShardedParam, grad: Tensor, dtype: torch.dtype) -> None:
         seen = param.grad_from(torch.zeros_like(param.shard))
         setattr(seen, _PLACEHOLDER, True)
         param.param.grad = seen
-    param.pending = Pending(total, owned, seen, seen._version, _is_placeholder(seen))
+    param.pending = Pending(total, owned, seen, _version(seen), _is_placeholder(seen))
+
+
+def _version(grad: Tensor) -> int:
+    """Goes up when `grad` is written to, as a DTensor or through its local tensor."""
+    return grad._version + local_tensor(grad)._version
 
 
 def pending_of(param: ShardedParam) -> Tensor | None:
@@ -247,7 +253,7 @@ def pending_of(param: ShardedParam) -> Tensor | None:
     if grad is not pending.seen:
         param.pending = None
         return None
-    if grad._version != pending.version:
+    if _version(grad) != pending.version:
         if bool(grad.count_nonzero()):
             raise RuntimeError(
                 f"the gradient of {param.name} was changed while gradients of earlier backwards "

@@ -27,7 +27,7 @@ from torch import Tensor
 from autoshard import _torch
 from autoshard.runtime import left_out, reduce, tokens
 from autoshard.runtime.agreement import course
-from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.param import ShardedParam, Stamp
 from autoshard.runtime.reduce import Reduction
 from autoshard.runtime.unit import Unit, units_below
 from autoshard.runtime.whole import Parts, Whole
@@ -54,8 +54,10 @@ class Step:
         self.running: list[Unit] = []  # units whose forward is on the stack, outermost first
         self._ended: dict[Unit, int] = {}  # how many forwards of its modules are over
         self.order: list[Unit] = []  # units in the order in which they were first gathered
-        self._forward: dict[Unit, Whole] = {}
+        self._forward: dict[Unit, Whole] = {}  # read, or on its way
         self._backward: dict[Unit, Whole] = {}
+        self._read: set[Unit] = set()  # those of `_forward` that are not just fetched ahead
+        self._read_again: set[Unit] = set()  # of `_backward`
         self._tokens: dict[Unit, dict[ShardedParam, Tensor]] = {}
         self._storages: dict[int, ShardedParam] = {}  # storage of a gathered tensor -> whose it is
         self._saved: set[Unit] = set()  # units of which backward wants something again
@@ -110,9 +112,8 @@ class Step:
         order.forget() if failed else order.end()
 
     def _in_forward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
-        whole = self._forward.get(unit)
-        if whole is not None and whole.is_here:
-            return whole.tensors()
+        if unit in self._read:
+            return self._forward[unit].tensors()
         if not self.order:  # a compiled forward opens a step too, and gathers nothing in it
             course.take(f"an eager forward of {self.owner.name}", self.owner.axes.mesh)
             if self.owner.post_optim_event is not None:
@@ -123,6 +124,7 @@ class Step:
             self.order.append(unit)
             unit.last_step = self
         self._launch(unit, self._forward)
+        self._read.add(unit)
         gathered = self._forward[unit].tensors()
         for param, tensor in gathered.items():
             if tensor.numel() and tensor.untyped_storage()._cdata != _storage(param.shard):
@@ -145,6 +147,7 @@ class Step:
 
     def _drop(self, unit: Unit, *, check: bool = True) -> None:
         whole = self._forward.pop(unit, None)
+        self._read.discard(unit)
         if whole is None:
             return
         if whole.is_here:
@@ -181,21 +184,20 @@ class Step:
             tensor.size(),
             tensor.stride(),
             int(tensor.storage_offset()),
-            param.param._version,
+            param.stamp,
         )
 
     def unpack(self, saved: _SavedView) -> Tensor:
         param = saved.param
-        param.check_version(saved.version)
+        param.check_unwritten(saved.stamp)
         whole = self._in_backward(param.unit)[param]
         return whole.as_strided(saved.size, saved.stride, saved.offset)
 
     # ---- backward
 
     def _in_backward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
-        whole = self._backward.get(unit)
-        if whole is not None and whole.is_here:
-            return whole.tensors()
+        if unit in self._read_again:
+            return self._backward[unit].tensors()
         self.owner.order("backward").take(f"the gather of {unit.name}")
         self._queue_callback()
         # A unit that trains nothing has no reduce to end it: the next gather does.
@@ -203,6 +205,7 @@ class Step:
             if other is not unit and other not in self._tokens:
                 self._end(other)
         self._launch(unit, self._backward)
+        self._read_again.add(unit)
         gathered = self._backward[unit].tensors()
         if not unit.prefetches_after_backward:
             self._prefetch_backward(unit)
@@ -217,6 +220,7 @@ class Step:
     def _end(self, unit: Unit) -> None:
         """Backward is over for `unit`: drop its whole parameters, or keep them for the next."""
         whole = self._backward.pop(unit, None)
+        self._read_again.discard(unit)
         if whole is None:
             return
         if unit.keeps_after_backward or unit.is_unsharded_by_user:
@@ -305,6 +309,7 @@ class Step:
         for whole in (*self._forward.values(), *self._backward.values()):
             whole.drop()
         self._forward, self._backward, self._storages = {}, {}, {}
+        self._read, self._read_again = set(), set()
         self._reduces, self.running = [], []
         for phase in ("forward", "backward"):
             self.owner.order(phase).forget()
@@ -319,7 +324,7 @@ class _SavedView:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    version: int  # of the parameter: the values that forward saw
+    stamp: Stamp  # of the parameter: the values that forward saw
 
 
 def _with_pending(unit: Unit, grads: Grads) -> Grads:

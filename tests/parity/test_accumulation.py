@@ -1,0 +1,224 @@
+"""Gradients that wait for a later backward, and what happens in between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.issue import kinds
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, assert_same, average_gradients, replicated, sgd
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard import MixedPrecisionPolicy
+
+BATCHES = 3
+
+
+def build(**arguments: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(tied=False, **arguments)
+
+
+def by_hand(rank: int, make: Any = adamw) -> nn.Module:
+    """Three micro-batches a step, summed and then averaged."""
+    model = build()
+    optimizer = make(model)
+    for step in range(3):
+        for batch in range(BATCHES):
+            net_loss(model, rank, BATCHES * step + batch).backward()
+        average_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@on_ranks(2)
+def test_no_sync(rank: int) -> None:
+    want = by_hand(rank)
+    model = autoshard.shard(build())
+    optimizer = adamw(model)
+    for step in range(3):
+        with model.no_sync():
+            for batch in range(BATCHES - 1):
+                net_loss(model, rank, BATCHES * step + batch).backward()
+        net_loss(model, rank, BATCHES * step + BATCHES - 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want)
+
+
+@on_ranks(4)
+def test_all_reduce_on_the_last(rank: int) -> None:
+    """B.2: reduce-scattered sums add up; replicas are summed once. Backwards need not end."""
+    want = by_hand(rank, sgd)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh)
+    optimizer = sgd(model)
+    for step in range(3):
+        for batch in range(BATCHES):
+            is_last = batch == BATCHES - 1
+            model.set_requires_all_reduce(is_last)
+            model.set_is_last_backward(is_last)
+            net_loss(model, rank, BATCHES * step + batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want, rtol=1e-5)  # four ranks sum in another order than by hand
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_zero_grad_drops_what_waits(rank: int, set_to_none: bool) -> None:
+    """D-34: it is not in `.grad`, and goes with it all the same."""
+    model = autoshard.shard(build())
+    net_loss(model, rank, 1).backward()
+    want = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    for before in (0, 1):  # with an empty `.grad`, and one that has been reduced already
+        model.zero_grad()
+        if before:
+            net_loss(model, rank, 5).backward()
+        with model.no_sync():
+            net_loss(model, rank, 0).backward()
+        model.zero_grad(set_to_none=set_to_none)
+        net_loss(model, rank, 1).backward()
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad.full_tensor(), want[name]), name
+
+
+@on_ranks(2)
+def test_step_while_gradients_wait(rank: int) -> None:
+    model = autoshard.shard(build())
+    optimizer = adamw(model)
+    with model.no_sync():
+        net_loss(model, rank, 0).backward()
+    with pytest.raises(RuntimeError, match=r"AdamW steps embed\.weight.*waiting to be reduced"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_accumulates_in_the_reduce_dtype(rank: int) -> None:
+    """D-35: 256 + 1 is 256 in bfloat16, and 257 here."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = autoshard.fully_shard(nn.Linear(1, 2, bias=False), mp_policy=policy)
+    with model.no_sync():
+        model(torch.full((1, 1), 256.0)).sum().backward()
+    model(torch.ones(1, 1)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[257.0], [257.0]]
+    assert model.weight.grad.dtype == torch.float32
+
+
+class Branches(nn.Module):
+    """Uses one of two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        return getattr(self, branch)(x)
+
+
+@on_ranks(2)
+def test_a_unit_unused_in_the_last_micro_batch(rank: int) -> None:
+    """What waits is reduced though its unit has no part in the backward that reduces."""
+    torch.manual_seed(0)
+    model = Branches()
+    autoshard.fully_shard(model.left)
+    autoshard.fully_shard(model.right)
+    autoshard.fully_shard(model)
+    x = torch.full((2, 4), float(rank + 1))
+    with model.no_sync():
+        model(x, "left").sum().backward()
+    model(x, "right").sum().backward()
+    for unit in (model.left, model.right):  # the mean of two rows of 1 and two rows of 2
+        assert unit.weight.grad.full_tensor().tolist() == [[3.0] * 4] * 4
+
+
+@on_ranks(2)
+def test_parameters_kept_after_backward(rank: int) -> None:
+    """`set_reshard_after_backward`: the next forward gathers nothing, unless they were updated."""
+    want, _ = replicated(Net, net_loss, steps=2)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+    model.set_reshard_after_backward(False)
+    optimizer = adamw(model)
+    gathers = []
+    for step in range(2):
+        for _ in range(2):
+            optimizer.zero_grad()
+            seen = Counter(kinds(lambda step=step: net_loss(model, rank, step).backward()))
+            gathers.append(seen["gather"])
+        optimizer.step()
+    # 4 in forward and 3 in backward. Then all are there: forward lets go of the three blocks,
+    # and backward gathers them.
+    assert gathers == [7, 3, 7, 3], gathers
+    assert_same(model, want)
+
+
+class InBackward:
+    """An optimizer a parameter, stepped when its gradient is there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizers = {
+            param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()
+        }
+        for param in self.optimizers:
+            param.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, param: Tensor) -> None:
+        self.optimizers[param].step()
+        self.optimizers[param].zero_grad()
+
+
+@on_ranks(2)
+def test_optimizer_in_backward(rank: int) -> None:
+    """A59, D-39: after the reduce has completed; gradients are gone after backward."""
+    want, _ = replicated(
+        Net, net_loss, steps=6, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+    )
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+    InBackward(model)
+    for step in range(6):
+        net_loss(model, rank, step).backward()
+        assert all(param.grad is None for param in model.parameters())
+    assert_same(model, want)
+    with (
+        model.no_sync(),
+        pytest.raises(RuntimeError, match=r"layers\.2.*optimizer in backward"),
+    ):
+        net_loss(model, rank, 0).backward()
+    model.reset_iter_state()
+
+
+@on_ranks(2)
+def test_two_backwards_through_one_graph(rank: int) -> None:
+    """A54, D-17."""
+    plain = build()
+    loss = net_loss(plain, rank, 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    average_gradients(plain)
+    model = autoshard.shard(build())
+    loss = net_loss(model, rank, 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+
+
+@on_ranks(2)
+def test_gradients_of_gradients(rank: int) -> None:
+    """D-23: a clear error."""
+    model = autoshard.shard(build())
+    loss = net_loss(model, rank, 0)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    penalty = sum(grad.square().sum() for grad in grads)
+    with pytest.raises(RuntimeError, match=r"once_differentiable"):
+        penalty.backward()
