@@ -35,6 +35,9 @@ UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
 heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Every module that heads a unit."""
 
+whole_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Those inside `full_params()`: in their places are plain parameters, and no step is opened."""
+
 _classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref.WeakKeyDictionary()
 
 
@@ -206,12 +209,26 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
 
 @_torch.disable
 def _enter(module: nn.Module) -> None:
+    if module in whole_heads:
+        _refuse_training(module)
+        return
     steps.enter(module.__dict__[UNIT])
 
 
 @_torch.disable
 def _leave(module: nn.Module) -> None:
-    steps.leave(module.__dict__[UNIT])
+    if module not in whole_heads:
+        steps.leave(module.__dict__[UNIT])
+
+
+def _refuse_training(module: nn.Module) -> None:
+    if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):
+        unit: Unit = module.__dict__[UNIT]
+        raise RuntimeError(
+            f"the forward of {type(module).__name__} (unit {unit.name!r}) was called inside "
+            "full_params(), where gradients would be lost: call it under torch.no_grad(), or "
+            "outside of full_params()"
+        )
 
 
 def _read_flat_weights(rnn: Any) -> list[Any]:

@@ -122,8 +122,8 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
             elif sharded.param is not param:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
-                    "sharding, so its step would train nothing: build the optimizer from "
-                    "model.parameters() after sharding"
+                    "sharding, or from inside full_params(), so its step would train nothing: "
+                    "build the optimizer from model.parameters() after that"
                 )
             else:
                 has_sharded |= sharded.world > 1
