@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -101,10 +102,41 @@ def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]
         __module__=original.__module__,
         __qualname__=original.__qualname__,
         __doc__=original.__doc__,
+        _apply=_make_apply(original),
+        _load_from_state_dict=_make_load(original),
         __deepcopy__=_refuse_deepcopy,
         __reduce_ex__=_refuse_pickle,
     )
     return type(original.__name__, (*mixins, original), namespace)
+
+
+def _make_apply(original: type) -> Callable[..., nn.Module]:
+    def apply(module: nn.Module, *args: Any, **named: Any) -> Any:
+        """`to()`, `double()` and their like: the dtype is known before a forward is traced."""
+        result = original._apply(module, *args, **named)  # type: ignore[attr-defined]
+        for sharded in module.__dict__.get(PARAMS, {}).values():
+            sharded.refresh()
+        return result
+
+    return apply
+
+
+def _make_load(original: type) -> Callable[..., None]:
+    def load(module: nn.Module, state: Any, prefix: str, *rest: Any, **named: Any) -> None:
+        errors: list[str] = named["error_msgs"] if "error_msgs" in named else rest[-1]
+        before = dict(module._parameters)
+        original._load_from_state_dict(module, state, prefix, *rest, **named)  # type: ignore[attr-defined]
+        for attribute in module.__dict__.get(PARAMS, {}):
+            loaded = module._parameters.get(attribute)
+            if isinstance(before.get(attribute), DTensor) and not isinstance(loaded, DTensor):
+                module._parameters[attribute] = before[attribute]
+                errors.append(
+                    f"parameter {prefix}{attribute} is sharded, and what was to be assigned is "
+                    "not: load it with torch.distributed.checkpoint.state_dict."
+                    "set_model_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+                )
+
+    return load
 
 
 def _make_property(name: str) -> property:

@@ -83,14 +83,21 @@ def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
 
 
 def follow_replaced(example_inputs: Sequence[Any]) -> bool:
-    """Whether parameters among the inputs took the place of sharded ones, which is now known.
+    """Whether parameters among the inputs replaced sharded ones, or were converted, which is now
+    known.
 
-    The graph was traced with what stood there before, ties undone perhaps: trace it again.
+    The graph was traced with what stood there before, ties undone or of another dtype: trace it
+    again.
     """
-    unknown = [
-        value for value in example_inputs if isinstance(value, DTensor) and find(value) is None
-    ]
-    return any(resolve(value) is not None for value in unknown)
+    changed = False
+    for value in example_inputs:
+        if isinstance(value, Tensor):
+            known = find(value)
+            if known is not None:
+                changed |= known.refresh()
+            elif isinstance(value, DTensor):
+                changed |= resolve(value) is not None
+    return changed
 
 
 def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
