@@ -124,7 +124,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
                     f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
                     "sharding, before load_state_dict(assign=True) or inside full_params(), so its "
                     "step would train nothing: build the optimizer from model.parameters() after "
-                    "that"
+                    "sharding and loading"
                 )
             elif _is_out_of_place(sharded):
                 raise RuntimeError(
