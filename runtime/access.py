@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -36,6 +37,9 @@ PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: Sharde
 
 heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Every module that heads a unit."""
+
+whole_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Those inside `full_params()`: in their places are plain parameters, and no step is opened."""
 
 _classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref.WeakKeyDictionary()
 
@@ -95,10 +99,41 @@ def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]
         __module__=original.__module__,
         __qualname__=original.__qualname__,
         __doc__=original.__doc__,
+        _apply=_make_apply(original),
+        _load_from_state_dict=_make_load(original),
         __deepcopy__=_refuse_deepcopy,
         __reduce_ex__=_refuse_pickle,
     )
     return type(original.__name__, (*mixins, original), namespace)
+
+
+def _make_apply(original: type) -> Callable[..., nn.Module]:
+    def apply(module: nn.Module, *args: Any, **named: Any) -> Any:
+        """`to()`, `double()` and their like: the dtype is known before a forward is traced."""
+        result = original._apply(module, *args, **named)  # type: ignore[attr-defined]
+        for sharded in module.__dict__.get(PARAMS, {}).values():
+            sharded.refresh()
+        return result
+
+    return apply
+
+
+def _make_load(original: type) -> Callable[..., None]:
+    def load(module: nn.Module, state: Any, prefix: str, *rest: Any, **named: Any) -> None:
+        errors: list[str] = named["error_msgs"] if "error_msgs" in named else rest[-1]
+        before = dict(module._parameters)
+        original._load_from_state_dict(module, state, prefix, *rest, **named)  # type: ignore[attr-defined]
+        for attribute in module.__dict__.get(PARAMS, {}):
+            loaded = module._parameters.get(attribute)
+            if isinstance(before.get(attribute), DTensor) and not isinstance(loaded, DTensor):
+                module._parameters[attribute] = before[attribute]
+                errors.append(
+                    f"parameter {prefix}{attribute} is sharded, and what was to be assigned is "
+                    "not: load it with torch.distributed.checkpoint.state_dict."
+                    "set_model_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+                )
+
+    return load
 
 
 def _make_property(name: str) -> property:
@@ -205,6 +240,9 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 @_torch.disable
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if module in whole_heads:
+        _refuse_training(module)
+        return args, kwargs
     unit: Unit = module.__dict__[UNIT]
     steps.enter(unit)
     precision.cast_buffers(unit)
@@ -213,6 +251,8 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @_torch.disable
 def _leave(module: nn.Module, output: Any) -> Any:
+    if module in whole_heads:
+        return output
     unit: Unit = module.__dict__[UNIT]
     steps.leave(unit)
     return precision.cast_output(unit, output)
@@ -240,6 +280,16 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         return output
 
     module.__dict__[name] = call
+
+
+def _refuse_training(module: nn.Module) -> None:
+    if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):
+        unit: Unit = module.__dict__[UNIT]
+        raise RuntimeError(
+            f"the forward of {type(module).__name__} (unit {unit.name!r}) was called inside "
+            "full_params(), where gradients would be lost: call it under torch.no_grad(), or "
+            "outside of full_params()"
+        )
 
 
 def _read_flat_weights(rnn: Any) -> list[Any]:

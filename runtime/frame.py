@@ -81,19 +81,20 @@ def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
 
 
 def follow_replaced(example_inputs: Sequence[Any]) -> bool:
-    """Whether parameters among the inputs took the place of sharded ones, which is now known,
-    or were converted.
+    """Whether parameters among the inputs replaced sharded ones, or were converted, which is now
+    known.
 
-    The graph was traced with what stood there before, ties undone perhaps: trace it again.
+    The graph was traced with what stood there before, ties undone or of another dtype: trace it
+    again.
     """
     changed = False
     for value in example_inputs:
-        if isinstance(value, DTensor):
+        if isinstance(value, Tensor):
             known = find(value)
-            if known is None:
-                changed |= resolve(value) is not None
-            else:
+            if known is not None:
                 changed |= known.refresh()
+            elif isinstance(value, DTensor):
+                changed |= resolve(value) is not None
     return changed
 
 

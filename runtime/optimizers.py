@@ -124,8 +124,15 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
             elif sharded.param is not param:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
-                    "sharding, so its step would train nothing: build the optimizer from "
-                    "model.parameters() after sharding"
+                    "sharding, before load_state_dict(assign=True) or inside full_params(), so its "
+                    "step would train nothing: build the optimizer from model.parameters() after "
+                    "sharding and loading"
+                )
+            elif _is_out_of_place(sharded):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds parameter {sharded.name}, but another one "
+                    "was put in its place, so its step would train nothing: step outside of "
+                    "full_params(), and replace parameters before sharding"
                 )
             elif pending_of(sharded) is not None:
                 raise RuntimeError(
@@ -136,9 +143,22 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
             else:
                 sharded.num_updates += 1
                 has_sharded |= sharded.axes.num_ranks > 1
-    if plain and world_size() > 1:
+    if plain and world_size() > 1 and not _is_idle(optimizer):
         _check_plain(type(optimizer).__name__, plain)
         left_out.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
+
+
+def _is_out_of_place(sharded: ShardedParam) -> bool:
+    for module, attribute in sharded.places:
+        stands_there = module._parameters.get(attribute)
+        if stands_there is not None and stands_there is not sharded.param:
+            return True
+    return False
+
+
+def _is_idle(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step changes no parameter: torch.distributed.checkpoint makes state with one."""
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
 def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:

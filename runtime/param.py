@@ -92,9 +92,9 @@ class ShardedParam:
     def refresh(self) -> bool:
         """Follow what was done to the modules since: a parameter replaced, or converted.
 
-        As by `load_state_dict(assign=True)`, or `model.to(dtype)`. Returns whether its dtype
-        is another now.
+        As by `load_state_dict(assign=True)`, or `model.to(dtype)`. Returns whether it was.
         """
+        before = self.param, self.member.dtype
         for module, attribute in self.places:
             param = module._parameters.get(attribute)
             if param is not None and param is not self.param and isinstance(param, DTensor):
@@ -104,8 +104,7 @@ class ShardedParam:
         if dtype != self.member.dtype:
             self.member = Member(dtype, self.member.size, self.member.dim)
             self.members = show_members((self.member,))
-            return True
-        return False
+        return self.param is not before[0] or dtype != before[1]
 
     def _replace(self, param: nn.Parameter) -> None:
         """Take `param`, put in a module by somebody else, as the parameter of all places.
@@ -125,6 +124,7 @@ class ShardedParam:
                 f"{self.axes.mesh}. "
                 "Replace parameters before sharding, or load values with load_state_dict"
             )
+        remember_origin(self.param, self)  # so that an optimizer which holds it is told
         self.param = param
         for module, attribute in self.places:
             module._parameters[attribute] = param
@@ -197,14 +197,14 @@ def is_ignored(param: Tensor) -> bool:
 
 
 # Which parameter became which: by id, since a Tensor's == is no identity. A parameter from
-# before sharding has a weak reference beside it, which tells it from a reused id. The
+# before sharding, or replaced, has a weak reference beside it, to tell it from a reused id. The
 # sharded one must have none (torch's `_apply` swaps no tensor that is weakly referenced):
 # its ShardedParam knows it.
 _known: dict[int, tuple[weakref.ref[Tensor] | None, weakref.ref[ShardedParam]]] = {}
 
 
 def remember_origin(param: Tensor, sharded: ShardedParam) -> None:
-    """Let `find` answer `sharded` for `param`, from before sharding, while both live."""
+    """Let `find` answer `sharded` for `param`, which stood or stands for it, while both live."""
     key = id(param)
     _known[key] = (weakref.ref(param, lambda _: _known.pop(key, None)), weakref.ref(sharded))
 

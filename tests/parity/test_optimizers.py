@@ -1,0 +1,154 @@
+"""torch's optimizers and its gradient scaler train sharded parameters as they do whole ones."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import assert_same, average_gradients, replicated, train
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+
+OPTIONS = {"lowering": "eager", "strict": True}
+
+# Not fused SGD and Adagrad: DTensor has no rule for their kernels, and raises.
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "foreach AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True),
+    "fused AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
+    "fused Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True, fused=True),
+    "foreach SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True),
+    "foreach Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1, foreach=True),
+}
+# The fused kernels' vector part and its remainder round differently, and a shard has its
+# remainder elsewhere than the whole parameter.
+FUSED_ROUNDING = 1e-5
+
+
+def built(
+    kind: str, build: Callable[[], nn.Module] = Net
+) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """(the model, what to call), "replicated", "eager" or "compiled"."""
+    torch.manual_seed(0)
+    model = build()
+    if kind == "eager":
+        autoshard.shard(model)
+    if kind == "compiled":
+        return model, torch.compile(model, backend="autoshard", options=OPTIONS)
+    return model, model
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@on_ranks(2)
+def test_foreach_and_fused(rank: int, kind: str, name: str) -> None:
+    """D-42: many tensors in one kernel, empty shards among them."""
+    want, want_losses = replicated(Net, net_loss, make=OPTIMIZERS[name])
+    model, call = built(kind)
+    losses = train(call, net_loss, OPTIMIZERS[name](model))
+    rounding = FUSED_ROUNDING if name.startswith("fused") else 0.0
+    assert losses == pytest.approx(want_losses, rel=rounding, abs=0.0)
+    assert_same(model, want, rtol=rounding)
+
+
+class Picks(nn.Module):
+    """Uses both layers or one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + self.sometimes(x) if self.both else self.always(x)
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@on_ranks(2)
+def test_none_is_not_zero(rank: int, kind: str) -> None:
+    """D-42: Adam passes over a gradient of None; at zero it counts the step and decays.
+
+    Two optimizers share the unused layer's parameters between them: one clears to None.
+    """
+    models = {each: built(each, Picks) for each in ("replicated", kind)}
+    steps = {}
+    for each, (model, call) in models.items():
+        x = torch.full((2, 6), float(rank + 1))
+        to_none = to_zero = None
+        for step in range(4):
+            model.both = step == 0
+            call(x).square().sum().backward()
+            if each == "replicated":
+                average_gradients(model)
+            if to_none is None:  # built after the first call: the parameters are picked by hand
+                layers = [layer._parameters for layer in (model.always, model.sometimes)]
+                weights, biases = ([layer[name] for layer in layers] for name in layers[0])
+                to_none = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.5)
+                to_zero = torch.optim.AdamW(biases, lr=1e-2, weight_decay=0.5)
+            for optimizer in (to_none, to_zero):
+                optimizer.step()
+            to_none.zero_grad(set_to_none=True)
+            to_zero.zero_grad(set_to_none=False)
+        assert model.sometimes._parameters["weight"].grad is None
+        assert model.sometimes._parameters["bias"].grad is not None
+        steps[each] = [
+            state["step"].item()
+            for optimizer in (to_none, to_zero)
+            for state in optimizer.state.values()
+        ]
+    assert steps[kind] == steps["replicated"] == [4.0, 1.0, 4.0, 4.0]
+    assert_same(models[kind][0], models["replicated"][0])
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@pytest.mark.parametrize("clip", [False, True])
+@on_ranks(2)
+def test_scaler_skips_on_all_ranks(rank: int, kind: str, clip: bool) -> None:
+    """D-41: an inf in one rank's shard only: no rank steps, all scales halve, then all go on."""
+    model, call = built(kind)
+    net_loss(call, rank, 0).backward()  # sharded from here on
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    scales = []
+    for step in range(3):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        scaler.scale(net_loss(call, rank, step)).backward()
+        if step == 1 and rank == 1:
+            model.layers[0].up.weight.grad.to_local()[0, 0] = float("inf")
+        if clip:
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        for name, param in model.named_parameters():
+            stayed = torch.equal(param.to_local(), before[name].to_local())
+            assert stayed == (step == 1) or not param.to_local().numel(), (step, name)
+        scales.append(scaler.get_scale())
+    everybodys = [None, None]
+    dist.all_gather_object(everybodys, scales)
+    assert everybodys == [[1024.0, 512.0, 512.0]] * 2
+
+
+@on_ranks(2)
+def test_scaler_equals_replicated(rank: int) -> None:
+    """D-41: a scale that is a power of two changes no bit."""
+    models = {}
+    for kind in ("replicated", "eager"):
+        model, _ = models[kind] = built(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for step in range(4):
+            scaler.scale(net_loss(model, rank, step)).backward()
+            if kind == "replicated":
+                average_gradients(model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 4096.0
+    assert all(isinstance(param, DTensor) for param in models["eager"][0].parameters())
+    assert_same(models["eager"][0], models["replicated"][0])
