@@ -87,7 +87,7 @@ def _compile(
     digests = tuple(plan.digest for plan in compilation.plans) if compilation else ()
     code = _torch.traced_code()
     if params:  # else it has no collective, and other ranks may not have it at all
-        name = f"{params[0].unit.number}/{code}"
+        name = f"{params[0].unit.identity}/{code}"
         reason = agree(name, Outcome(reason, digests), params[0].axes.mesh)
     if reason is None and compilation is not None and compiled is not None:
         first_call.num_graphs += bool(params)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
+import functools
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 
 ROOT_NAME = "root"
 UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
-
-
-class _Local(threading.local):
-    """Counts units by thread, as ranks may be threads of one process."""
-
-    def __init__(self) -> None:
-        self._counter = itertools.count()
-
-    def next(self) -> int:
-        return next(self._counter)
-
-
-_local = _Local()
 
 
 @dataclass(eq=False)
@@ -70,7 +57,6 @@ class Unit:
     name: str = ROOT_NAME
     is_root: bool = True
     params: list[ShardedParam] = field(default_factory=list)
-    number: int = field(default_factory=lambda: _local.next())  # the same on every rank
     last_step: Step | None = None  # the latest step that gathered it
     last_order: tuple[Unit, ...] = ()  # what the latest step that it owned gathered, in order
     orders: dict[str, Order] = field(default_factory=dict)  # phase -> of the steps that it owns
@@ -110,9 +96,15 @@ class Unit:
     def order(self, phase: str) -> Order:
         """The collectives of one phase ("forward", "backward") of the steps that it owns."""
         if phase not in self.orders:
-            key, topic = f"{self.number}/{phase}", f"the {phase} of {self.name}"
-            self.orders[phase] = Order(key, topic, self.axes.mesh)
+            key = f"{self.identity}/{phase}"
+            self.orders[phase] = Order(key, f"the {phase} of {self.name}", self.axes.mesh)
         return self.orders[phase]
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """The same on every rank, whatever else a rank has sharded; and for units just alike."""
+        members = [(param.name, str(param.member)) for param in self.params]
+        return hashlib.sha256(repr((self.name, members)).encode()).hexdigest()[:16]
 
     def take(self, param: ShardedParam) -> None:
         """Make `param` a member, moving it here if it is another unit's."""

@@ -139,6 +139,7 @@ def _load(file: str, modules: dict[str, ModuleType]) -> ModuleType:
         assert spec is not None
         assert spec.loader is not None
         modules[file] = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = modules[file]  # dataclasses look themselves up there
         spec.loader.exec_module(modules[file])
     return modules[file]
 

@@ -1,0 +1,273 @@
+"""In which dtypes a unit works: parameters, gradients, inputs, outputs, buffers."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.models import Block, Net, net_loss
+from support.ranks import on_ranks
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import MixedPrecisionPolicy, fully_shard
+from autoshard.runtime import collectives, precision
+
+BF16 = torch.bfloat16
+
+
+class Seen(nn.Module):
+    """Remembers the dtypes that its forward met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("index", torch.arange(4))
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes = {
+            "input": x.dtype,
+            "weight": self.linear.weight.dtype,
+            "scale": self.scale.dtype,
+            "index": self.index.dtype,
+        }
+        return self.linear(x.to(self.linear.weight.dtype)) * self.scale
+
+
+def dtypes_of(policy: MixedPrecisionPolicy, *, train: bool = True) -> dict[str, torch.dtype]:
+    """What forward, the wire and `.grad` saw; parameters stay in float32."""
+    model = fully_shard(Seen(), mp_policy=policy).train(train)
+    wire: dict[str, torch.dtype] = {}
+    with collectives.observe(lambda i: wire.update({i.kind: i.members[0].dtype})):
+        output = model(torch.ones(2, 4))
+        output.sum().backward()
+    weight = model.linear.weight
+    assert weight.dtype == torch.float32
+    return {**model.dtypes, **wire, "output": output.dtype, "grad": weight.grad.dtype}
+
+
+@on_ranks(2)
+def test_dtypes(rank: int) -> None:
+    """A8, A63, D-56, D-57: what each field of a policy governs, and nothing else."""
+    full, i64 = torch.float32, torch.int64
+    plain = dict.fromkeys(("input", "weight", "scale", "gather", "reduce", "output", "grad"), full)
+    assert dtypes_of(MixedPrecisionPolicy()) == {**plain, "index": i64}
+    low = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16)
+    everywhere = dict.fromkeys(plain, BF16)
+    assert dtypes_of(low) == {**everywhere, "grad": full, "index": i64}
+    assert dtypes_of(MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=full)) == {
+        **dict.fromkeys(("input", "weight", "gather"), BF16),
+        **dict.fromkeys(("scale", "reduce", "output", "grad"), full),
+        "index": i64,
+    }
+    assert dtypes_of(MixedPrecisionPolicy(reduce_dtype=BF16))["reduce"] == BF16
+    assert dtypes_of(MixedPrecisionPolicy(output_dtype=torch.float64))["output"] == torch.float64
+    as_is = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+    assert dtypes_of(as_is)["input"] == full
+    kept = MixedPrecisionPolicy(param_dtype=BF16, keep_low_precision_grads=True)
+    assert dtypes_of(kept)["grad"] == BF16
+    in_eval = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16, full_precision_in_eval=True)
+    assert dtypes_of(in_eval, train=False) == {**plain, "index": i64}
+    assert dtypes_of(in_eval) == {**everywhere, "grad": full, "index": i64}
+    assert dtypes_of(low, train=False)["weight"] == BF16
+
+
+@on_ranks(2)
+def test_eval_and_back(rank: int) -> None:
+    """A63: buffers and parameters follow the mode, also where whole parameters are kept."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16, full_precision_in_eval=True)
+    model = fully_shard(Seen(), mp_policy=policy)
+    model.set_reshard_after_backward(False)
+    for train in (True, False, True):
+        model.train(train)
+        model(torch.ones(2, 4)).sum().backward()
+        expected = BF16 if train else torch.float32
+        assert {model.dtypes["weight"], model.dtypes["scale"]} == {expected}
+
+
+class Norms(nn.Module):
+    """Buffers of distinct names and dtypes, some in a nested unit, some ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("outer", torch.ones(3, dtype=torch.float64))
+        self.inner = nn.Linear(3, 3)
+        self.inner.register_buffer("deep", torch.ones(3, dtype=torch.float32))
+        self.inner.register_buffer("hidden", torch.ones(3), persistent=False)
+        self.alone = nn.Linear(3, 3)
+        self.alone.register_buffer("wide", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.outer.to(x.dtype)
+
+
+@on_ranks(2)
+def test_buffers(rank: int) -> None:
+    """A1, A2, A55, D-50, D-51: cast under the model's names; a state dict has their own dtypes."""
+    model = Norms()
+    names = [name for name, _ in model.named_buffers()]
+    model = autoshard.shard(
+        model,
+        policy=lambda module: module is model.inner,
+        mp_policy=MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16),
+        ignored_modules=[model.alone],
+    )
+    model(torch.ones(2, 3)).sum().backward()
+    assert [name for name, _ in model.named_buffers()] == names
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
+        "outer": BF16,
+        "inner.deep": BF16,
+        "inner.hidden": BF16,
+        "alone.wide": torch.float64,
+    }
+    saved = {name: value.dtype for name, value in model.state_dict().items() if "." in name}
+    assert saved["inner.deep"] == torch.float32
+    assert saved["alone.wide"] == torch.float64
+    assert model.state_dict()["outer"].dtype == torch.float64
+
+
+@on_ranks(2)
+def test_output_of_the_model_only(rank: int) -> None:
+    """`shard` casts the model's output, not what its units hand on to each other."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float32)
+    model = autoshard.shard(Net(), mp_policy=policy)
+    seen = []
+    model.layers[0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    assert model(torch.tensor([1, 2])).dtype == torch.float32
+    assert seen == [BF16]
+
+
+@on_ranks(2)
+def test_batch_norm_stays_in_full_precision(rank: int) -> None:
+    """A30, A36, D-53: in a unit of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    seen = []
+    model[1].register_forward_hook(lambda m, args, _: seen.append((args[0].dtype, m.weight.dtype)))
+    model = autoshard.shard(
+        model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16), policy=lambda module: False
+    )
+    model(torch.randn(3, 4)).float().sum().backward()
+    assert seen == [(BF16, torch.float32)]
+    assert model[1].running_mean.dtype == torch.float32
+    assert model[0].weight.grad is not None
+
+
+@on_ranks(2)
+def test_dtypes_mixed_in_one_unit(rank: int) -> None:
+    """D-58: each dtype has collectives of its own, or one if the policy casts."""
+    for policy, gathers in ((MixedPrecisionPolicy(), 2), (MixedPrecisionPolicy(BF16), 1)):
+        model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+        model[1].to(BF16)
+        model = fully_shard(model, mp_policy=policy)
+        model[0].register_forward_hook(lambda _, __, output: output.to(BF16))
+        issued = []
+        with collectives.observe(issued.append):
+            model(torch.ones(2, 3)).float().sum().backward()
+        assert len([i for i in issued if i.kind == "gather"]) == gathers
+        assert model[0].weight.grad.dtype == torch.float32
+        assert model[1].weight.grad.dtype == BF16
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_casts_are_repeated_when_a_checkpoint_runs_again(rank: int, reentrant: bool) -> None:
+    """D-22."""
+    torch.manual_seed(0)
+    model = Net(checkpointing="reentrant" if reentrant else "non-reentrant")
+    torch.manual_seed(0)
+    plain = Net()
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    model, plain = (autoshard.shard(each, mp_policy=policy) for each in (model, plain))
+    for each in (model, plain):
+        net_loss(lambda ids, each=each: each(ids).float(), rank, 0).backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got.grad.to_local(), want.grad.to_local())
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Record:
+    value: Tensor
+    note: str
+
+
+def test_containers_that_need_no_cast_are_passed_on() -> None:
+    """D-26, D-27: the very same list, so that what forward appends to it is there."""
+    low, ints = torch.ones(2, dtype=BF16), torch.arange(2)
+    for same in ([low, ints], (low,), {"a": low}, Pair(low, ints), Record(low, "x"), [[low]], 3):
+        assert precision.cast(same, BF16) is same
+    full = torch.ones(2)
+    made = precision.cast(
+        {"list": [full, ints], "pair": Pair(full, 1), "record": Record(full, "x")}, BF16
+    )
+    assert made["list"][0].dtype == BF16
+    assert made["list"][1] is ints
+    assert made["pair"].first.dtype == BF16
+    assert isinstance(made["pair"], Pair)
+    assert (made["record"].value.dtype, made["record"].note) == (BF16, "x")
+    assert full.dtype == torch.float32
+
+
+class Appends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, outputs: list[Tensor]) -> Tensor:
+        outputs.append(self.block(x))
+        return outputs[-1]
+
+
+@on_ranks(2)
+def test_forward_may_append_to_its_input(rank: int) -> None:
+    """D-27."""
+    model = fully_shard(Appends(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    outputs = [torch.ones(2, 6, dtype=BF16, requires_grad=True)]
+    model(torch.ones(2, 6), outputs).sum().backward()
+    assert len(outputs) == 2
+
+
+@on_ranks(2)
+def test_torchs_own_policy(rank: int) -> None:
+    """Code written for FSDP2 may still pass the policies of torch."""
+    from torch.distributed import fsdp
+
+    model = fully_shard(
+        Block(),
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float32),
+        offload_policy=fsdp.CPUOffloadPolicy(),
+    )
+    assert model(torch.ones(2, 6)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"param_dtype": "bf16"}, r"param_dtype is 'bf16'"),
+        ({"reduce_dtype": torch.int32}, r"reduce_dtype is torch.int32"),
+        ({"cast_forward_inputs": 1}, r"cast_forward_inputs is 1"),
+    ],
+)
+def test_wrong_policy(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MixedPrecisionPolicy(**arguments)
+
+
+@on_ranks(2)
+def test_autocast(rank: int) -> None:
+    """Autocast casts inside: gathered parameters, and their gradients, stay in float32."""
+    model = autoshard.shard(Net())
+    issued = []
+    with collectives.observe(issued.append):
+        with torch.autocast("cpu", dtype=BF16):
+            loss = net_loss(model, rank, 0)
+        loss.backward()
+    assert {member.dtype for i in issued for member in i.members} == {torch.float32}
