@@ -1,0 +1,388 @@
+"""What a `ShardedModule` can be told, and what it then does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.issue import counts, kinds
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, assert_same, replicated, train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard import fully_shard, register_forward_method
+from autoshard.runtime import collectives
+from autoshard.runtime.limiter import MAX_AHEAD, Limiter
+
+N = 4
+
+
+def build(**arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return autoshard.shard(Net(tied=False), **arguments)
+
+
+def order_of(run: Callable[[], object]) -> list[str]:
+    """Units in the order in which they are gathered, by the size of what they hold."""
+    names = []
+    with collectives.observe(lambda i: names.append(f"{i.kind} {len(i.members)}")):
+        run()
+    return names
+
+
+@on_ranks(2)
+def test_unshard_and_reshard(rank: int) -> None:
+    """B.2, D-6, D-28: whole parameters outside of forward, and gradients through them."""
+    model = build()
+    assert isinstance(model.head.weight, DTensor)
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    assert not isinstance(model.head.weight, DTensor)
+    assert isinstance(model.layers[0].up.weight, DTensor)  # not of modules inside
+    assert counts(model, lambda: net_loss(model, rank, 0))[:2] == (N - 1, N - 1)
+    model.zero_grad()
+    (model.head.weight * (rank + 1)).sum().backward()
+    assert model.head.weight.shape == (11, 6)
+    model.reshard()
+    assert isinstance(model.head.weight, DTensor)
+    assert torch.equal(model.head.weight.grad.full_tensor(), torch.full((11, 6), 1.5))
+    assert model.unshard() is None
+    with torch.no_grad():
+        model.head.weight.zero_()
+    with pytest.raises(RuntimeError, match=r"head\.weight.*written to"):  # D-5
+        model.reshard()
+
+
+@on_ranks(2)
+def test_unsharded_parameters_follow_updates(rank: int) -> None:
+    """D-46: what was gathered before an optimizer's step is not used after it, also if the step
+    is a foreach one, which counts no version."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+    for each in (model, *model.layers):
+        each.unshard()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    train(model, net_loss, optimizer)
+    assert_same(model, want, rtol=1e-6)  # a foreach update fuses its arithmetic otherwise
+
+
+@on_ranks(2)
+def test_forward_prefetch(rank: int) -> None:
+    """A11, A12, B.2: by default one ahead, or as many as asked for, or those listed."""
+    for ahead, expected in ((True, 2), (False, 1), (3, 4)):
+        model = build(forward_prefetch=ahead)
+        with torch.no_grad():
+            net_loss(model, rank, 0)
+        seen: list[int] = []
+        log: list[object] = []
+        hook = model.embed.register_forward_hook(lambda *_, log=log, s=seen: s.append(len(log)))
+        with collectives.observe(log.append), torch.no_grad():
+            net_loss(model, rank, 0)
+        hook.remove()
+        assert seen == [expected]
+        assert len(log) == N
+    model = build(forward_prefetch=False)
+    model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
+    log = []
+    seen = []
+    model.embed.register_forward_hook(lambda *_: seen.append(len(log)))
+    with collectives.observe(log.append):
+        net_loss(model, rank, 0).backward()
+    assert seen == [3]
+    with pytest.raises(ValueError, match="expected modules that head units but got LayerNorm"):
+        model.set_modules_to_forward_prefetch([model.layers[0].norm])
+
+
+@pytest.mark.parametrize("how", ["pre", "post", None, 2, "listed"])
+@on_ranks(2)
+def test_backward_prefetch(rank: int, how: Any) -> None:
+    """A11, A12, B.2, D-44: the values are the same, however early gathers are."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net(), backward_prefetch="pre" if how == "listed" else how)
+    if how == "listed":
+        model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
+    loss = net_loss(model, rank, 0)
+    seen = kinds(loss.backward)
+    expected = {
+        "pre": ["gather", "gather", "reduce"],
+        "post": ["gather", "reduce", "gather"],
+        None: ["gather", "reduce", "gather"],
+        2: ["gather", "gather", "gather"],
+        "listed": ["gather", "gather", "gather"],
+    }
+    assert seen[:3] == expected[how]
+    assert seen.count("gather") == N - 1
+    model.zero_grad()
+    train(model, net_loss, adamw(model))
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_a_unit_fetched_ahead_and_not_used(rank: int) -> None:
+    """D-44: waited for and let go of."""
+    model = build()
+    model.set_modules_to_forward_prefetch([model.layers[2]])
+    x = torch.zeros(2, 6)
+    with torch.no_grad():
+        model.embed.weight  # noqa: B018
+        net_loss(model, rank, 0)
+        model.layers[0](x)
+    assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
+
+
+@on_ranks(2)
+def test_comm_hook(rank: int) -> None:
+    """A14, A54: in place of our collectives, with what it sums in one flat tensor."""
+    want, _ = replicated(Net, net_loss)
+    sizes = []
+
+    def reduce(state: dict[str, int], grad: Tensor, part: Tensor) -> None:
+        state["calls"] += 1
+        sizes.append((grad.dim(), grad.numel() // part.numel()))
+        dist.reduce_scatter_tensor(part, grad)
+        part.div_(dist.get_world_size())
+
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+    state = {"calls": 0}
+    model.register_comm_hook(state, reduce)
+    train(model, net_loss, adamw(model))
+    assert_same(model, want)
+    assert state["calls"] == 4 * N
+    assert set(sizes) == {(1, 2)}
+    with pytest.raises(RuntimeError, match="has a communication hook already"):
+        model.register_comm_hook(state, reduce)
+    other = build()
+    with pytest.raises(RuntimeError, match=r"on the root module, not on 'layers\.0'"):
+        other.layers[0].register_comm_hook(state, reduce)
+    with pytest.raises(TypeError, match="should be callable, not str"):
+        other.register_comm_hook(state, "fp16")
+
+
+@on_ranks(2)
+def test_comm_hook_without_shards(rank: int) -> None:
+    """A14: whole gradients, in place."""
+    want, _ = replicated(Net, net_loss)
+
+    def reduce(state: None, grad: Tensor) -> None:
+        dist.all_reduce(grad)
+        grad.div_(dist.get_world_size())
+
+    torch.manual_seed(0)
+    model = autoshard.shard(Net(), strategy="no_shard")
+    model.register_comm_hook(None, reduce)
+    train(model, net_loss, adamw(model))
+    assert_same(model, want)
+
+
+@on_ranks(4)
+def test_comm_hook_on_a_hybrid_mesh(rank: int) -> None:
+    """A58."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = build(strategy="hybrid_shard", mesh=mesh)
+    with pytest.raises(RuntimeError, match="only one of the two"):
+        model.register_comm_hook(None, print)
+
+
+@on_ranks(2)
+def test_all_reduce_hook(rank: int) -> None:
+    """B.2: this rank's part of the mean, to be changed in place."""
+    model = build()
+    net_loss(model, 0, 0).backward()
+    want = [p.grad.full_tensor() for p in model.parameters()]
+    model.zero_grad()
+    for each in (model, *model.layers):
+        each.set_all_reduce_hook(lambda mean: mean.mul_(3))
+    net_loss(model, 0, 0).backward()
+    for param, expected in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), 3 * expected)
+
+
+class Generates(Net):
+    def generate(self, ids: Tensor, *, times: int = 1) -> Tensor:
+        for _ in range(times):
+            ids = self(ids).argmax(-1)
+        return self.head(self.embed(ids))
+
+
+@on_ranks(2)
+def test_methods_other_than_forward(rank: int) -> None:
+    """B.1, D-28."""
+    torch.manual_seed(0)
+    want = Generates()
+    torch.manual_seed(0)
+    model = autoshard.shard(Generates())
+    ids = torch.tensor([1, 2, 3])
+    register_forward_method(model, "generate")
+    assert torch.equal(model.generate(ids, times=2), want.generate(ids, times=2))
+    model.generate(ids).sum().backward()
+    assert model.head.weight.grad is not None
+    with pytest.raises(ValueError, match="Generates does not have a method 'sample'"):
+        register_forward_method(model, "sample")
+    register_forward_method(nn.Linear(2, 2), "sample")  # no unit: nothing to do
+
+
+@on_ranks(2)
+def test_reset_after_an_exception(rank: int) -> None:
+    """D-29, B.2: in forward and in backward, also while gradients wait."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        net_loss(model, rank, 0)
+    hook.remove()
+    model.reset_iter_state()
+    with model.no_sync():
+        net_loss(model, rank, 0).backward()
+    loss = model.layers[1].register_full_backward_hook(fail)
+    value = net_loss(model, rank, 0)
+    with pytest.raises(ZeroDivisionError):
+        value.backward()
+    loss.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    train(model, net_loss, adamw(model))
+    assert_same(model, want)
+    with pytest.raises(RuntimeError, match=r"root module, not on 'layers\.0'"):
+        model.layers[0].reset_iter_state()
+
+
+@on_ranks(2)
+def test_reshard_after_forward_at_run_time(rank: int) -> None:
+    """B.2."""
+    model = build()
+    model.set_reshard_after_forward(False)
+    assert counts(model, lambda: net_loss(model, rank, 0)) == (N, 0, N, 0)
+    model.set_reshard_after_forward(True)
+    assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N, N, 0)
+    model.set_reshard_after_forward(False, recurse=False)
+    assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
+
+
+@on_ranks(2)
+def test_unused_parameters_get_zeros_if_asked_for(rank: int) -> None:
+    """B.2, D-37, D-42."""
+    for sends in (False, True):
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "spare": nn.Linear(2, 2)})
+        model.forward = lambda x, model=model: model["used"](x)  # type: ignore[method-assign]
+        wrapped = nn.Sequential(model["used"])
+        wrapped.spare = model["spare"]
+        wrapped.forward = lambda x, w=wrapped: w[0](x)  # type: ignore[method-assign]
+        fully_shard(wrapped)
+        wrapped.set_reduce_scatter_unused_params(sends)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        grad = wrapped.spare.weight.grad
+        assert (grad is not None) is sends
+        assert not sends or grad.full_tensor().tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "set_reshard_after_forward",
+        "set_reshard_after_backward",
+        "set_requires_gradient_sync",
+        "set_requires_all_reduce",
+        "set_is_last_backward",
+        "set_force_sum_reduction_for_comms",
+        "set_reduce_scatter_unused_params",
+        "set_unshard_in_backward",
+    ],
+)
+@on_ranks(2)
+def test_wrong_flags(rank: int, name: str) -> None:
+    model = build()
+    getattr(model, name)(True)
+    with pytest.raises(ValueError, match="should be a bool, got str"):
+        getattr(model, name)("yes")
+
+
+@on_ranks(2)
+def test_frozen_and_unfrozen(rank: int) -> None:
+    """A64, A65, D-38: between steps, with one without gradients in between."""
+
+    def freeze(model: nn.Module, step: int) -> None:
+        for number, layer in enumerate(model.layers):
+            layer.requires_grad_(step >= 2 or number % 2 == 0)
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        freeze(model, step)
+        with torch.no_grad():
+            net_loss(model, rank, step + 50)
+        return net_loss(model, rank, step)
+
+    want, _ = replicated(Net, loss)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+    train(model, loss, adamw(model))
+    assert_same(model, want)
+    model.requires_grad_(False)
+    model.embed.requires_grad_(True)
+    net_loss(model, rank, 0).backward()
+    step = model.layers[0]._autoshard_unit.last_step
+    assert step.num_gathered == 0
+
+
+@on_ranks(2)
+def test_eval_between(rank: int) -> None:
+    """A49, D-43, D-48: train, three times without gradients, train."""
+    want, _ = replicated(Net, net_loss)
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            outputs = [net_loss(model, rank, 70) for _ in range(3)]
+        assert len({output.item() for output in outputs}) == 1
+        model.train()
+        return net_loss(model, rank, step)
+
+    for strategy in ("full_shard", "shard_grad_op"):
+        torch.manual_seed(0)
+        model = autoshard.shard(Net(), strategy=strategy, forward_prefetch=True)
+        train(model, loss, adamw(model))
+        assert_same(model, want)
+
+
+class Event:
+    """What the limiter waits for."""
+
+    def __init__(self, log: list[int], number: int) -> None:
+        self.log, self.number = log, number
+
+    def synchronize(self) -> None:
+        self.log.append(self.number)
+
+
+def test_limiter() -> None:
+    """A10: first in, first out, and only where there are two."""
+    log: list[int] = []
+    limiter = Limiter()
+    limiter.add(Event(log, 0))
+    limiter.wait()
+    assert log == []
+    for number in range(1, MAX_AHEAD + 1):
+        limiter.add(Event(log, number))
+    limiter.wait()
+    assert log == [0]
+    limiter.wait()
+    assert log == [0, 1]
+    limiter.wait()
+    assert log == [0, 1]
+    limiter.dropped(torch.device("cpu"))  # a CPU is never ahead of itself
+    limiter.add(Event(log, 9))
+    limiter.wait()
+    assert log == [0, 1, 2]
