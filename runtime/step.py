@@ -10,7 +10,7 @@ While a step is open, hooks on saved tensors replace a view of a gathered parame
 by a `_SavedView`: which parameter, which strides. Unpacking gathers the unit again
 and makes the view anew. Nothing resizes storages, and nothing hangs on outputs.
 Hooks of the user's that were there before (as of `save_on_cpu`) still get every
-other tensor.
+other tensor. With hooks, autograd leaves it to them to find writes to what is saved.
 """
 
 from __future__ import annotations
@@ -327,6 +327,24 @@ class _SavedView:
     stamp: Stamp  # of the parameter: the values that forward saw
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """Any other tensor, and the version that it had."""
+
+    tensor: Tensor
+    version: int
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a {self.tensor.dtype} tensor of size "
+                f"{list(self.tensor.shape)} is at version {self.tensor._version}, expected version "
+                f"{self.version}; write to a copy of it"
+            )
+        return self.tensor
+
+
 def _with_pending(unit: Unit, grads: Grads) -> Grads:
     """`grads`, each with what waited for it."""
     return {
@@ -412,10 +430,14 @@ def _push_hooks(step: Step) -> None:
     if outer is None:
 
         def pack(tensor: Tensor) -> Any:
-            return step.pack(tensor)
+            packed = step.pack(tensor)
+            return packed if isinstance(packed, _SavedView) else _Saved(tensor, tensor._version)
 
         def unpack(saved: Any) -> Tensor:
-            return saved.step.unpack(saved) if isinstance(saved, _SavedView) else saved
+            if isinstance(saved, _SavedView):
+                return saved.step.unpack(saved)
+            tensor: Tensor = saved.unpack()
+            return tensor
 
     else:
         outer_pack, outer_unpack = outer

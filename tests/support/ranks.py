@@ -14,9 +14,11 @@ import atexit
 import functools
 import importlib.util
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -61,21 +63,36 @@ class _Pool:
             self._processes.append(process)
 
     def call(self, file: str, name: str, parameters: dict[str, Any], timeout: float) -> None:
-        for pipe in self._pipes:
-            pipe.send((file, name, parameters))
-        failures = []
-        for rank, pipe in enumerate(self._pipes):
-            # The first to fail leaves the others waiting for it: they get a short while.
-            limit = 5.0 if failures else timeout
-            try:
-                failure = pipe.recv() if pipe.poll(limit) else f"no answer within {limit} s"
-            except EOFError:
-                failure = "the process ended"
-            if failure:
-                failures.append(f"rank {rank}: {failure}")
+        try:
+            failures = self._call(file, name, parameters, timeout)
+        except BaseException:  # a time limit of pytest's: answers would come to the next test
+            self.stop()
+            raise
         if failures:
             self.stop()
             raise AssertionError("\n".join(failures))
+
+    def _call(self, file: str, name: str, parameters: dict[str, Any], timeout: float) -> list[str]:
+        for pipe in self._pipes:
+            pipe.send((file, name, parameters))
+        failures = []
+        waiting = dict(enumerate(self._pipes))
+        end = time.monotonic() + timeout
+        while waiting:
+            # The first to fail leaves the others waiting for it: they get a short while.
+            limit = 5.0 if failures else max(0.0, end - time.monotonic())
+            ready = multiprocessing.connection.wait(list(waiting.values()), limit)
+            for rank, pipe in list(waiting.items()):
+                if ready and pipe not in ready:
+                    continue
+                del waiting[rank]
+                try:
+                    failure = pipe.recv() if ready else f"no answer within {limit:.0f} s"
+                except EOFError:
+                    failure = "the process ended"
+                if failure:
+                    failures.append(f"rank {rank}: {failure}")
+        return failures
 
     def stop(self) -> None:
         _pools.pop(len(self._processes), None)

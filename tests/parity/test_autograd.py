@@ -1,0 +1,228 @@
+"""Shapes of autograd graphs that hooks on outputs and storages have stumbled over elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.issue import counts, kinds
+from support.models import Block, Net, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, assert_same, replicated, sharded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoshard
+from autoshard import CPUOffloadPolicy, fully_shard
+from autoshard.wrap import CustomPolicy
+
+
+@dataclass
+class Outputs:
+    first: Tensor
+    rest: dict[str, tuple[Tensor, ...]]
+
+
+class Several(nn.Module):
+    """A unit whose outputs are in a dataclass, a dict and a tuple; one of them is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 9)
+
+    def forward(self, x: Tensor) -> Outputs:
+        first, second, third = self.linear(x).chunk(3, -1)
+        return Outputs(first, {"others": (second, third)})
+
+
+class Multiple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Several(), Several()])
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.blocks[0](x)
+        again = self.blocks[1](self.inner(made.first * made.rest["others"][0]))
+        return again.first + again.rest["others"][1]
+
+
+def multiple_loss(model: Any, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(2, 4, generator=generator)).square().sum()
+
+
+@on_ranks(2)
+def test_several_outputs(rank: int) -> None:
+    """A13, D-14, D-15, D-26: one gather a unit in backward, whatever the outputs are in."""
+    want, want_losses = replicated(Multiple, multiple_loss)
+    got, losses = sharded(Multiple, multiple_loss)
+    assert losses == want_losses
+    assert_same(got, want)
+    got.zero_grad()
+    # Of the first block, whose input needs no gradient, backward needs no weight.
+    assert counts(got, lambda: multiple_loss(got, rank, 0)) == (3, 1, 3, 0)
+
+
+class Views(nn.Module):
+    """Returns a view, which is written to outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).view(2, 2, -1)
+
+
+class WritesToViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Views(), Views()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x.mul_(2)
+        x = self.blocks[1](x.reshape(2, -1)[:, :4])
+        x += 1
+        return x
+
+
+@on_ranks(2)
+def test_writes_to_views_that_units_return(rank: int) -> None:
+    """D-25."""
+    want, _ = replicated(WritesToViews, multiple_loss)
+    got, _ = sharded(WritesToViews, multiple_loss)
+    assert_same(got, want)
+
+
+class WritesToSaved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        y = self.linear(x)
+        x.zero_()
+        return y
+
+
+@on_ranks(2)
+def test_writes_to_what_is_saved_are_still_found(rank: int) -> None:
+    """D-24: autograd's own check of activations is as it was."""
+    model = fully_shard(WritesToSaved())
+    loss = multiple_loss(model, rank, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.reset_iter_state()
+
+
+@on_ranks(2)
+def test_inference_mode_then_training(rank: int) -> None:
+    """D-24."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+    with torch.inference_mode():
+        net_loss(model, rank, 0)
+    optimizer = adamw(model)
+    for step in range(4):
+        net_loss(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want)
+
+
+class Nested(nn.Module):
+    """A checkpoint around a unit that has a unit inside."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.start = nn.Linear(6, 6)
+        self.outer = nn.Sequential(Block(), nn.Linear(6, 6))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.outer, self.start(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_nested_units_checkpointed_twice_forward(rank: int, reentrant: bool) -> None:
+    """D-19, D-21: two forwards before one backward."""
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return sum(model(torch.randn(2, 6, generator=generator)).square().sum() for _ in range(2))
+
+    want, _ = replicated(lambda: Nested(reentrant), loss)
+    torch.manual_seed(0)
+    model = Nested(reentrant)
+    fully_shard(model.outer[0])
+    fully_shard(model.outer)
+    fully_shard(model)
+    optimizer = adamw(model)
+    for step in range(4):
+        loss(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want, rtol=1e-4)  # each forward is reduced by itself
+
+
+@on_ranks(2)
+def test_the_root_is_who_is_called_first(rank: int) -> None:
+    """A9: nothing is decided before; every unit knows whether it is inside another."""
+    model = autoshard.shard(Net())
+    units = [each._autoshard_unit for each in (model, *model.layers)]
+    assert [unit.is_root for unit in units] == [True, False, False, False]
+    assert all(unit.last_step is None for unit in units)
+    net_loss(model, rank, 0).backward()
+    assert {unit.last_step.owner for unit in units} == {units[0]}
+
+
+@on_ranks(2)
+def test_strategies_mixed_by_unit(rank: int) -> None:
+    """A27, A33: a block that keeps its parameters costs one gather less in backward."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = Net()
+    keeps = model.layers[1]
+    policy = CustomPolicy(
+        lambda module: (
+            {"strategy": "shard_grad_op"} if module is keeps else isinstance(module, Block)
+        )
+    )
+    model = autoshard.shard(model, policy=policy)
+    assert counts(model, lambda: net_loss(model, rank, 0)) == (4, 2, 4, 0)
+    model.zero_grad()
+    optimizer = adamw(model)
+    for step in range(4):
+        net_loss(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want)
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@on_ranks(2)
+def test_offload(rank: int, pin_memory: bool) -> None:
+    """A18: on a CPU, shards are where they would be anyway."""
+    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    want, _ = replicated(Net, net_loss)
+    got, _ = sharded(Net, net_loss, offload_policy=policy)
+    assert_same(got, want)
+    assert all(param.to_local().device.type == "cpu" for param in got.parameters())
+
+
+@on_ranks(2)
+def test_no_gather_for_a_frozen_first_block(rank: int) -> None:
+    """D-38: its inputs need no gradient, so backward never comes to it."""
+    model = Net(tied=False)
+    model.embed.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    model = autoshard.shard(model)
+    seen = kinds(net_loss(model, rank, 0).backward)
+    assert seen.count("gather") == 2  # FSDP2 gathers the frozen block, too
