@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,6 +29,9 @@ from torch._dynamo.exc import (
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.checkpoint import state_dict as _checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -75,6 +78,19 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward now running has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], size: Sequence[int]
+) -> DTensor:
+    """The DTensor of whole, contiguous `size` whose part on this rank is `local`, where it is.
+
+    `DTensor.from_local` would move `local` to the mesh's device.
+    """
+    whole = torch.empty(size, dtype=local.dtype, device="meta")
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def graph_task() -> int:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard import _torch
 from autoshard.passes.layout import Member, first_row, show_members
-from autoshard.runtime.mesh import Axes
+from autoshard.runtime.mesh import Axes, mesh_device
+from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from autoshard.runtime.reduce import Pending
@@ -50,6 +52,7 @@ class ShardedParam:
         self.world = self.axes.shard_world
         # Gradients of backwards that were not to be reduced: whole, summed, in the dtype
         # of the reduce; see reduce.py.
+        self.device = mesh_device(self.axes.mesh)  # where it is gathered, if not where it lives
         self.pending: Pending | None = None
         self.num_updates = 0  # steps that torch optimizers have taken with it
 
@@ -131,8 +134,10 @@ class ShardedParam:
         remember(self)
 
 
-def shard_parameter(name: str, param: nn.Parameter, axes: Axes, dim: int = 0) -> ShardedParam:
-    """Cut `param` along `dim` to this rank's part of it, where it is.
+def shard_parameter(
+    name: str, param: nn.Parameter, axes: Axes, dim: int, offload: OffloadPolicy
+) -> ShardedParam:
+    """Cut `param` along `dim` to this rank's part of it, where it is, or on the host.
 
     Raises ValueError for a scalar, and for a dim other than 0 that ranks can't share evenly;
     NotImplementedError for a non-contiguous parameter.
@@ -159,6 +164,9 @@ def shard_parameter(name: str, param: nn.Parameter, axes: Axes, dim: int = 0) ->
     with torch.no_grad():
         piece = param.detach().narrow(dim, start, member.local_rows(world, rank))
         shard = piece.clone(memory_format=torch.contiguous_format)
+        if isinstance(offload, CPUOffloadPolicy) and shard.device.type not in ("cpu", "meta"):
+            shard = shard.cpu()
+            shard = shard.pin_memory() if offload.pin_memory else shard
         sharded = nn.Parameter(
             dtensor_from_shard(shard, axes, member), requires_grad=param.requires_grad
         )
@@ -170,15 +178,7 @@ def shard_parameter(name: str, param: nn.Parameter, axes: Axes, dim: int = 0) ->
 
 def dtensor_from_shard(shard: Tensor, axes: Axes, member: Member) -> DTensor:
     """The DTensor of `member`'s size over `axes` whose part here is `shard`."""
-    stride = torch.empty(member.size, device="meta").stride()
-    return DTensor.from_local(
-        shard,
-        axes.mesh,
-        axes.placements(member.dim),
-        run_check=False,
-        shape=torch.Size(member.size),
-        stride=stride,
-    )
+    return _torch.make_dtensor(shard, axes.mesh, axes.placements(member.dim), member.size)
 
 
 def local_tensor(param: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from autoshard.passes.layout import Member
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Division, InFlight
 from autoshard.runtime.param import local_tensor
+from autoshard.runtime.streams import on_all_reduce_stream
 
 if TYPE_CHECKING:
     from autoshard.runtime.param import ShardedParam
@@ -108,10 +109,11 @@ class Reduction:
         """Start summing."""
         axes, first = self._unit.axes, self._params[0]
         whole = [
-            p.shard.new_zeros(p.member.size, dtype=self._dtype) if grad is None else grad
+            torch.zeros(p.member.size, dtype=self._dtype, device=p.device) if grad is None else grad
             for p, grad in self._grads.items()
         ]
-        flags = first.shard.new_tensor(self._has_grad).repeat(axes.shard_world)  # all to each rank
+        had = torch.tensor(self._has_grad, dtype=self._dtype, device=first.device)
+        flags = had.repeat(axes.shard_world)  # all of them to each rank
         parts = [Member(self._dtype, p.member.size, p.member.dim) for p in self._params]
         members = (*parts, Member(self._dtype, (len(flags),)))
         self._grads = {}
@@ -135,16 +137,17 @@ class Reduction:
         self._scattered = True
         if self._unit.axes.replicate_world == 1:
             return
-        self._flight = self._flight.wait()
-        partial = self._reducer.partial.pop(self._params, None)
-        if partial is not None:
-            self._flight.receive.add_(partial)
-        if self._reducer.all_reduces:
-            group = self._unit.axes.replicate_group
-            self._flight = collectives.launch_all_reduce(self._flight, group)
-        else:
-            self._reducer.partial[self._params] = self._flight.receive
-            self._wanted = set()
+        with on_all_reduce_stream(self._params[0].device):
+            self._flight = self._flight.wait()
+            partial = self._reducer.partial.pop(self._params, None)
+            if partial is not None:
+                self._flight.receive.add_(partial)
+            if self._reducer.all_reduces:
+                group = self._unit.axes.replicate_group
+                self._flight = collectives.launch_all_reduce(self._flight, group)
+                return
+        self._reducer.partial[self._params] = self._flight.receive
+        self._wanted = set()
 
     def wait(self) -> dict[ShardedParam, Tensor]:
         """This rank's part of the mean gradients, of wanted parameters that have one anywhere."""
@@ -181,7 +184,8 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
         shard = shard.to(sharded.member.dtype)
     elif shard.dtype != sharded.member.dtype:
         param.grad_dtype = shard.dtype
-    grad: Tensor = sharded.grad_from(shard.contiguous())
+    # To the host if the parameter is there, and not ahead of who reads it next.
+    grad: Tensor = sharded.grad_from(shard.contiguous().to(sharded.shard.device))
     for hook in list((param._backward_hooks or {}).values()):
         replaced = hook(grad)
         grad = grad if replaced is None else replaced

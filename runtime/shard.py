@@ -441,7 +441,7 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
             sharded = find(param)
             if sharded is None:
                 dim = _placement_dim(names[param], param, placement_fn)
-                sharded = shard_parameter(names[param], param, unit.axes, dim)
+                sharded = shard_parameter(names[param], param, unit.axes, dim, unit.offload)
                 unit.take(sharded)
             if (module, attribute) not in sharded.places:
                 access.bind(module, attribute, sharded)

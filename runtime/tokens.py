@@ -50,8 +50,8 @@ class _ReduceUnit(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         members = [(param, unit.gathered_member(param)) for param in trainable]
         return tuple(
-            param.shard.new_empty((1,) * len(member.size), dtype=member.dtype).expand(member.size)
-            for param, member in members
+            torch.empty((1,) * len(m.size), dtype=m.dtype, device=param.device).expand(m.size)
+            for param, m in members
         )
 
     @staticmethod

@@ -16,7 +16,7 @@ from autoshard.runtime.agreement import Order
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reducer, Reduction
-from autoshard.runtime.unit_policies import MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from autoshard.runtime.step import Step
@@ -172,6 +172,13 @@ class Unit:
         """
         for param in self.params:
             param.refresh()
+        if isinstance(self.offload, CPUOffloadPolicy):
+            off = [p.name for p in self.params if p.shard.device.type not in ("cpu", "meta")]
+            if off:
+                raise RuntimeError(
+                    f"parameters {off} of unit {self.name!r} are not in host memory, where its "
+                    "offload policy keeps them: materialise and load them with device='cpu'"
+                )
         meta = [param.name for param in self.params if param.shard.is_meta]
         if meta:
             raise RuntimeError(

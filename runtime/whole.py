@@ -43,7 +43,7 @@ class Whole:
             if unit.limits_gathers:
                 limiter.wait()
             for params, members in unit.gather_buckets():
-                shards = [parts.tensors[p] if parts else p.shard for p in params]
+                shards = [parts.tensors[p] if parts else _on_device(p) for p in params]
                 group = parts.axes.shard_group if parts else params[0].group
                 flight = collectives.launch_gather(shards, members, group)
                 self._flights.append((params, flight))
@@ -68,7 +68,7 @@ class Whole:
         if self._tensors is None:
             if self.unit.world == 1:
                 self._tensors = {
-                    param: param.shard.detach().to(self.unit.gathered_member(param).dtype)
+                    param: _on_device(param).detach().to(self.unit.gathered_member(param).dtype)
                     for param in self.unit.params
                 }
             else:
@@ -117,3 +117,9 @@ class Whole:
         self._flights, self._tensors = [], {}
         if whole and self.unit.world > 1 and self.unit.limits_gathers:
             limiter.dropped(next(iter(whole.values())).device)
+
+
+def _on_device(param: ShardedParam) -> Tensor:
+    """Its shard where it is gathered: a copy, from pinned memory an asynchronous one, if that is
+    not where it lives."""
+    return param.shard.to(param.device, non_blocking=True)

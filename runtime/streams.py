@@ -1,0 +1,37 @@
+"""Streams of a device beside the one that computes, shared by all units.
+
+Gathers and reduce-scatters run on the streams of their process groups. An all-reduce over
+replicas has to wait for a reduce-scatter first; waited for where compute runs, that would
+stop compute, so it is waited for on a stream of its own:
+
+    compute   backward of k      backward of k-1         | wait for both
+    shard        reduce-scatter k -> gather k-2 -> reduce-scatter k-1
+    replicate                     all-reduce k
+
+On a CPU there is nothing to choose: what is called is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def all_reduce_stream(device: torch.device) -> Any:
+    """The one stream of `device` on which reduce-scatters are waited for, before all-reduces."""
+    return torch.Stream(device)
+
+
+@contextlib.contextmanager
+def on_all_reduce_stream(device: torch.device) -> Iterator[None]:
+    """Work inside goes to that stream; on a CPU, to where it would go anyway."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.get_device_module(device.type).stream(all_reduce_stream(device)):
+        yield
