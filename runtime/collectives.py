@@ -176,7 +176,7 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
         _announce(issued)
         work = dist.all_reduce(reduced.receive, group=_torch.resolve_group(group), async_op=True)
-    return InFlight(issued, work, reduced.send, reduced.receive, reduced.world, reduced.rank)
+    return InFlight(issued, work, reduced.receive, reduced.receive, reduced.world, reduced.rank)
 
 
 def run_hook(

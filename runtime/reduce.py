@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from autoshard.runtime.param import ShardedParam
     from autoshard.runtime.unit import Unit
 
-MAX_IN_FLIGHT = 2  # one being sent while the next is filled; more only holds memory
+MAX_IN_FLIGHT = 1  # sent while the next unit's backward computes; more only holds memory
+MAX_WITH_REPLICAS = 2  # one all-reduced beside the next one's reduce-scatter
 
 
 @dataclass
@@ -98,6 +99,11 @@ class Reduction:
         self._wanted = wanted
         self._flight: InFlight | None = None
         self._scattered = False  # the reduce-scatter, if any, has been waited for
+
+    @property
+    def max_in_flight(self) -> int:
+        """Of reductions, with this one about to be launched."""
+        return MAX_WITH_REPLICAS if self._unit.axes.replicate_world > 1 else MAX_IN_FLIGHT
 
     @property
     def _division(self) -> Division:

@@ -278,7 +278,7 @@ class Step:
         queue = self._reduces
         for earlier in queue:
             earlier.advance()  # an all-reduce runs beside the next gather and reduce-scatter
-        while len(queue) >= reduce.MAX_IN_FLIGHT:
+        while len(queue) >= reduction.max_in_flight:
             queue.pop(0).accumulate()
         reduction.launch()
         queue.append(reduction)
