@@ -30,8 +30,9 @@ from torch._logging._internal import trace_structured_artifact as trace_structur
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.checkpoint import state_dict as _checkpoint
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -91,6 +92,22 @@ def make_dtensor(
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_of_spec(local: torch.Tensor, spec: Any) -> DTensor:
+    """The DTensor of `spec`, another one's, whose part on this rank is `local`."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the axes of `meshes`, all of them slices of one. Raises RuntimeError if not."""
+    joined: DeviceMesh = DeviceMesh._concatenate(meshes)
+    return joined
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Cut along `dim`, where `split_factor` ranks of later axes had cut before."""
+    return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
 
 
 def graph_task() -> int:

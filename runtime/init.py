@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import access
 from autoshard.runtime.mesh import Axes
-from autoshard.runtime.param import find, is_ignored
+from autoshard.runtime.param import find, is_ignored, local_tensor
 
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
 
@@ -238,11 +238,9 @@ def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None
     over replicas first, then over shards.
     """
     buffers = [b for m in model.modules() if m not in ignored.modules for b in m.buffers(False)]
-    tensors = [
-        _unexpanded(tensor.detach())
-        for tensor in dict.fromkeys((*unsharded((model,), ignored), *buffers))
-        if not (tensor.is_meta or isinstance(tensor, DTensor)) and tensor.numel()
-    ]
+    found = dict.fromkeys((*unsharded((model,), ignored), *buffers))
+    local = [local_tensor(t) if isinstance(t, DTensor) else t for t in found]
+    tensors = [_unexpanded(t.detach()) for t in local if not t.is_meta and t.numel()]
     for axis in (axes.replicate, axes.shard):
         if axis is None or axis.size() == 1:
             continue

@@ -7,13 +7,15 @@ business of `access.py`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from autoshard import _torch
 from autoshard.passes.layout import Member, first_row, show_members
@@ -29,6 +31,57 @@ Stamp = tuple[int, int, int, int]
 """Tells the values of a parameter from those it had before."""
 
 
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a parameter was laid out before it was sharded: it is its local tensor that is cut."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: tuple[int, ...]  # of the whole
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The parameter as the model computes with it; gradients go to `local`."""
+        stride = torch.empty(self.size, device="meta").stride()
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.size),
+            stride=stride,
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of a parameter as optimizers see it: over all axes, those of tensor parallelism last."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: tuple[int, ...]
+
+    def dtensor(self, shard: Tensor) -> DTensor:
+        """The DTensor whose part on this rank is `shard`."""
+        return _torch.make_dtensor(shard, self.mesh, self.placements, self.size)
+
+
+def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
+    """Of `member` cut over `axes`, after it was laid out as `tp` says."""
+    if tp is None:
+        return Layout(axes.mesh, axes.placements(member.dim), member.size)
+    cut_before = [
+        tp.mesh.size(axis)
+        for axis, placement in enumerate(tp.placements)
+        if isinstance(placement, Shard) and placement.dim == member.dim
+    ]
+    own = tuple(
+        _torch.strided_shard(member.dim, math.prod(cut_before)) if each.is_shard() else each
+        for each in axes.placements(member.dim)
+    )
+    mesh = _torch.join_meshes([axes.mesh, tp.mesh])
+    return Layout(mesh, (*own, *tp.placements), tp.size)
+
+
 @dataclass(eq=False)
 class ShardedParam:
     """One parameter, wherever it is registered.
@@ -42,6 +95,8 @@ class ShardedParam:
     member: Member
     axes: Axes
     param: nn.Parameter
+    layout: Layout
+    tp: TensorParallel | None = None
     unit: Unit = field(init=False)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
@@ -68,7 +123,7 @@ class ShardedParam:
 
     def grad_from(self, shard: Tensor) -> DTensor:
         """A gradient for `param` out of this rank's rows of it."""
-        return dtensor_from_shard(shard, self.axes, self.member)
+        return self.layout.dtensor(shard)
 
     @property
     def stamp(self) -> Stamp:
@@ -117,14 +172,14 @@ class ShardedParam:
         value: Tensor = param.data
         if (
             not isinstance(value, DTensor)
-            or tuple(value.shape) != self.member.size
-            or value.placements != self.axes.placements(self.member.dim)
-            or value.device_mesh != self.axes.mesh
+            or tuple(value.shape) != self.layout.size
+            or value.placements != self.layout.placements
+            or value.device_mesh != self.layout.mesh
         ):
             raise ValueError(
                 f"{self.name} was replaced after sharding by {_describe(param)}; expected a "
-                f"DTensor of size {list(self.member.size)} sharded on dim {self.member.dim} over "
-                f"{self.axes.mesh}. "
+                f"DTensor of size {list(self.layout.size)} placed as {self.layout.placements} on "
+                f"{self.layout.mesh}. "
                 "Replace parameters before sharding, or load values with load_state_dict"
             )
         remember_origin(self.param, self)  # so that an optimizer which holds it is told
@@ -147,38 +202,41 @@ def shard_parameter(
             f"parameter {name} is a scalar, which can't be sharded: make it a 1D tensor with "
             "one element"
         )
-    if not param.is_contiguous():
+    tp, whole = None, param.detach()
+    if isinstance(whole, DTensor):
+        tp = TensorParallel(whole.device_mesh, whole.placements, tuple(whole.shape))
+        whole = local_tensor(whole)
+        if tp.mesh.device_type != axes.mesh.device_type:
+            raise ValueError(
+                f"parameter {name} is a DTensor on {tp.mesh}, which is no mesh of "
+                f"{axes.mesh.device_type} as {axes.mesh} is: shard over slices of one mesh"
+            )
+    if not whole.is_contiguous():
         raise NotImplementedError(
-            f"parameter {name} is not contiguous (size {list(param.shape)}, stride "
-            f"{list(param.stride())}): make it so with param.data = param.data.contiguous() "
+            f"parameter {name} is not contiguous (size {list(whole.shape)}, stride "
+            f"{list(whole.stride())}): make it so with param.data = param.data.contiguous() "
             "before sharding"
         )
-    member = Member(param.dtype, tuple(param.shape), dim)
+    member = Member(param.dtype, tuple(whole.shape), dim)
     world, rank = axes.shard_world, axes.shard_rank
     if dim and member.rows % world:
         raise ValueError(
-            f"parameter {name} of size {list(param.shape)} can't be sharded on dim {dim} over "
+            f"parameter {name} of size {list(whole.shape)} can't be sharded on dim {dim} over "
             f"{world} ranks: only dim 0 may be uneven; give it Shard(0)"
         )
     start = first_row(member.rows, world, rank)
+    layout = layout_of(axes, member, tp)
     with torch.no_grad():
-        piece = param.detach().narrow(dim, start, member.local_rows(world, rank))
+        piece = whole.narrow(dim, start, member.local_rows(world, rank))
         shard = piece.clone(memory_format=torch.contiguous_format)
         if isinstance(offload, CPUOffloadPolicy) and shard.device.type not in ("cpu", "meta"):
             shard = shard.cpu()
             shard = shard.pin_memory() if offload.pin_memory else shard
-        sharded = nn.Parameter(
-            dtensor_from_shard(shard, axes, member), requires_grad=param.requires_grad
-        )
-    made = ShardedParam(name, member, axes, sharded)
+        sharded = nn.Parameter(layout.dtensor(shard), requires_grad=param.requires_grad)
+    made = ShardedParam(name, member, axes, sharded, layout, tp)
     remember_origin(param, made)
     remember(made)
     return made
-
-
-def dtensor_from_shard(shard: Tensor, axes: Axes, member: Member) -> DTensor:
-    """The DTensor of `member`'s size over `axes` whose part here is `shard`."""
-    return _torch.make_dtensor(shard, axes.mesh, axes.placements(member.dim), member.size)
 
 
 def local_tensor(param: Tensor) -> Tensor:

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.runtime import left_out, reduce, tokens
 from autoshard.runtime.agreement import course
-from autoshard.runtime.param import ShardedParam, Stamp
+from autoshard.runtime.param import ShardedParam, Stamp, local_tensor
 from autoshard.runtime.reduce import Reduction
 from autoshard.runtime.unit import Unit, units_below
 from autoshard.runtime.whole import Parts, Whole
@@ -84,10 +85,11 @@ class Step:
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
         """`data`, its gathered data, with its gradient going to the unit's reduce."""
         if not (self.has_grad and param.param.requires_grad):
-            return data
+            return data if param.tp is None else param.tp.wrap(data)
         # Also under the caller's no_grad: what it reads may be used outside of that.
         with torch.enable_grad():
-            return tokens.attach(self._token(param), data)
+            attached = tokens.attach(self._token(param), data)
+            return attached if param.tp is None else param.tp.wrap(attached)
 
     def leave(self, unit: Unit, *, failed: bool) -> None:
         """`unit`'s forward has ended."""
@@ -174,24 +176,27 @@ class Step:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps instead of `tensor`: itself, or how to gather it again."""
-        param = self._storages.get(_storage(tensor))
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        param = self._storages.get(_storage(local))
         if param is None or not param.unit.reshards:
             return tensor
         self._saved.add(param.unit)
         return _SavedView(
             self,
             param,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
+            local.size(),
+            local.stride(),
+            int(local.storage_offset()),
             param.stamp,
+            tensor._spec if isinstance(tensor, DTensor) else None,
         )
 
     def unpack(self, saved: _SavedView) -> Tensor:
         param = saved.param
         param.check_unwritten(saved.stamp)
         whole = self._in_backward(param.unit)[param]
-        return whole.as_strided(saved.size, saved.stride, saved.offset)
+        local = whole.as_strided(saved.size, saved.stride, saved.offset)
+        return local if saved.spec is None else _torch.dtensor_of_spec(local, saved.spec)
 
     # ---- backward
 
@@ -325,6 +330,7 @@ class _SavedView:
     stride: tuple[int, ...]
     offset: int
     stamp: Stamp  # of the parameter: the values that forward saw
+    spec: Any  # of the DTensor that was saved, if it was one
 
 
 @dataclass(frozen=True)

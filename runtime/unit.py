@@ -194,6 +194,8 @@ class Unit:
             return "a mixed-precision policy"
         if type(self.offload) is not OffloadPolicy:
             return "offloading"
+        if any(param.tp is not None for param in self.params):
+            return "tensor-parallel parameters"
         return self.reducer.why_not_compiled()
 
 
