@@ -136,10 +136,11 @@ def rows_in(text: str) -> frozenset[str]:
 def rows_in_name(name: str) -> frozenset[str]:
     """Ids in a test's name.
 
-    >>> rows_in_name("test_a37_counts")
-    frozenset({'A37'})
+    >>> sorted(rows_in_name("test_a37_and_d12_counts"))
+    ['A37', 'D-12']
     """
-    return frozenset(f"A{number}" for number in re.findall(r"_a(\d+)(?=_)", name))
+    found = re.findall(r"_([ad])(\d+)(?=_)", name)
+    return frozenset(f"A{number}" if kind == "a" else f"D-{number}" for kind, number in found)
 
 
 def table(rows: dict[str, str], found: list[Claim]) -> tuple[str, list[str]]:

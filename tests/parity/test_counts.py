@@ -88,6 +88,7 @@ def test_module_used_twice(rank: int) -> None:
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2)
 def test_compiled(rank: int, strategy: str, lowering: str) -> None:
+    """D-60, D-73."""
     model = Net()
     call = torch.compile(
         model,
@@ -107,7 +108,7 @@ def test_compiled(rank: int, strategy: str, lowering: str) -> None:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(2)
 def test_saved_for_backward(rank: int, strategy: str) -> None:
-    """Nothing gathered is among the tensors saved for backward, unless resharding is off."""
+    """D-67: Nothing gathered is among the tensors saved for backward, unless resharding is off."""
     from autoshard.runtime import collectives
 
     model = Net()

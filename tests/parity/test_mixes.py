@@ -47,6 +47,7 @@ def eager_scale(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("route", ["torch.compile", "model.compile", "function"])
 @on_ranks(2)
 def test_graph_break(rank: int, where: str, route: str) -> None:
+    """D-59."""
     build = functools.partial(Broken, where)
     want, want_losses = replicated(build, net_loss)
     torch.manual_seed(0)
@@ -256,6 +257,8 @@ def test_frozen(rank: int, checkpointing: str | None) -> None:
 
 @on_ranks(2)
 def test_eval_in_between(rank: int) -> None:
+    """D-43."""
+
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         model.eval()
         with torch.no_grad():

@@ -40,6 +40,7 @@ def experts_loss(model: Any, rank: int, step: int) -> Tensor:
 
 @on_ranks(2)
 def test_each_rank_has_gradients_of_its_own_experts(rank: int) -> None:
+    """D-37."""
     want, want_losses = replicated(Experts, experts_loss)
     got, losses = sharded(Experts, experts_loss)
     assert losses == want_losses
@@ -82,6 +83,7 @@ def short_mesh() -> Iterator[DeviceMesh]:
 
 @on_ranks(2)
 def test_a_layer_left_out_by_one_rank(rank: int) -> None:
+    """D-45."""
     with short_mesh() as mesh:
         model = autoshard.shard(Skipping(), mesh=mesh)
         model.skips = 1 if rank == 0 else None

@@ -144,6 +144,7 @@ def test_uneven_and_empty_shards(rank: int, compile: bool) -> None:
 
 @on_ranks(2)
 def test_class_and_attributes_stay_sane(rank: int) -> None:
+    """A80, D-10."""
     model = by_hand(Net())
     layer = model.layers[0]
     assert isinstance(model, Net)
@@ -197,7 +198,7 @@ def test_weights_changed_between_forward_and_backward(rank: int) -> None:
 
 
 def test_one_process_needs_no_collective() -> None:
-    """No torchrun, no group: a world of one."""
+    """A7, D-32: No torchrun, no group: a world of one."""
     import os
     import subprocess
     import sys

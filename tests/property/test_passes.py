@@ -54,6 +54,7 @@ def test_input_is_untouched(program: Program, bucketing: Any) -> None:
 @quick
 @given(programs(), BUCKETINGS)
 def test_every_collective_is_launched_and_waited_for_once(program: Program, bucketing: Any) -> None:
+    """D-75."""
     before = program.module().graph
     gm = program.planned(bucketing)
     gm.graph.lint()
@@ -142,6 +143,7 @@ def _reduced(grads: Sequence[Tensor], members: str) -> list[Tensor]:
 @quick
 @given(programs(), BUCKETINGS)
 def test_values_are_the_same(program: Program, bucketing: Any) -> None:
+    """D-62."""
     gm = program.module()
     inputs = []
     for number, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -162,6 +164,7 @@ def readers(value: fx.Node) -> set[fx.Node]:
 @quick
 @given(programs(), BUCKETINGS)
 def test_gathers_follow_first_use_one_ahead(program: Program, bucketing: Any) -> None:
+    """D-65."""
     gm = program.planned(bucketing)
     order = {node: number for number, node in enumerate(gm.graph.nodes)}
     count = sum(is_launch(node) and kind_of(node) == "gather" for node in gm.graph.nodes)
@@ -219,6 +222,7 @@ def test_at_most_two_are_in_flight(program: Program, bucketing: Any) -> None:
 @quick
 @given(programs())
 def test_one_gather_a_unit_and_dtype(program: Program) -> None:
+    """D-61, D-64."""
     used = [
         program.params[param_of(node)]
         for node in program.module().graph.nodes

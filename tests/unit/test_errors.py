@@ -243,6 +243,7 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
 @pytest.mark.parametrize("number", range(len(BAD_INPUTS)), ids=[f.__name__ for f, _ in BAD_INPUTS])
 @on_ranks(2, timeout=30)
 def test_bad_input(rank: int, number: int) -> None:
+    """A26, D-4."""
     mistake, words = BAD_INPUTS[number]
     with pytest.raises((ValueError, TypeError, RuntimeError, NotImplementedError)) as raised:
         mistake()
@@ -325,7 +326,7 @@ def test_strict_raises(rank: int, model: type[Net]) -> None:
 
 @on_ranks(2)
 def test_one_rank_fails_all_fall_back(rank: int) -> None:
-    """A failure on rank 0 alone: rank 1 leaves its graph unused too, and nobody hangs."""
+    """D-69: A failure on rank 0 alone: rank 1 leaves its graph unused too, and nobody hangs."""
     difficult()
     want, want_losses = replicated(Net, net_loss)
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ TIED = """
 
 
 def test_tied_parameter_is_merged() -> None:
+    """D-2, D-66."""
     assert after(TIED, passes.merge_markers) == dedent(
         """
         in %w: f32[4,2]
@@ -192,6 +193,7 @@ RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
 def test_resharded_parameter_is_recomputed_and_all_it_determines() -> None:
+    """D-67."""
     assert tags(
         """
         in %w: f32[4,2]

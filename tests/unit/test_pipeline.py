@@ -38,7 +38,7 @@ def test_unused_parameter_is_not_gathered() -> None:
 
 
 def test_unused_gradient_is_reduced() -> None:
-    """Another rank may read it, and would wait for this one."""
+    """D-78: Another rank may read it, and would wait for this one."""
     gm = planned(
         """
         in %g: f32[7,2]
@@ -96,7 +96,7 @@ def test_names_that_are_taken_or_not_allowed(names: tuple[str, str]) -> None:
 
 
 def test_parameter_read_twice_is_gathered_once() -> None:
-    """In an inference graph: no other pass has merged its markers."""
+    """D-66: In an inference graph: no other pass has merged its markers."""
     gm = planned(
         """
         in %p0: f32[4,2]

@@ -90,7 +90,7 @@ autoshard.wait_reduce(%launch_reduce_second, 'f32[2,3]', 'shard', 3)  # second
 
 
 def test_digest_is_the_same_in_another_process() -> None:
-    """Another hash seed is another order of sets: no such order may reach the plan."""
+    """D-69: Another hash seed is another order of sets: no such order may reach the plan."""
     script = f"""
 import torch.distributed as dist
 from torch import fx, nn

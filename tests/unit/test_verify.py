@@ -100,6 +100,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_graph_is_rejected(name: str) -> None:
+    """D-62."""
     text, message = BROKEN[name]
     with pytest.raises(ValueError, match=message):
         verify(small(text))
