@@ -88,7 +88,8 @@ def _compile(
     code = _torch.traced_code()
     if params:  # else it has no collective, and other ranks may not have it at all
         name = f"{params[0].unit.identity}/{code}"
-        reason = agree(name, Outcome(reason, digests), params[0].axes.mesh)
+        unit = params[0].unit
+        reason = agree(name, Outcome(reason, digests), unit.axes.mesh, unit.agreed)
     if reason is None and compilation is not None and compiled is not None:
         first_call.num_graphs += bool(params)
         name = (

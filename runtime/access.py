@@ -244,6 +244,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         _refuse_training(module)
         return args, kwargs
     unit: Unit = module.__dict__[UNIT]
+    unit.note_mode()
     steps.enter(unit)
     precision.cast_buffers(unit)
     return precision.cast_inputs(unit, args, kwargs)

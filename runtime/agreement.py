@@ -41,24 +41,28 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.rounds: dict[str, int] = {}  # topic -> how often ranks compared notes on it
-        self.agreed: set[tuple[str, tuple[str, ...]]] = set()  # frame, digests
 
 
 _local = _Local()
 
 
-def agree(frame: str, outcome: Outcome, mesh: DeviceMesh) -> str | None:
+Agreed = set[tuple[str, tuple[str, ...]]]
+"""(frame, digests) that all ranks have, of one model."""
+
+
+def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str | None:
     """Exchange outcomes with all ranks of `mesh`; returns an error if any of them has one.
 
     frame: a name for what was compiled, the same on every rank.
+    agreed: what need not be compared any more; added to.
     Raises RuntimeError, naming the ranks, if they compiled different collectives, and
     if a rank does not answer in time.
     """
     if _is_alone(mesh):
         return outcome.error
-    if outcome.error is None and (frame, outcome.digests) in _local.agreed:
+    if outcome.error is None and (frame, outcome.digests) in agreed:
         return None
-    known = any(name == frame for name, _ in _local.agreed)
+    known = any(name == frame for name, _ in agreed)
     timeout = group_timeout(mesh)
     answers = _exchange(
         f"compiled/{frame}",
@@ -82,7 +86,7 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh) -> str | None:
             f"{differing}: build the same model with the same options, and take the same "
             "branches, on every rank"
         )
-    _local.agreed.add((frame, outcome.digests))
+    agreed.add((frame, outcome.digests))
     return None
 
 
@@ -224,4 +228,6 @@ def _exchange(
             f"way. {hint}"
         ) from error
     answers = store.multi_get(list(keys.values()))
+    if number:  # everybody has read the round before, or would not be in this one
+        store.delete_key(f"{topic}/{number - 1}/{rank}")
     return {other: value.decode() for other, value in zip(ranks, answers, strict=True)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,39 @@ if TYPE_CHECKING:
 
 Stamp = tuple[int, int, int, int]
 """Tells the values of a parameter from those it had before."""
+
+
+class Hooks:
+    """The user's hooks on a parameter: they want its reduced gradient, which comes later than
+    autograd, who is handed none, would call them. So they are set aside until it is there.
+
+    Autograd keeps the very dicts that they are registered in: those are emptied and refilled.
+    """
+
+    def __init__(self) -> None:
+        self._aside: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._param: Tensor | None = None
+
+    def of(self, param: Tensor) -> Hooks:
+        self._param = param
+        return self
+
+    def set_aside(self) -> None:
+        """Until `put_back()`, autograd finds none."""
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(self._param, name, None)
+            if hooks:
+                self._aside.append((hooks, dict(hooks)))
+                hooks.clear()
+
+    def put_back(self) -> None:
+        """As they were, but for what was registered since, which comes last."""
+        for hooks, before in self._aside:
+            since = dict(hooks)
+            hooks.clear()
+            hooks.update(before)
+            hooks.update(since)
+        self._aside = []
 
 
 @dataclass(frozen=True)
@@ -109,6 +142,7 @@ class ShardedParam:
         # of the reduce; see reduce.py.
         self.device = mesh_device(self.axes.mesh)  # where it is gathered, if not where it lives
         self.pending: Pending | None = None
+        self._hooks = Hooks()
         self.num_updates = 0  # steps that torch optimizers have taken with it
 
     @property
@@ -120,6 +154,11 @@ class ShardedParam:
     def keep(self) -> bool:
         """Whether the whole parameter is kept from forward to backward."""
         return not self.unit.reshards
+
+    @property
+    def hooks(self) -> Hooks:
+        """The user's hooks on `param`."""
+        return self._hooks.of(self.param)
 
     def grad_from(self, shard: Tensor) -> DTensor:
         """A gradient for `param` out of this rank's rows of it."""
@@ -152,6 +191,7 @@ class ShardedParam:
 
         As by `load_state_dict(assign=True)`, or `model.to(dtype)`. Returns whether it was.
         """
+        self.hooks.put_back()  # a backward may have broken off
         before = self.param, self.member.dtype
         for module, attribute in self.places:
             param = module._parameters.get(attribute)

@@ -98,6 +98,7 @@ class Reduction:
         self._has_grad = tuple(grad is not None for grad in grads.values())
         self._wanted = wanted
         self._flight: InFlight | None = None
+        self._keep: list[object] = []
         self._scattered = False  # the reduce-scatter, if any, has been waited for
 
     @property
@@ -118,8 +119,7 @@ class Reduction:
             torch.zeros(p.member.size, dtype=self._dtype, device=p.device) if grad is None else grad
             for p, grad in self._grads.items()
         ]
-        had = torch.tensor(self._has_grad, dtype=self._dtype, device=first.device)
-        flags = had.repeat(axes.shard_world)  # all of them to each rank
+        flags = self._flags(first.device).repeat(axes.shard_world)  # all of them to each rank
         parts = [Member(self._dtype, p.member.size, p.member.dim) for p in self._params]
         members = (*parts, Member(self._dtype, (len(flags),)))
         self._grads = {}
@@ -135,6 +135,14 @@ class Reduction:
         if axes.shard_world == 1:
             self.advance()
 
+    def _flags(self, device: torch.device) -> Tensor:
+        """See [Note: gradients that are not there]; made without the host waiting for `device`."""
+        if all(self._has_grad):
+            return torch.ones(len(self._params), dtype=self._dtype, device=device)
+        flags = torch.tensor(self._has_grad, dtype=self._dtype)
+        flags = flags if device.type == "cpu" else flags.pin_memory()
+        return flags.to(device, non_blocking=True)
+
     def advance(self) -> None:
         """Go on to the all-reduce, if there is to be one."""
         if self._scattered:
@@ -143,10 +151,13 @@ class Reduction:
         self._scattered = True
         if self._unit.axes.replicate_world == 1:
             return
-        with on_all_reduce_stream(self._params[0].device):
+        # What the other stream reads must outlive it: until the all-reduce is waited for.
+        with on_all_reduce_stream(self._params[0].device, after_compute=not self._flight.work):
+            self._keep.append(self._flight)
             self._flight = self._flight.wait()
             partial = self._reducer.partial.pop(self._params, None)
             if partial is not None:
+                self._keep.append(partial)
                 self._flight.receive.add_(partial)
             if self._reducer.all_reduces:
                 group = self._unit.axes.replicate_group
@@ -186,6 +197,7 @@ class Reduction:
 def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
     """Add this rank's part of a mean gradient to `.grad`, then run the parameter's hooks."""
     param = sharded.param
+    sharded.hooks.put_back()
     if not sharded.unit.mp.keep_low_precision_grads:
         shard = shard.to(sharded.member.dtype)
     elif shard.dtype != sharded.member.dtype:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,10 +28,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.runtime import left_out, reduce, tokens
+from autoshard.runtime import left_out, reduce
 from autoshard.runtime.agreement import course
 from autoshard.runtime.param import ShardedParam, Stamp, local_tensor
 from autoshard.runtime.reduce import Reduction
+from autoshard.runtime.tokens import Tokens
 from autoshard.runtime.unit import Unit, units_below
 from autoshard.runtime.whole import Parts, Whole
 
@@ -52,6 +55,7 @@ class Step:
         self.owner = owner
         self.has_hooks = False  # see [Note: what is saved for backward]
         self.has_grad = torch.is_grad_enabled()  # whether a backward may follow
+        self.opened_in: FrameType | None = None  # who called the owner, while it is open
         self.running: list[Unit] = []  # units whose forward is on the stack, outermost first
         self._ended: dict[Unit, int] = {}  # how many forwards of its modules are over
         self.order: list[Unit] = []  # units in the order in which they were first gathered
@@ -59,7 +63,8 @@ class Step:
         self._backward: dict[Unit, Whole] = {}
         self._read: set[Unit] = set()  # those of `_forward` that are not just fetched ahead
         self._read_again: set[Unit] = set()  # of `_backward`
-        self._tokens: dict[Unit, dict[ShardedParam, Tensor]] = {}
+        self._tokens: dict[Unit, weakref.ref[Tokens]] = {}  # the graph holds them
+        self._trained: set[Unit] = set()  # units that have, or had, tokens
         self._storages: dict[int, ShardedParam] = {}  # storage of a gathered tensor -> whose it is
         self._saved: set[Unit] = set()  # units of which backward wants something again
         self._parts: dict[Unit, Parts] = {}  # what backward gathers, of units that have `smaller`
@@ -71,6 +76,13 @@ class Step:
     def num_gathered(self) -> int:
         """Units that are gathered, or on the way, by this step."""
         return len({*self._forward, *self._backward})
+
+    def is_on_the_stack(self) -> bool:
+        """Whether the owner's forward is still running, or was broken off and nobody told us."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self.opened_in:
+            frame = frame.f_back
+        return frame is not None
 
     # ---- forward
 
@@ -88,7 +100,7 @@ class Step:
             return data if param.tp is None else param.tp.wrap(data)
         # Also under the caller's no_grad: what it reads may be used outside of that.
         with torch.enable_grad():
-            attached = tokens.attach(self._token(param), data)
+            attached = self._tokens_of(param.unit).attach(param, data)
             return attached if param.tp is None else param.tp.wrap(attached)
 
     def leave(self, unit: Unit, *, failed: bool) -> None:
@@ -125,6 +137,9 @@ class Step:
         if unit not in self.order:
             self.order.append(unit)
             unit.last_step = self
+        ahead = self._forward.get(unit)
+        if ahead is not None and ahead.is_stale:  # written to since, as a momentum encoder is
+            self._forward.pop(unit).drop()
         self._launch(unit, self._forward)
         self._read.add(unit)
         gathered = self._forward[unit].tensors()
@@ -166,11 +181,14 @@ class Step:
             self._parts[unit] = whole.cut(unit.smaller)
         whole.drop()
 
-    def _token(self, param: ShardedParam) -> Tensor:
-        unit = param.unit
-        if unit not in self._tokens:
-            self._tokens[unit] = tokens.make_tokens(self, unit)
-        return self._tokens[unit][param]
+    def _tokens_of(self, unit: Unit) -> Tokens:
+        known = self._tokens.get(unit)
+        made = None if known is None else known()
+        if made is None:
+            made = Tokens(self, unit)
+            self._tokens[unit] = weakref.ref(made)
+            self._trained.add(unit)
+        return made
 
     # ---- saved tensors
 
@@ -207,7 +225,7 @@ class Step:
         self._queue_callback()
         # A unit that trains nothing has no reduce to end it: the next gather does.
         for other in list(self._backward):
-            if other is not unit and other not in self._tokens:
+            if other in self._read_again and other not in self._trained:
                 self._end(other)
         self._launch(unit, self._backward)
         self._read_again.add(unit)
@@ -239,11 +257,14 @@ class Step:
         wanted: the parameters of which `.grad` is to be filled.
         """
         self._queue_callback()
+        if not unit.reducer.syncs:
+            unit.check_may_wait()
+        for param in wanted:
+            param.hooks.set_aside()
         if unit.reducer.syncs:
-            for reduction in self._reductions(unit, _with_pending(unit, grads), wanted):
+            for reduction in self._reductions(unit, _with_pending(unit, grads, wanted), wanted):
                 self._start(reduction)
         else:
-            unit.check_may_wait()
             for param, grad in grads.items():
                 if grad is not None and param in wanted:
                     reduce.hold(param, grad, unit.reduced_member(param, grad.dtype).dtype)
@@ -305,6 +326,9 @@ class Step:
         self._reduces = []
         if self.owner.is_last_backward:
             self.owner.finish_reduces()
+        for unit in self._trained:
+            for param in unit.params:
+                param.hooks.put_back()  # of those that got no gradient
         for unit in list(self._backward):
             self._end(unit)
         self.owner.order("backward").end()
@@ -351,10 +375,12 @@ class _Saved:
         return self.tensor
 
 
-def _with_pending(unit: Unit, grads: Grads) -> Grads:
-    """`grads`, each with what waited for it."""
+def _with_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> Grads:
+    """`grads`, each that is wanted with what waited for it."""
     return {
-        param: reduce.take_pending(
+        param: grad
+        if param not in wanted
+        else reduce.take_pending(
             param, grad, unit.reduced_member(param, unit.gathered_member(param).dtype).dtype
         )
         for param, grad in grads.items()
@@ -388,7 +414,10 @@ def read_unsharded(param: ShardedParam) -> Tensor:
     unit = param.unit
     if unit.kept is None or unit.kept.is_stale:
         unit.kept = Whole(unit)
-    return step_in_backward(unit).attach(param, unit.kept.tensors()[param])
+    step = unit.reading
+    if step is None or step.has_grad != torch.is_grad_enabled():
+        step = unit.reading = Step(unit)
+    return step.attach(param, unit.kept.tensors()[param])
 
 
 def abandon_open_step() -> None:
@@ -396,15 +425,28 @@ def abandon_open_step() -> None:
     step = open_step()
     if step is not None:
         _pop_hooks(step)
-        _open.step = None
+        _open.step = step.opened_in = None
         step.abandon()
+
+
+def _caller() -> FrameType | None:
+    """The innermost frame that is not of this package, nor of what wraps its functions."""
+    frame: FrameType | None = sys._getframe()
+    ours = ("autoshard.", "torch._dynamo.")
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
+        frame = frame.f_back
+    return frame
 
 
 def enter(unit: Unit) -> None:
     """A module of `unit` starts its forward: open a step if none is."""
     step = open_step()
+    if step is not None and step.owner is unit and not step.is_on_the_stack():
+        abandon_open_step()  # no hook ran for a KeyboardInterrupt
+        step = None
     if step is None:
         step = _open.step = Step(unit)
+        step.opened_in = _caller()
         _push_hooks(step)
     step.running.append(unit)
 
@@ -420,7 +462,7 @@ def leave(unit: Unit) -> None:
     finally:
         if not step.running:
             _pop_hooks(step)
-            _open.step = None
+            _open.step = step.opened_in = None
             step.close(failed=failed)
 
 

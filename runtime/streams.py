@@ -28,10 +28,16 @@ def all_reduce_stream(device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def on_all_reduce_stream(device: torch.device) -> Iterator[None]:
-    """Work inside goes to that stream; on a CPU, to where it would go anyway."""
+def on_all_reduce_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
+    """Work inside goes to that stream; on a CPU, to where it would go anyway.
+
+    after_compute: after what compute was given so far, which a reduce-scatter need not wait for.
+    """
     if device.type == "cpu":
         yield
         return
-    with torch.get_device_module(device.type).stream(all_reduce_stream(device)):
+    stream = all_reduce_stream(device)
+    if after_compute:
+        stream.wait_stream(torch.accelerator.current_stream(device))
+    with torch.get_device_module(device.type).stream(stream):
         yield

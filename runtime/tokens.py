@@ -26,17 +26,22 @@ if TYPE_CHECKING:
     from autoshard.runtime.step import Step
 
 
-def make_tokens(step: Step, unit: Unit) -> dict[ShardedParam, Tensor]:
-    """One for each trainable parameter of `unit`; their gradients end in `step.reduce`."""
-    trainable = [param for param in unit.params if param.param.requires_grad]
-    made = _torch.apply(_ReduceUnit, step, unit, trainable, *(p.param for p in trainable))
-    return dict(zip(trainable, made, strict=True))
+class Tokens:
+    """One token for each trainable parameter of `unit`; their gradients end in `step.reduce`.
 
+    The graph holds them, by the nodes that attach to them, and the step only weakly: it is
+    held by the graph itself, and the two would keep each other alive for ever.
+    """
 
-def attach(token: Tensor, data: Tensor) -> Tensor:
-    """`data`, whose gradient goes to `token`."""
-    attached: Tensor = _torch.apply(_Attach, token, data)
-    return attached
+    def __init__(self, step: Step, unit: Unit) -> None:
+        trainable = [param for param in unit.params if param.param.requires_grad]
+        made = _torch.apply(_ReduceUnit, step, unit, trainable, *(p.param for p in trainable))
+        self._tokens = dict(zip(trainable, made, strict=True))
+
+    def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
+        """`data`, gathered, whose gradient goes to the token of `param`."""
+        attached: Tensor = _torch.apply(_Attach, self._tokens[param], data, self)
+        return attached
 
 
 class _ReduceUnit(torch.autograd.Function):
@@ -77,9 +82,10 @@ class _Attach(torch.autograd.Function):
     """The gathered data, with its gradient going to the token."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, data: Tensor) -> Tensor:
+    def forward(ctx: Any, token: Tensor, data: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
         return data.view_as(data)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None

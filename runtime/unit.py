@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoshard.passes.layout import Member
-from autoshard.runtime.agreement import Order
+from autoshard.runtime.agreement import Agreed, Order
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reducer, Reduction
@@ -41,7 +41,7 @@ class Unit:
         followed it in the step before; next_in_forward, next_in_backward: or these.
     prefetches_after_backward: only when its own gradients are in.
     kept: whole parameters beyond a step: asked for, or kept after backward.
-    is_unsharded_by_user: from `unshard()` to `reshard()`.
+    is_unsharded_by_user: from `unshard()` to `reshard()`; reading: the step of reads meanwhile.
     smaller: after forward, shards over fewer ranks are kept, from which backward gathers.
     limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
     post_optim_event: what the first gather of the next step it owns waits for.
@@ -60,6 +60,7 @@ class Unit:
     last_step: Step | None = None  # the latest step that gathered it
     last_order: tuple[Unit, ...] = ()  # what the latest step that it owned gathered, in order
     orders: dict[str, Order] = field(default_factory=dict)  # phase -> of the steps that it owns
+    agreed: Agreed = field(default_factory=set)
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: int = 1
@@ -69,10 +70,12 @@ class Unit:
     next_in_backward: list[Unit] | None = None
     kept: Whole | None = None
     is_unsharded_by_user: bool = False
+    reading: Step | None = None
     reducer: Reducer = field(default_factory=Reducer)
     smaller: Axes | None = None
     limits_gathers: bool = True
     post_optim_event: Any = None
+    computes_in_full_precision: bool = False
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)
 
@@ -127,9 +130,10 @@ class Unit:
             dtype = self.mp.reduce_dtype
         return Member(dtype, param.member.size, param.member.dim)
 
-    @property
-    def computes_in_full_precision(self) -> bool:
-        return self.mp.full_precision_in_eval and not self.modules[0].training
+    def note_mode(self) -> None:
+        """A forward begins: it, and its backward, compute as the mode says that it is in now."""
+        training = self.modules[0].training
+        self.computes_in_full_precision = self.mp.full_precision_in_eval and not training
 
     def gather_buckets(self) -> Iterator[tuple[list[ShardedParam], tuple[Member, ...]]]:
         """Its parameters, split by what one gather can carry: a dtype."""
