@@ -134,11 +134,14 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
                     "was put in its place, so its step would train nothing: step outside of "
                     "full_params(), and replace parameters before sharding"
                 )
-            elif pending_of(sharded) is not None:
+            elif pending_of(sharded) is not None or any(
+                sharded in params for params in sharded.unit.reducer.partial
+            ):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} steps {sharded.name}, whose gradient is still "
                     "waiting to be reduced: let the last backward before the step synchronise "
-                    "gradients (leave no_sync(), or set_requires_gradient_sync(True))"
+                    "gradients (leave no_sync(), or set_requires_gradient_sync(True) and "
+                    "set_requires_all_reduce(True))"
                 )
             else:
                 sharded.num_updates += 1

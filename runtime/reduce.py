@@ -53,7 +53,8 @@ class Reducer:
     comm_hook: (state, hook), in place of the collectives and of all division:
         `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
         parameters are not cut, `hook(state, grad)` works in place.
-    partial: sums that are reduce-scattered and wait to be all-reduced.
+    partial: sums that are reduce-scattered and wait to be all-reduced; like those that wait
+        whole, they are dropped if `.grad` is emptied meanwhile.
     """
 
     syncs: bool = True
@@ -62,7 +63,7 @@ class Reducer:
     sends_unused: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook: tuple[Any, Callable[..., Any]] | None = None
-    partial: dict[tuple[ShardedParam, ...], Tensor] = field(default_factory=dict)
+    partial: dict[tuple[ShardedParam, ...], Partial] = field(default_factory=dict)
 
     def why_not_compiled(self) -> str | None:
         """What compiled code can't do of this."""
@@ -75,12 +76,21 @@ class Reducer:
         return None
 
 
+@dataclass(frozen=True)
+class Partial:
+    """This rank's part of some parameters' sums, flat, and what `.grad` of each was then."""
+
+    flat: Tensor
+    seen: tuple[Tensor, ...]
+
+
 class Reduction:
     """The gradients of some parameters of one unit, to be reduced together, on their way.
 
     grads: whole, None where this rank has none; see [Note: gradients that are not there].
     wanted: the parameters whose gradient is asked for; the others' are sent all the same.
     dtype: in which they are summed.
+    stands_alone: these are handed out: nothing is added to them, or left for later.
     """
 
     def __init__(
@@ -89,8 +99,11 @@ class Reduction:
         grads: dict[ShardedParam, Tensor | None],
         wanted: set[ShardedParam],
         dtype: torch.dtype,
+        *,
+        stands_alone: bool = False,
     ) -> None:
         self._dtype = dtype
+        self._stands_alone = stands_alone
         self._unit = unit
         self._reducer = unit.reducer
         self._grads: dict[ShardedParam, Tensor | None] = grads
@@ -155,16 +168,25 @@ class Reduction:
         with on_all_reduce_stream(self._params[0].device, after_compute=not self._flight.work):
             self._keep.append(self._flight)
             self._flight = self._flight.wait()
-            partial = self._reducer.partial.pop(self._params, None)
+            partial = None if self._stands_alone else self._take_partial()
             if partial is not None:
                 self._keep.append(partial)
                 self._flight.receive.add_(partial)
-            if self._reducer.all_reduces:
+            if self._reducer.all_reduces or self._stands_alone:
                 group = self._unit.axes.replicate_group
                 self._flight = collectives.launch_all_reduce(self._flight, group)
                 return
-        self._reducer.partial[self._params] = self._flight.receive
+        seen = tuple(map(_placeholder, self._params))
+        self._reducer.partial[self._params] = Partial(self._flight.receive, seen)
         self._wanted = set()
+
+    def _take_partial(self) -> Tensor | None:
+        partial = self._reducer.partial.pop(self._params, None)
+        if partial is None:
+            return None
+        pairs = zip(self._params, partial.seen, strict=True)
+        is_cleared = any(param.param.grad is not seen for param, seen in pairs)
+        return None if is_cleared else partial.flat
 
     def wait(self) -> dict[ShardedParam, Tensor]:
         """This rank's part of the mean gradients, of wanted parameters that have one anywhere."""
@@ -192,6 +214,9 @@ class Reduction:
         """Wait, and add what comes to `.grad`."""
         for param, shard in self.wait().items():
             accumulate(param, shard)
+        for param in self._wanted:
+            if param.param.grad is not None and _is_placeholder(param.param.grad):
+                param.param.grad = None  # no rank had one after all
 
 
 def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
@@ -240,6 +265,15 @@ def _is_placeholder(grad: Tensor) -> bool:
     return bool(getattr(grad, _PLACEHOLDER, False))
 
 
+def _placeholder(param: ShardedParam) -> Tensor:
+    """`.grad`, filled with zeros if it was empty."""
+    if param.param.grad is None:
+        zeros = param.grad_from(torch.zeros_like(param.shard))
+        setattr(zeros, _PLACEHOLDER, True)
+        param.param.grad = zeros
+    return param.param.grad
+
+
 def hold(param: ShardedParam, grad: Tensor, dtype: torch.dtype) -> None:
     """Let `grad`, whole, wait for a backward that is reduced."""
     grad = grad.to(dtype)
@@ -250,11 +284,7 @@ def hold(param: ShardedParam, grad: Tensor, dtype: torch.dtype) -> None:
         total, owned = total.add_(grad), True
     else:
         total, owned = total + grad, True
-    seen = param.param.grad
-    if seen is None:
-        seen = param.grad_from(torch.zeros_like(param.shard))
-        setattr(seen, _PLACEHOLDER, True)
-        param.param.grad = seen
+    seen = _placeholder(param)
     param.pending = Pending(total, owned, seen, _version(seen), _is_placeholder(seen))
 
 

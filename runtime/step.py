@@ -279,14 +279,21 @@ class Step:
         """As `reduce`, but returns this rank's part of the mean gradients and fills no `.grad`."""
         self._queue_callback()
         reduced: dict[ShardedParam, Tensor] = {}
-        for reduction in self._reductions(unit, grads, wanted):
+        for reduction in self._reductions(unit, grads, wanted, stands_alone=True):
             reduction.launch()
             reduced.update(reduction.wait())
         self._end(unit)
         self._saved.discard(unit)
         return {param: part.to(param.member.dtype) for param, part in reduced.items()}
 
-    def _reductions(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> list[Reduction]:
+    def _reductions(
+        self,
+        unit: Unit,
+        grads: Grads,
+        wanted: set[ShardedParam],
+        *,
+        stands_alone: bool = False,
+    ) -> list[Reduction]:
         self.owner.order("backward").take(f"the reduce of {unit.name}")
         by_dtype: dict[torch.dtype, Grads] = {}
         for param, grad in grads.items():
@@ -298,7 +305,10 @@ class Step:
             own = unit.gathered_member(param).dtype  # of its gradient, on ranks that have none
             dtype = unit.reduced_member(param, own).dtype
             by_dtype.setdefault(dtype, {})[param] = grad
-        return [Reduction(unit, same, wanted, dtype) for dtype, same in by_dtype.items()]
+        return [
+            Reduction(unit, same, wanted, dtype, stands_alone=stands_alone)
+            for dtype, same in by_dtype.items()
+        ]
 
     def _start(self, reduction: Reduction) -> None:
         queue = self._reduces
@@ -322,6 +332,15 @@ class Step:
                 # Used in earlier backwards, and not in this one.
                 trainable = [param for param in unit.params if param.param.requires_grad]
                 self.reduce(unit, dict.fromkeys(trainable), set(trainable))
+        for reduction in self._reduces:
+            reduction.advance()
+        for unit in units_below(self.owner):
+            if unit.reducer.all_reduces:
+                for params, partial in list(unit.reducer.partial.items()):
+                    self.owner.order("backward").take(f"what is left to all-reduce of {unit.name}")
+                    self._start(
+                        Reduction(unit, dict.fromkeys(params), set(params), partial.flat.dtype)
+                    )
         self.owner.carried.extend(self._reduces)
         self._reduces = []
         if self.owner.is_last_backward:

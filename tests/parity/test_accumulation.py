@@ -222,3 +222,61 @@ def test_gradients_of_gradients(rank: int) -> None:
     penalty = sum(grad.square().sum() for grad in grads)
     with pytest.raises(RuntimeError, match=r"once_differentiable"):
         penalty.backward()
+
+
+@on_ranks(2)
+def test_hooks_run_once_with_the_reduced_gradient(rank: int) -> None:
+    """A59, D-39: autograd, which is handed no gradient, does not run them beside us."""
+    model = autoshard.fully_shard(nn.Linear(2, 2))
+    seen: list[float] = []
+    model.weight.register_post_accumulate_grad_hook(
+        lambda param: seen.append(param.grad.full_tensor().sum().item())
+    )
+    model.weight.register_hook(lambda grad: grad * 2)
+    for _ in range(2):
+        model(torch.full((1, 2), float(rank + 1))).sum().backward()
+    assert seen == [12.0, 24.0]  # four elements of 1.5, doubled; summed up with the first
+
+
+def hybrid_branches() -> Branches:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = Branches()
+    for each in (model.left, model.right, model):
+        autoshard.fully_shard(each, mesh=mesh)
+    return model
+
+
+@on_ranks(2)
+def test_sums_that_wait_for_their_all_reduce(rank: int) -> None:
+    """Also of a unit unused in the last micro-batch; and gone, or in the way, as they should."""
+    x = torch.full((1, 4), float(rank + 1))
+    model = hybrid_branches()
+    model.set_requires_all_reduce(False)
+    model(x, "left").sum().backward()
+    with pytest.raises(RuntimeError, match=r"SGD steps left\.weight.*set_requires_all_reduce"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.set_requires_all_reduce(True)
+    model(x, "right").sum().backward()
+    for unit in (model.left, model.right):
+        assert unit.weight.grad.full_tensor().tolist() == [[1.5] * 4] * 4
+    model.zero_grad()
+    model.set_requires_all_reduce(False)
+    model(100 * x, "left").sum().backward()
+    model.zero_grad()
+    model.set_requires_all_reduce(True)
+    model(x, "left").sum().backward()
+    assert model.left.weight.grad.full_tensor().tolist() == [[1.5] * 4] * 4
+    assert model.right.weight.grad is None
+
+
+@on_ranks(2)
+def test_backward_of_some_inputs_leaves_what_waits(rank: int) -> None:
+    model = autoshard.fully_shard(nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    with model.no_sync():
+        model(5 * x).sum().backward()
+    model(x).sum().backward(inputs=[model.bias])
+    assert model.bias.grad.full_tensor().tolist() == [2.0, 2.0]
+    model(x).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[6.0, 6.0]] * 2

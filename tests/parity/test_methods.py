@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -386,3 +388,68 @@ def test_limiter() -> None:
     limiter.add(Event(log, 9))
     limiter.wait()
     assert log == [0, 1, 2]
+
+
+class Momentum(nn.Module):
+    """An encoder, and a slow copy of it that forward updates while it is fetched ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = nn.Linear(4, 4)
+        self.slow = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fast = self.fast(x)
+        with torch.no_grad():
+            for slow, now in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+                slow.mul_(0.5).add_(now, alpha=0.5)
+            target = self.slow(x)
+        return (fast - target).square().sum()
+
+
+@on_ranks(2)
+def test_a_unit_written_to_while_it_is_fetched(rank: int) -> None:
+    """D-5: what was fetched before is not used."""
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return model(torch.randn(3, 4, generator=generator))
+
+    want, want_losses = replicated(Momentum, loss)
+    torch.manual_seed(0)
+    model = Momentum()
+    fully_shard(model.fast)
+    fully_shard(model.slow)
+    fully_shard(model)
+    assert train(model, loss, adamw(model)) == want_losses
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_after_an_interrupt(rank: int) -> None:
+    """D-29: no hook of a module's runs for a KeyboardInterrupt."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        net_loss(model, rank, 0)
+    hook.remove()
+    train(model, net_loss, adamw(model))
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_steps_do_not_outlive_their_graph(rank: int) -> None:
+    """One step is the last; those before are gone, with their tokens."""
+    model = build()
+    steps = []
+    for step in range(4):
+        net_loss(model, rank, step).backward()
+        steps.append(weakref.ref(model._autoshard_unit.last_step))
+    gc.collect()
+    assert [each() is not None for each in steps] == [False, False, False, True]
