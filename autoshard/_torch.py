@@ -27,6 +27,7 @@ from torch._dynamo.exc import (
     UnspecializeRestartAnalysis,
 )
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.checkpoint import state_dict as _checkpoint
 from torch.distributed.device_mesh import DeviceMesh
@@ -120,6 +121,12 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+def will_run(node: Any) -> bool:
+    """Whether the running backward runs `node`, or has done so."""
+    # torch's type information puts it on another class, here and below.
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
 def accumulates_gradient(leaf: Any) -> bool:
     """Whether the running backward will fill `.grad` at `leaf`, a node that accumulates."""
     return _leaf_use(leaf) is True
@@ -132,7 +139,7 @@ def returns_gradient(leaf: Any) -> bool:
 
 def _leaf_use(leaf: Any) -> bool | None:
     try:
-        return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
+        return will_run(leaf)
     except RuntimeError:  # so says torch when autograd.grad() captures what arrives there
         return None
 

@@ -137,9 +137,9 @@ class Compilation:
         self.mode = mode
         self.number = next(self._numbers)
         self.table = frame.table()
-        self.axes = {
-            param.group: info.axis for param, info in zip(frame.params, self.table, strict=True)
-        }
+        pairs = list(zip(frame.params, self.table, strict=True))
+        self.axes = {param.group: info.axis for param, info in pairs}
+        self.axes |= {param.axes.reduce_group: info.reduce_axis for param, info in pairs}
         self.plans: list[Plan] = []  # filled as graphs are compiled
 
     def compile(self) -> Callable[..., Any]:

@@ -1,25 +1,43 @@
-"""On a group of one rank the shard is the parameter: no marker, no collective.
+"""Alone in its group a rank's shard is the parameter: no marker, no collective.
 
 before: w' = unshard(w); dw = reduce_grad(g)
 after:  w' = w;          dw = g
+
+Where a gather or reduce would cast, casts are what is left of them.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from autoshard._torch import group_size
-from autoshard.passes.match import group_of, is_marker
+from autoshard.passes import groups
+from autoshard.passes.layout import read_members
+from autoshard.passes.match import group_of, is_marker, members_of
+
+_CAST = torch.ops.prims.convert_element_type.default  # Inductor lowers no aten cast any more here
 
 
 def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove the markers whose group has one rank.
+    """Remove the markers that reach no other rank.
 
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):
-        if is_marker(node) and group_size(group_of(node)) == 1:
+        if is_marker(node) and groups.size(group_of(node)) == 1:
             (value,) = node.all_input_nodes
+            (member,) = read_members(members_of(node))
+            with gm.graph.inserting_before(node):
+                value = _cast(value, member.dtype)
+                value = _cast(value, member.shard_dtype or member.dtype)
             node.replace_all_uses_with(value)
             gm.graph.erase_node(node)
     return gm
+
+
+def _cast(value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if value.meta["val"].dtype == dtype:
+        return value
+    cast = value.graph.call_function(_CAST, (value, dtype))
+    cast.meta["val"] = value.meta["val"].to(dtype)
+    return cast

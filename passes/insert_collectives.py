@@ -46,6 +46,8 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
         with graph.inserting_before(body[event.position]):
             if event.what == "launch":
                 tickets[number] = _launch(graph, number, bucket, members[number])
+            elif event.what == "all_reduce":
+                tickets[number] = _all_reduce(graph, tickets[number], bucket)
             else:
                 _wait(graph, tickets[number], number, bucket, members[number])
     for marker in markers:
@@ -72,6 +74,18 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
         name=f"launch_{bucket.kind}_{_identifier(bucket.unit)}",
     )
     ticket.meta["val"] = members[0].meta["val"].new_empty(1, dtype=torch.uint8)
+    SOURCE.set(ticket, bucket.unit)
+    return ticket
+
+
+def _all_reduce(graph: fx.Graph, launched: fx.Node, bucket: Bucket) -> fx.Node:
+    ticket = graph.create_node(
+        "call_function",
+        ops.all_reduce,
+        (launched, *launched.args[1:]),
+        name=f"all_reduce_{_identifier(bucket.unit)}",
+    )
+    ticket.meta["val"] = launched.meta["val"].new_empty(1)
     SOURCE.set(ticket, bucket.unit)
     return ticket
 

@@ -44,15 +44,18 @@ class Member:
     """One parameter in a bucket: its dtype, its whole, unsharded size, and the dim it is cut along.
 
     Rows are its slices along `dim`. Along a dim other than the first they divide evenly.
+    shard_dtype: of what comes out of a reduce, if that is not the dtype in which it is summed.
     """
 
     dtype: torch.dtype
     size: tuple[int, ...]
     dim: int = 0
+    shard_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         text = f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.size))}]"
-        return f"{text}@{self.dim}" if self.dim else text
+        text += f"@{self.dim}" if self.dim else ""
+        return text + (f"->{DTYPE_NAMES[self.shard_dtype]}" if self.shard_dtype else "")
 
     @property
     def rows(self) -> int:
@@ -125,14 +128,16 @@ def read_members(text: str) -> tuple[Member, ...]:
 
     Raises ValueError, quoting the part that it can't read.
 
-    >>> show_members(read_members("f32[7,15] bf16[7]"))
-    'f32[7,15] bf16[7]'
+    >>> show_members(read_members("f32[7,15] bf16[7]->f32"))
+    'f32[7,15] bf16[7]->f32'
     """
     return tuple(_read_member(part) for part in text.split())
 
 
 def _read_member(text: str) -> Member:
-    match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\](?:@(\d+))?", text)
-    if match is None or match[1] not in DTYPES:
+    match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\](?:@(\d+))?(?:->(\w+))?", text)
+    if match is None or not {match[1], match[4] or match[1]} <= DTYPES.keys():
         raise ValueError(f"{text!r} is no bucket member; one looks like f32[7,15]")
-    return Member(DTYPES[match[1]], tuple(map(int, match[2].split(","))), int(match[3] or 0))
+    size = tuple(map(int, match[2].split(",")))
+    shard_dtype = DTYPES[match[4]] if match[4] else None
+    return Member(DTYPES[match[1]], size, int(match[3] or 0), shard_dtype)

@@ -25,7 +25,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
-from autoshard.passes.match import bucket_of, is_launch, is_wait, kind_of
+from autoshard.passes.match import bucket_of, event_of, is_wait, kind_of
 
 SETTINGS = {
     "reorder_for_peak_memory": False,
@@ -54,19 +54,16 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
 
 
 Order = list[tuple[str, str, int]]
-"""("launch" or "wait", "gather" or "reduce", bucket), in program order."""
+"""(what, "gather" or "reduce", bucket) of the events of a plan, in program order."""
 
 
 def planned_order(graph: fx.Graph) -> Order:
-    """The launches and waits of `graph`."""
-    return [
-        ("launch" if is_launch(node) else "wait", kind_of(node), bucket_of(node))
-        for node in graph.nodes
-        if is_launch(node) or is_wait(node)
-    ]
+    """The launches, all-reduces and waits of `graph`."""
+    events = ((event_of(node), node) for node in graph.nodes)
+    return [(what, kind_of(node), bucket_of(node)) for what, node in events if what is not None]
 
 
-_CALL = re.compile(r"autoshard\.(launch|wait)_(gather|reduce)\.default\((.*)\)")
+_CALL = re.compile(r"autoshard\.(launch|wait|all)_(gather|reduce)\.default\((.*)\)")
 
 
 def check_order(source: str, planned: Order) -> None:
@@ -76,7 +73,8 @@ def check_order(source: str, planned: Order) -> None:
         if line.lstrip().startswith("#"):
             continue
         if match := _CALL.search(line):
-            found.append((match[1], match[2], int(match[3].rsplit(",", 1)[1])))
+            what = "all_reduce" if match[1] == "all" else match[1]
+            found.append((what, match[2], int(match[3].rsplit(",", 1)[1])))
     if found == planned:
         return
     at = next(
@@ -100,7 +98,7 @@ class KeepOrder(CustomGraphPass):
         keep_order(graph)
 
     def uuid(self) -> str:
-        return "autoshard.keep_order.1"
+        return "autoshard.keep_order.2"
 
 
 def keep_order(graph: fx.Graph) -> None:
@@ -113,7 +111,7 @@ def keep_order(graph: fx.Graph) -> None:
     event: fx.Node | None = None
     op: fx.Node | None = None
     for node in list(graph.nodes):
-        if is_launch(node) or is_wait(node):
+        if event_of(node) is not None:
             needed = [n for n in (event, op) if n is not None and n not in node.all_input_nodes]
             if needed:
                 after[node] = OrderedSet(needed)
@@ -125,7 +123,7 @@ def keep_order(graph: fx.Graph) -> None:
 
 def _as_tensor(event: fx.Node) -> fx.Node:
     """A node to depend on: a wait's first result, since 2.11 does not see a list as one."""
-    if is_launch(event):
+    if not is_wait(event):
         return event
     result = next(user for user in event.users if user.target is operator.getitem)
     event.append(result)

@@ -27,24 +27,37 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (ops.wait_gather, ops.wait_reduce)
 
 
+def is_all_reduce(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.all_reduce
+
+
+def event_of(node: fx.Node) -> str | None:
+    """ "launch", "all_reduce" or "wait", as events of a plan; None for any other node."""
+    if is_launch(node):
+        return "launch"
+    if is_wait(node):
+        return "wait"
+    return "all_reduce" if is_all_reduce(node) else None
+
+
 def kind_of(node: fx.Node) -> str:
-    """ "gather" or "reduce", of a marker, launch or wait."""
+    """ "gather" or "reduce", of a marker, launch, all-reduce or wait."""
     gathers = (ops.unshard, ops.launch_gather, ops.wait_gather)
     return "gather" if node.target in gathers else "reduce"
 
 
 def members_of(node: fx.Node) -> str:
-    """The members argument of a marker, launch or wait."""
+    """The members argument of a marker, launch, all-reduce or wait."""
     return str(node.args[1])
 
 
 def group_of(node: fx.Node) -> str:
-    """The process group's name, of a marker, launch or wait."""
+    """Whom a marker, launch, all-reduce or wait reaches; see `groups.py`."""
     return str(node.args[2])
 
 
 def bucket_of(node: fx.Node) -> int:
-    """The bucket number of a launch or wait."""
+    """The bucket number of a launch, all-reduce or wait."""
     bucket = node.args[3]
     assert isinstance(bucket, int)
     return bucket

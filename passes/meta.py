@@ -37,11 +37,13 @@ class ParamInfo:
     name: from the root module, "layers.3.mlp.w1".
     unit: its unit's name, unique in one compilation.
     axis: the mesh axis that it is sharded over.
+    reduce_axis: those that its gradient is averaged over, "shard" or "shard+replicate".
     """
 
     name: str
     unit: str
     axis: str
+    reduce_axis: str
 
 
 PARAM: Key[ParamInfo] = Key("autoshard.param")  # on a marker: whose it is

@@ -1,18 +1,22 @@
 """The vocabulary of our graphs: two markers, and the launches and waits they become.
 
     full  = unshard(shard, "f32[7,15]", group, keep, param)  marker: wanted whole, here
-    shard = reduce_grad(grad, "f32[7,15]", group, param)    marker: its gradient, here
+    shard = reduce_grad(grad, "f32[7,15]", group, param)     marker: its gradient, here
 
     ticket   = launch_gather([shard, ...], "f32[7,15] f32[7]", group, bucket)
     [full..] = wait_gather(ticket, "f32[7,15] f32[7]", group, bucket)
     ticket   = launch_reduce([grad, ...], "f32[7,15] f32[7]", group, bucket)
+    ticket   = all_reduce(ticket, "f32[7,15] f32[7]", group, bucket)   over copies, if there are any
     [shard.] = wait_reduce(ticket, "f32[7,15] f32[7]", group, bucket)
 
 The markers say *what*; passes decide *how* by replacing them. They also run, one
 collective each and waited for at once: the slowest correct form of a graph.
 
-`group` is the name under which c10d registered the process group. `keep` says that
-the whole parameter is kept for backward (`reshard_after_forward=False`). `param`
+A member's dtype is that on the wire: a gather casts a shard to it where it is copied in, a
+reduce casts a gradient to it there, and to the shard's ("bf16[7]->f32") where it is copied
+out. `group` names process groups, see `groups.py`. `keep` says that the whole parameter is
+kept for backward (`reshard_after_forward=False`). `reduce`, if not empty, is the member and
+the group of its gradient's reduce, where these are not those of the gather. `param`
 indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
 numbers the buckets of one graph. A ticket is one byte: what is in flight is held
 by the runtime, where no compiler can reuse its memory. No argument depends on the
@@ -28,17 +32,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard import _torch
+from autoshard.passes import groups
 from autoshard.passes.layout import read_members
 
 library = torch.library.Library("autoshard", "DEF")
 
 library.define(
-    "unshard(Tensor shard, str members, str group, bool keep, int param) -> Tensor",
+    "unshard(Tensor shard, str members, str group, bool keep, int param, *, str reduce='')"
+    " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
     "reduce_grad(Tensor grad, str members, str group, int param) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "all_reduce(Tensor ticket, str members, str group, int bucket) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _kind in ("gather", "reduce"):
@@ -52,7 +61,9 @@ for _kind in ("gather", "reduce"):
     )
 
 
-def _fake_unshard(shard: Tensor, members: str, group: str, keep: bool, param: int) -> Tensor:
+def _fake_unshard(
+    shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
+) -> Tensor:
     (member,) = read_members(members)
     return shard.new_empty(member.size, dtype=member.dtype)
 
@@ -65,6 +76,10 @@ def _fake_launch(tensors: list[Tensor], members: str, group: str, bucket: int) -
     return tensors[0].new_empty(1, dtype=torch.uint8)
 
 
+def _fake_all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
+    return ticket.new_empty(1, dtype=torch.uint8)
+
+
 def _fake_wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
     return [ticket.new_empty(m.size, dtype=m.dtype) for m in read_members(members)]
 
@@ -75,21 +90,28 @@ def _fake_wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> 
 
 def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
     """Empty shards, of this rank's rows, on the device of `like`."""
-    world, rank = _torch.group_size(group), _torch.group_rank(group)
-    return [like.new_empty(m.local_size(world, rank), dtype=m.dtype) for m in read_members(members)]
+    world, rank = groups.shards(group), groups.shard_rank(group)
+    return [
+        like.new_empty(m.local_size(world, rank), dtype=m.shard_dtype or m.dtype)
+        for m in read_members(members)
+    ]
 
 
 torch.library.register_fake("autoshard::unshard", _fake_unshard, lib=library)
 torch.library.register_fake("autoshard::reduce_grad", _fake_reduce_grad, lib=library)
 torch.library.register_fake("autoshard::launch_gather", _fake_launch, lib=library)
 torch.library.register_fake("autoshard::launch_reduce", _fake_launch, lib=library)
+torch.library.register_fake("autoshard::all_reduce", _fake_all_reduce, lib=library)
 torch.library.register_fake("autoshard::wait_gather", _fake_wait_gather, lib=library)
 torch.library.register_fake("autoshard::wait_reduce", _fake_wait_reduce, lib=library)
 
 
-def _save_for_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_unshard(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
     _, members, group, _, param = inputs
-    ctx.arguments = members, group, param
+    reduce = keyword_only_inputs["reduce"]
+    ctx.arguments = (*(reduce.split(" ") if reduce else (members, group)), param)
 
 
 def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -105,4 +127,5 @@ reduce_grad = torch.ops.autoshard.reduce_grad.default
 launch_gather = torch.ops.autoshard.launch_gather.default
 wait_gather = torch.ops.autoshard.wait_gather.default
 launch_reduce = torch.ops.autoshard.launch_reduce.default
+all_reduce = torch.ops.autoshard.all_reduce.default
 wait_reduce = torch.ops.autoshard.wait_reduce.default

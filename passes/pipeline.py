@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from autoshard import _torch
 from autoshard.passes.verify import verify
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
@@ -32,7 +33,8 @@ def run(
     gm = _copy(gm)
     for transform in passes:
         name = pass_name(transform)
-        gm = transform(gm)
+        with _torch.unset_fake_temporarily():  # a caller's: values of the graph have their own mode
+            gm = transform(gm)
         try:
             gm.graph.lint()
             verify(gm)

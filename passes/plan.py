@@ -21,7 +21,7 @@ class Bucket:
     """Parameters that share one collective.
 
     kind:    "gather" or "reduce".
-    axis:    the mesh axis it runs over.
+    axis:    the mesh axis it runs over, or both, of a reduce, "shard+replicate".
     unit:    the unit, or the given list's name, that it stands for.
     names:   its parameters' names, in the order in which they are packed.
     params:  their numbers in the compilation's table.
@@ -43,9 +43,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Event:
-    """Bucket number `bucket` is launched, or waited for, before compute node `position`."""
+    """Bucket number `bucket` is launched, or waited for, before compute node `position`.
 
-    what: str  # "launch" or "wait"
+    A reduce whose axis is "shard+replicate" goes on from the first to the second in between.
+    """
+
+    what: str  # "launch", "all_reduce" or "wait"
     bucket: int
     position: int
 
@@ -56,7 +59,8 @@ class Plan:
 
     graph:    "forward", "backward" or "inference".
     num_ops:  compute nodes in the graph.
-    schedule: in program order; every bucket is launched once and waited for once.
+    schedule: in program order; every bucket is launched once and waited for once, and all-reduced
+        once in between if its axis is that of replicas too.
     """
 
     graph: str
@@ -72,28 +76,22 @@ class Plan:
             f"{self.graph}: {gathers} gathers, {len(self.buckets) - gathers} reduces, "
             f"{self.num_ops} ops, bucketing {self.bucketing}"
         )
-        launch = {e.bucket: e.position for e in self.schedule if e.what == "launch"}
-        wait = {e.bucket: e.position for e in self.schedule if e.what == "wait"}
-        rows = [("bucket", "kind", "axis", "unit", "params", "bytes", "launch", "wait")]
+        at = {what: self._positions(what) for what in ("launch", "all_reduce", "wait")}
+        events = [what for what, positions in at.items() if positions]
+        rows = [["bucket", "kind", "axis", "unit", "params", "bytes", *events]]
         for number, bucket in enumerate(self.buckets):
-            rows.append(
-                (
-                    str(number),
-                    bucket.kind,
-                    bucket.axis,
-                    bucket.unit,
-                    str(len(bucket.names)),
-                    str(bucket.num_bytes),
-                    str(launch[number]),
-                    str(wait[number]),
-                )
-            )
+            about = [bucket.kind, bucket.axis, bucket.unit, len(bucket.names), bucket.num_bytes]
+            where = [at[what].get(number, "") for what in events]
+            rows.append([str(cell) for cell in (number, *about, *where)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
         return "\n".join([head, *lines]) + "\n"
+
+    def _positions(self, what: str) -> dict[int, int]:
+        return {event.bucket: event.position for event in self.schedule if event.what == what}
 
     def to_json(self) -> str:
         """The whole plan as JSON; `Plan.from_json` reads it back."""

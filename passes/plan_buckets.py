@@ -6,7 +6,9 @@
 One bucket a unit. A gather is launched one bucket ahead of its first use, so that it
 runs while the bucket before is computed with, and waited for at its first use. A
 reduce is launched as soon as its last gradient is there, and waited for when the
-next one has been launched: two are in flight, and their buffers with them.
+next one has been launched: two are in flight, and their buffers with them. With copies,
+it is all-reduced when the next one is launched, beside that one's reduce-scatter, and
+waited for when the one after that is.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autoshard.passes import groups
 from autoshard.passes.layout import read_members
 from autoshard.passes.match import (
     group_of,
@@ -78,7 +81,7 @@ class _Draft:
         infos = [_info(marker) for marker in self.markers]
         return Bucket(
             kind=kind_of(self.markers[0]),
-            axis=infos[0].axis,
+            axis=infos[0].axis if is_unshard(self.markers[0]) else infos[0].reduce_axis,
             unit=self.unit,
             names=tuple(info.name for info in infos),
             params=tuple(map(param_of, self.markers)),
@@ -169,13 +172,26 @@ def _gather_events(drafts: list[_Draft]) -> list[_Placed]:
 
 def _reduce_events(drafts: list[_Draft], *, first: int) -> list[_Placed]:
     placed: list[_Placed] = []
+
+    def put(what: str, number: int, position: int, rank: int) -> None:
+        placed.append(_place(position, 0, rank, Event(what, first + number, position)))
+
     for number, draft in enumerate(drafts):
-        wait = draft.used
-        if number + 1 < len(drafts):
-            wait = min(wait, drafts[number + 1].ready)
-        bucket = first + number
-        placed.append(_place(draft.ready, 0, 2 * number, Event("launch", bucket, draft.ready)))
-        placed.append(_place(wait, 0, 2 * number + 3, Event("wait", bucket, wait)))
+        # Where several stand at one position: all_reduce(k - 1), launch(k), wait(k - 1), or
+        # wait(k - 2) with copies.
+        put("launch", number, draft.ready, 4 * number)
+        following = [min(draft.used, each.ready) for each in drafts[number + 1 : number + 3]]
+        following += [draft.used] * (2 - len(following))
+        group = group_of(draft.markers[0])
+        if groups.replicate_part(group):
+            is_scattered = groups.shards(group) > 1
+            if is_scattered:
+                put("all_reduce", number, following[0], 4 * (number + 1) - 1)
+            else:  # there is no reduce-scatter to wait for
+                put("all_reduce", number, draft.ready, 4 * number + 1)
+            put("wait", number, following[1], 4 * (number + 2) + 1)
+        else:
+            put("wait", number, following[0], 4 * (number + 1) + 1)
     return placed
 
 

@@ -93,7 +93,8 @@ def _show(arg: object, axes: Mapping[str, str]) -> str:
     if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)):
         return str(arg)
     if isinstance(arg, str):
-        return repr(axes.get(arg, arg))
+        head, space, group = arg.rpartition(" ")  # "bf16[7]->f32 0", of a reduce to come
+        return repr(axes.get(arg, f"{head}{space}{axes.get(group, group)}"))
     return repr(arg)
 
 

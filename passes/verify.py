@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.match import bucket_of, group_of, is_launch, is_wait, kind_of, members_of
+from autoshard.passes import groups
+from autoshard.passes.match import (
+    bucket_of,
+    event_of,
+    group_of,
+    is_all_reduce,
+    is_launch,
+    is_wait,
+    kind_of,
+    members_of,
+)
 from autoshard.passes.meta import PLAN
 
 
 def verify(gm: fx.GraphModule) -> None:
     """Raise ValueError, naming the node, unless
 
-    - every launch has exactly one wait, for the same kind, members, group and bucket;
-    - a ticket goes to its wait and nowhere else;
+    - every launch has exactly one wait, for the same kind, members, group and bucket, by way of
+      an all-reduce where the group has a part for copies, and only there;
+    - a ticket goes there and nowhere else;
     - bucket numbers are unique;
     - launches and waits stand in the order of the graph's plan, if it has one and
       its buckets are in place.
@@ -21,17 +32,18 @@ def verify(gm: fx.GraphModule) -> None:
     nodes: list[fx.Node] = []
     launched: set[int] = set()
     for node in gm.graph.nodes:
-        if is_launch(node):
+        what = event_of(node)
+        if what is None:
+            continue
+        if what == "launch":
             _check_launch(node, launched)
             launched.add(bucket_of(node))
-            events.append(("launch", bucket_of(node)))
-            nodes.append(node)
-        elif is_wait(node):
+        else:
             ticket = node.args[0]
-            if not (isinstance(ticket, fx.Node) and is_launch(ticket)):
+            if not (isinstance(ticket, fx.Node) and (is_launch(ticket) or is_all_reduce(ticket))):
                 raise ValueError(f"%{node.name} waits for {ticket!r}, which is no launch")
-            events.append(("wait", bucket_of(node)))
-            nodes.append(node)
+        events.append((what, bucket_of(node)))
+        nodes.append(node)
     plan = PLAN.get(gm)
     if plan is not None and events:
         planned = [(event.what, event.bucket) for event in plan.schedule]
@@ -48,18 +60,27 @@ def verify(gm: fx.GraphModule) -> None:
 def _check_launch(node: fx.Node, launched: set[int]) -> None:
     if bucket_of(node) in launched:
         raise ValueError(f"%{node.name} launches bucket {bucket_of(node)} a second time")
-    users = list(node.users)
-    if len(users) != 1 or not is_wait(users[0]):
-        names = ", ".join(f"%{user.name}" for user in users) or "nothing"
-        raise ValueError(f"%{node.name} must go to one wait but goes to {names}")
+    has_copies = kind_of(node) == "reduce" and bool(groups.replicate_part(group_of(node)))
+    way = [is_all_reduce, is_wait] if has_copies else [is_wait]
+    for is_next in way:
+        users = list(node.users)
+        if len(users) != 1 or not is_next(users[0]):
+            names = ", ".join(f"%{user.name}" for user in users) or "nothing"
+            target = "wait" if is_next is is_wait else "all-reduce"
+            raise ValueError(f"%{node.name} must go to one {target} but goes to {names}")
+        _check_same(node, users[0])
+        node = users[0]
+
+
+def _check_same(node: fx.Node, following: fx.Node) -> None:
     for what, of in (
         ("kind", kind_of),
         ("members", members_of),
         ("group", group_of),
         ("bucket", bucket_of),
     ):
-        if of(node) != of(users[0]):  # type: ignore[operator]
+        if of(node) != of(following):  # type: ignore[operator]
             raise ValueError(
-                f"%{node.name} and its wait %{users[0].name} differ in {what}: "
-                f"{of(node)!r} and {of(users[0])!r}"  # type: ignore[operator]
+                f"%{node.name} and its wait %{following.name} differ in {what}: "
+                f"{of(node)!r} and {of(following)!r}"  # type: ignore[operator]
             )

@@ -151,7 +151,12 @@ def _read(module: nn.Module, name: str) -> Any:
             return param
         sharded = module.__dict__[PARAMS][name]
         return torch.ops.autoshard.unshard(
-            param.to_local(), sharded.members, sharded.group, sharded.keep, -1
+            param.to_local(),
+            sharded.members,
+            sharded.group,
+            sharded.keep,
+            -1,
+            reduce=sharded.reduce,
         )
     return _read_eagerly(module, name)
 
@@ -228,13 +233,15 @@ def _late_step(unit: Unit) -> steps.Step | None:
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        return None
+        unit: Unit = module.__dict__[UNIT]
+        return precision.cast_inputs(unit, args, kwargs)
     return _enter(module, args, kwargs)
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     if torch.compiler.is_compiling():
-        return None
+        unit: Unit = module.__dict__[UNIT]
+        return precision.cast_output(unit, output)
     return _leave(module, output)
 
 

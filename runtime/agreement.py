@@ -94,9 +94,9 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
 class Order:
     """The collectives that one phase of a unit's steps launches, the same on every rank.
 
-    A collective that came next in the step before is taken for granted; any other is
-    compared with what the other ranks are about to launch. As all ranks start with
-    nothing, they have the same step before, and none can leave it unnoticed.
+    What came next in each of the latest steps that began like this one is taken for granted;
+    anything else is compared with what the other ranks are about to launch. As all ranks start
+    with nothing, they have the same steps before, and none can leave them unnoticed.
 
     key:   tells it from other orders, the same on every rank.
     topic: for people, "the forward of layers.3".
@@ -105,9 +105,10 @@ class Order:
     key: str
     topic: str
     mesh: DeviceMesh
-    _expected: list[str] = field(default_factory=list)
+    _known: list[list[str]] = field(default_factory=lambda: [[]])  # of steps before, latest last
     _taken: list[str] = field(default_factory=list)
-    _position: int = 0  # in `_expected`, of what should come next
+    _ahead: list[tuple[list[str], int]] = field(default_factory=lambda: [([], 0)])
+    """Those of `_known` that may be running again, and where in them."""
 
     def take(self, event: str) -> None:
         """`event` is about to be launched. Raises RuntimeError if other ranks launch another."""
@@ -118,22 +119,34 @@ class Order:
         """The phase is over. Raises RuntimeError if it goes on for other ranks."""
         if self._taken:
             self._check(_END)
-        self.forget()
+            others = [known for known in self._known if known and known != self._taken]
+            self._known = [*others[1 - _KINDS :], self._taken]
+        self._start()
 
     def forget(self) -> None:
         """The phase broke off: what it took until then is all that the next one may expect."""
-        self._expected, self._taken, self._position = self._taken, [], 0
+        self._known = [self._taken]
+        self._start()
+
+    def _start(self) -> None:
+        self._taken, self._ahead = [], [(known, 0) for known in self._known]
 
     def _check(self, event: str) -> None:
-        expected = [*self._expected, _END]
-        if self._position < len(expected) and expected[self._position] == event:
-            self._position += 1
-            return
-        _compare(self.key, self.topic, event, self.mesh)
-        # What follows should be what followed it before, if it was there before.
-        self._position = expected.index(event) + 1 if event in expected else len(expected)
+        same = [(known, at) for known, at in self._ahead if _at(known, at) == event]
+        if len(same) < len(self._ahead):
+            _compare(self.key, self.topic, event, self.mesh)
+        if same:
+            self._ahead = [(known, at + 1) for known, at in same]
+        else:  # what follows should be what followed it in the latest, if it was there
+            latest = self._known[-1]
+            self._ahead = [(latest, latest.index(event) + 1 if event in latest else len(latest))]
 
 
+def _at(events: list[str], position: int) -> str:
+    return events[position] if position < len(events) else _END
+
+
+_KINDS = 4  # steps that take turns, as those of a GAN do, with one comparison where they part
 _END = "the end"
 
 

@@ -31,7 +31,7 @@ from autoshard.runtime.mesh import Axes
 
 @dataclass(frozen=True)
 class Issued:
-    """What an observer sees of one launch: the kind, its members, the group's name."""
+    """What an observer sees of one collective: the kind, its members, the group's name."""
 
     kind: str  # "gather", "reduce" or "all_reduce"
     members: tuple[Member, ...]
@@ -66,20 +66,27 @@ class InFlight:
         """
         if self.work is not None:
             self.work.wait()
+            for _, waited in _observers:
+                waited(self.issued)
         return replace(self, work=None)
 
 
-_observers: list[Callable[[Issued], None]] = []
+Observer = Callable[[Issued], None]
+
+_observers: list[tuple[Observer, Observer]] = []
 
 
 @contextlib.contextmanager
-def observe(observer: Callable[[Issued], None]) -> Iterator[None]:
-    """Call `observer` for every collective launched inside the block, eager and compiled."""
-    _observers.append(observer)
+def observe(launched: Observer, waited: Observer = lambda issued: None) -> Iterator[None]:
+    """Call `launched` for every collective launched inside the block, eager and compiled, and
+    `waited` for every one waited for there.
+    """
+    pair = launched, waited
+    _observers.append(pair)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        _observers.remove(pair)
 
 
 def launch_gather(shards: list[Tensor], members: tuple[Member, ...], group: str) -> InFlight:
@@ -151,7 +158,7 @@ def launch_reduce(
 ) -> InFlight:
     """Start summing `grads` over the group, each rank to keep its own part.
 
-    grads: one a member, whole, read before this returns.
+    grads: one a member, whole; the list is emptied, so that they are freed once they are copied.
     group: "" if parameters are not cut: then nothing is sent, and the part is all of it.
     divisor: what they are divided by beforehand.
     """
@@ -162,6 +169,7 @@ def launch_reduce(
     issued = Issued("reduce", members, group)
     with record_function(f"autoshard::launch_reduce {group}"), torch.no_grad():
         send = _pack_grads(grads, members, world, divisor)
+        grads.clear()
         if world == 1:
             return InFlight(issued, None, send, send, world, rank)
         receive = send.new_empty(send.numel() // world)
@@ -185,10 +193,14 @@ def run_hook(
     axes: Axes,
     comm_hook: tuple[Any, Callable[..., Any]],
 ) -> InFlight:
-    """Have the user's hook sum and divide `grads`; see `Reducer`. It has been waited for."""
+    """Have the user's hook sum and divide `grads`; see `Reducer`. It has been waited for.
+
+    grads: as for `launch_reduce`.
+    """
     state, hook = comm_hook
     world, rank = axes.shard_world, axes.shard_rank
     send = _pack_grads(grads, members, world, 1.0)
+    grads.clear()
     receive = send if world == 1 else send.new_empty(send.numel() // world)
     if world == 1:
         hook(state, send)
@@ -199,12 +211,19 @@ def run_hook(
 
 
 def wait_reduce(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
-    """This rank's part of the summed gradients, divided, each in a storage of its own."""
+    """This rank's part of the summed gradients, divided, each in a storage of its own.
+
+    In the dtype in which they are summed, but for a member with a `shard_dtype`.
+    """
     members, world, rank = flight.issued.members, flight.world, flight.rank
     with record_function(f"autoshard::wait_reduce {flight.issued.group}"), torch.no_grad():
         flight.wait()
         # The division is also the copy out of the shared buffer: an op's outputs may not alias.
-        return list(torch._foreach_div(split_pieces(flight.receive, members, world, rank), divisor))
+        parts = torch._foreach_div(split_pieces(flight.receive, members, world, rank), divisor)
+        return [
+            part if member.shard_dtype is None else part.to(member.shard_dtype)
+            for part, member in zip(parts, members, strict=True)
+        ]
 
 
 def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: int) -> list[Tensor]:
@@ -264,5 +283,5 @@ def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
 
 
 def _announce(issued: Issued) -> None:
-    for observer in _observers:
-        observer(issued)
+    for launched, _ in _observers:
+        launched(issued)

@@ -50,7 +50,8 @@ class Frame:
     def table(self) -> tuple[ParamInfo, ...]:
         """What passes may know of the parameters."""
         return tuple(
-            ParamInfo(param.name, param.unit.name, param.axes.shard_name) for param in self.params
+            ParamInfo(param.name, param.unit.name, param.axes.shard_name, param.axes.reduce_name)
+            for param in self.params
         )
 
     def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -113,14 +113,21 @@ def check_parameters(modules: tuple[nn.Module, ...], ignored: Ignored, *, moves:
         )
 
 
-def resolve_device(device_id: int | torch.device | None, mesh_device: torch.device) -> torch.device:
-    """The device that `device_id` says, which has to be this rank's on the mesh."""
+def check_device_id(device_id: object) -> None:
+    """Raise TypeError unless it is an int, a device, or None."""
     if device_id is None:
-        return mesh_device
+        return
     if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
         raise TypeError(
             f"device_id should be an int or a torch.device, not {type(device_id).__name__}"
         )
+
+
+def resolve_device(device_id: int | torch.device | None, mesh_device: torch.device) -> torch.device:
+    """The device that `device_id` says, which has to be this rank's on the mesh."""
+    check_device_id(device_id)
+    if device_id is None:
+        return mesh_device
     if isinstance(device_id, int):
         device = torch.device(mesh_device.type, device_id)
     elif device_id.index is None and device_id.type not in ("cpu", "meta"):
@@ -192,6 +199,7 @@ def materialize(
                 param_init_fn(module)
         else:
             _make_empty(module, device, ignored)
+            # Found callable above, which mypy can't know of a module's attribute.
             module.reset_parameters()  # type: ignore[operator]
 
 
@@ -217,6 +225,7 @@ def _materialize_deferred(
     model: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None
 ) -> bool:
     try:
+        # Optional, and mostly not there, mypy's environment included.
         from torchdistx import deferred_init, fake  # type: ignore[import-not-found]
     except ImportError:
         return False

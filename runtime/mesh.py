@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import _torch
+from autoshard.passes import groups
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -129,6 +130,22 @@ class Axes:
         """The name of the axis that parameters are cut over."""
         names = None if self.shard is None else self.shard.mesh_dim_names
         return names[0] if names else SHARD_AXIS
+
+    @property
+    def reduce_group(self) -> str:
+        """Over whom gradients are averaged, as `passes/groups.py` says it."""
+        return groups.join(self.shard_group, self.replicate_group if self._has_copies else "")
+
+    @property
+    def reduce_name(self) -> str:
+        """The names of the axes that gradients are averaged over."""
+        names = None if self.replicate is None else self.replicate.mesh_dim_names
+        replicate = (names[0] if names else REPLICATE_AXIS) if self._has_copies else ""
+        return groups.join("" if self.shard is None else self.shard_name, replicate)
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.replicate_world > 1
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Those of a parameter that is cut along its `dim`, one an axis of the mesh."""

@@ -17,7 +17,7 @@ from autoshard.passes.layout import first_row
 from autoshard.runtime import access, left_out
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find, is_ignored
-from autoshard.runtime.reduce import pending_of
+from autoshard.runtime.reduce import is_waiting
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
@@ -134,9 +134,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
                     "was put in its place, so its step would train nothing: step outside of "
                     "full_params(), and replace parameters before sharding"
                 )
-            elif pending_of(sharded) is not None or any(
-                sharded in params for params in sharded.unit.reducer.partial
-            ):
+            elif is_waiting(sharded):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} steps {sharded.name}, whose gradient is still "
                     "waiting to be reduced: let the last backward before the step synchronise "

@@ -7,6 +7,7 @@ business of `access.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from dataclasses import dataclass, field
@@ -40,16 +41,11 @@ class Hooks:
 
     def __init__(self) -> None:
         self._aside: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._param: Tensor | None = None
 
-    def of(self, param: Tensor) -> Hooks:
-        self._param = param
-        return self
-
-    def set_aside(self) -> None:
-        """Until `put_back()`, autograd finds none."""
+    def set_aside(self, param: Tensor) -> None:
+        """Until `put_back()`, autograd finds none at `param`."""
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = getattr(self._param, name, None)
+            hooks = getattr(param, name, None)
             if hooks:
                 self._aside.append((hooks, dict(hooks)))
                 hooks.clear()
@@ -135,15 +131,27 @@ class ShardedParam:
 
     def __post_init__(self) -> None:
         # What the getter hands to the marker under torch.compile: plain constants to guard on.
-        self.members = show_members((self.member,))
+        self.members = self.reduce = ""  # see `describe()`
         self.group = self.axes.shard_group
         self.world = self.axes.shard_world
+        self.device = mesh_device(self.axes.mesh)  # where it is gathered, if not where it lives
         # Gradients of backwards that were not to be reduced: whole, summed, in the dtype
         # of the reduce; see reduce.py.
-        self.device = mesh_device(self.axes.mesh)  # where it is gathered, if not where it lives
         self.pending: Pending | None = None
-        self._hooks = Hooks()
+        self.hooks = Hooks()  # the user's, on `param`
         self.num_updates = 0  # steps that torch optimizers have taken with it
+        self.is_updated_by_hook = False  # since forward, when its gradient was accumulated
+
+    def describe(self) -> None:
+        """Write down for markers how its unit gathers and reduces it; see `passes/ops.py`."""
+        gathered = self.unit.gathered_member(self)
+        reduced = self.unit.reduced_member(self, gathered.dtype)
+        if reduced.dtype != self.member.dtype:
+            reduced = dataclasses.replace(reduced, shard_dtype=self.member.dtype)
+        self.members = show_members((gathered,))
+        group = self.axes.reduce_group
+        is_alike = reduced == gathered and group == self.group
+        self.reduce = "" if is_alike else f"{show_members((reduced,))} {group}"
 
     @property
     def shard(self) -> Tensor:
@@ -155,11 +163,6 @@ class ShardedParam:
         """Whether the whole parameter is kept from forward to backward."""
         return not self.unit.reshards
 
-    @property
-    def hooks(self) -> Hooks:
-        """The user's hooks on `param`."""
-        return self._hooks.of(self.param)
-
     def grad_from(self, shard: Tensor) -> DTensor:
         """A gradient for `param` out of this rank's rows of it."""
         return self.layout.dtensor(shard)
@@ -170,13 +173,6 @@ class ShardedParam:
         tensor, or by a torch optimizer's step, whose foreach and fused kernels count no version.
         """
         return id(self.param), self.param._version, self.shard._version, self.num_updates
-
-    def drop_pending(self) -> None:
-        """Forget gradients that wait, and the zeros that stand for them in `.grad`."""
-        pending = self.pending
-        if pending is not None and pending.is_placeholder and self.param.grad is pending.seen:
-            self.param.grad = None
-        self.pending = None
 
     def check_unwritten(self, stamp: Stamp) -> None:
         """Raise RuntimeError if the parameter was written to since it had `stamp`."""
@@ -201,7 +197,7 @@ class ShardedParam:
         dtype = self.shard.dtype
         if dtype != self.member.dtype:
             self.member = Member(dtype, self.member.size, self.member.dim)
-            self.members = show_members((self.member,))
+            self.describe()
         return self.param is not before[0] or dtype != before[1]
 
     def _replace(self, param: nn.Parameter) -> None:

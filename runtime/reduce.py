@@ -15,7 +15,9 @@ looks at these numbers only if it lacks a gradient itself: it need not wait for 
 A backward that is not to be reduced (all micro-batches but the last) leaves its whole
 gradients in `ShardedParam.pending`, summed in the dtype of the reduce. They are not in
 `.grad`, so that `zero_grad()` would miss them. Hence `.grad` is watched: zeros are put
-there if it was empty, and who empties it, or zeroes it, drops what is pending.
+there if it was empty, and who empties it, or zeroes it, drops what is pending. Sums that
+wait for their all-reduce alone (`Reducer.partial`) are watched alike. Zeroing by foreach
+kernels, which count no version, is not seen; torch's optimizers empty it unless told not to.
 """
 
 from __future__ import annotations
@@ -78,10 +80,10 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Partial:
-    """This rank's part of some parameters' sums, flat, and what `.grad` of each was then."""
+    """This rank's part of some parameters' sums, flat, and `.grad` of each as it was then."""
 
     flat: Tensor
-    seen: tuple[Tensor, ...]
+    seen: tuple[Seen, ...]
 
 
 class Reduction:
@@ -135,15 +137,14 @@ class Reduction:
         flags = self._flags(first.device).repeat(axes.shard_world)  # all of them to each rank
         parts = [Member(self._dtype, p.member.size, p.member.dim) for p in self._params]
         members = (*parts, Member(self._dtype, (len(flags),)))
+        whole.append(flags)
         self._grads = {}
         if self._reducer.comm_hook is not None:
-            self._flight = collectives.run_hook(
-                [*whole, flags], members, axes, self._reducer.comm_hook
-            )
+            self._flight = collectives.run_hook(whole, members, axes, self._reducer.comm_hook)
             self._scattered = True
             return
         self._flight = collectives.launch_reduce(
-            [*whole, flags], members, axes.shard_group, divisor=self._division.before
+            whole, members, axes.shard_group, divisor=self._division.before
         )
         if axes.shard_world == 1:
             self.advance()
@@ -176,7 +177,7 @@ class Reduction:
                 group = self._unit.axes.replicate_group
                 self._flight = collectives.launch_all_reduce(self._flight, group)
                 return
-        seen = tuple(map(_placeholder, self._params))
+        seen = tuple(map(Seen.now, self._params))
         self._reducer.partial[self._params] = Partial(self._flight.receive, seen)
         self._wanted = set()
 
@@ -185,23 +186,25 @@ class Reduction:
         if partial is None:
             return None
         pairs = zip(self._params, partial.seen, strict=True)
-        is_cleared = any(param.param.grad is not seen for param, seen in pairs)
-        return None if is_cleared else partial.flat
+        return partial.flat if all(seen.is_left(param) for param, seen in pairs) else None
 
     def wait(self) -> dict[ShardedParam, Tensor]:
         """This rank's part of the mean gradients, of wanted parameters that have one anywhere."""
         self.advance()
-        assert self._flight is not None
-        if not self._wanted:
-            self._flight.wait()
-            return {}
+        flight, self._flight = self._flight, None
+        assert flight is not None
         after = self._division.after
+        if not self._wanted:
+            flight.wait()
+            self._keep = []
+            return {}
         if self._reducer.all_reduce_hook is not None:
-            self._flight = self._flight.wait()
-            self._flight.receive.div_(after)
-            self._reducer.all_reduce_hook(self._flight.receive[: -len(self._params)])
+            flight = flight.wait()
+            flight.receive.div_(after)
+            self._reducer.all_reduce_hook(flight.receive[: -len(self._params)])
             after = 1.0
-        *shards, anywhere = collectives.wait_reduce(self._flight, divisor=after)
+        *shards, anywhere = collectives.wait_reduce(flight, divisor=after)
+        self._keep = []
         parts = zip(self._params, shards, self._has_grad, strict=True)
         return {
             param: shard
@@ -220,7 +223,16 @@ class Reduction:
 
 
 def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
-    """Add this rank's part of a mean gradient to `.grad`, then run the parameter's hooks."""
+    """Add this rank's part of a mean gradient to `.grad`, then run the parameter's hooks.
+
+    Raises RuntimeError if such a hook has updated the parameter since forward.
+    """
+    if sharded.is_updated_by_hook:
+        raise RuntimeError(
+            f"{sharded.name} was updated by a hook for after its gradient is accumulated (an "
+            "optimizer in backward), and now another gradient of its old values has come: use it "
+            "in one forward a backward, or step the optimizer after backward"
+        )
     param = sharded.param
     sharded.hooks.put_back()
     if not sharded.unit.mp.keep_low_precision_grads:
@@ -237,8 +249,10 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
             param.grad = grad
         else:
             param.grad += grad
+    before = sharded.stamp
     for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(param)
+    sharded.is_updated_by_hook = sharded.stamp != before
 
 
 @dataclass
@@ -247,15 +261,11 @@ class Pending:
 
     total: whole, in the dtype of the reduce.
     owned: whether `total` may be written to.
-    seen: what `.grad` was then, and its version.
-    is_placeholder: whether that is zeros that were put there.
     """
 
     total: Tensor
     owned: bool
-    seen: Tensor
-    version: int
-    is_placeholder: bool
+    seen: Seen
 
 
 _PLACEHOLDER = "_autoshard_placeholder"  # marks zeros that were put in an empty `.grad`
@@ -265,13 +275,37 @@ def _is_placeholder(grad: Tensor) -> bool:
     return bool(getattr(grad, _PLACEHOLDER, False))
 
 
-def _placeholder(param: ShardedParam) -> Tensor:
-    """`.grad`, filled with zeros if it was empty."""
-    if param.param.grad is None:
-        zeros = param.grad_from(torch.zeros_like(param.shard))
-        setattr(zeros, _PLACEHOLDER, True)
-        param.param.grad = zeros
-    return param.param.grad
+@dataclass(frozen=True)
+class Seen:
+    """A parameter's `.grad` when a gradient began to wait beside it."""
+
+    grad: Tensor
+    version: int
+
+    @staticmethod
+    def now(param: ShardedParam) -> Seen:
+        """As it is, filled with zeros if it was empty."""
+        if param.param.grad is None:
+            zeros = param.grad_from(torch.zeros_like(param.shard))
+            setattr(zeros, _PLACEHOLDER, True)
+            param.param.grad = zeros
+        return Seen(param.param.grad, _version(param.param.grad))
+
+    def is_left(self, param: ShardedParam) -> bool:
+        """Whether `.grad` is still that; not if it was emptied or zeroed.
+
+        Raises RuntimeError if it was changed otherwise: what waits would miss that.
+        """
+        if param.param.grad is not self.grad:
+            return False
+        if _version(self.grad) == self.version:
+            return True
+        if bool(self.grad.count_nonzero()):
+            raise RuntimeError(
+                f"the gradient of {param.name} was changed while gradients of earlier backwards "
+                "were waiting to be reduced: change gradients after the backward that reduces them"
+            )
+        return False
 
 
 def hold(param: ShardedParam, grad: Tensor, dtype: torch.dtype) -> None:
@@ -284,8 +318,7 @@ def hold(param: ShardedParam, grad: Tensor, dtype: torch.dtype) -> None:
         total, owned = total.add_(grad), True
     else:
         total, owned = total + grad, True
-    seen = _placeholder(param)
-    param.pending = Pending(total, owned, seen, _version(seen), _is_placeholder(seen))
+    param.pending = Pending(total, owned, Seen.now(param))
 
 
 def _version(grad: Tensor) -> int:
@@ -296,24 +329,30 @@ def _version(grad: Tensor) -> int:
 def pending_of(param: ShardedParam) -> Tensor | None:
     """The whole gradient that waits, if any does; none if `.grad` was emptied or zeroed since.
 
-    Raises RuntimeError if `.grad` was changed otherwise: what waits would miss that.
+    Raises RuntimeError if `.grad` was changed otherwise.
     """
-    pending = param.pending
-    if pending is None:
+    if param.pending is None:
         return None
-    grad = param.param.grad
-    if grad is not pending.seen:
+    if not param.pending.seen.is_left(param):
         param.pending = None
         return None
-    if _version(grad) != pending.version:
-        if bool(grad.count_nonzero()):
-            raise RuntimeError(
-                f"the gradient of {param.name} was changed while gradients of earlier backwards "
-                "were waiting to be reduced: change gradients after the backward that reduces them"
-            )
-        param.pending = None
-        return None
-    return pending.total
+    return param.pending.total
+
+
+def is_waiting(param: ShardedParam) -> bool:
+    """Whether a gradient of it waits, whole or for its all-reduce. Raises as `pending_of`."""
+    return pending_of(param) is not None or any(
+        partial.seen[params.index(param)].is_left(param)
+        for params, partial in param.unit.reducer.partial.items()
+        if param in params
+    )
+
+
+def forget(param: ShardedParam) -> None:
+    """Drop gradients that wait, and the zeros that stand for them in `.grad`."""
+    param.pending = None
+    if param.param.grad is not None and _is_placeholder(param.param.grad):
+        param.param.grad = None
 
 
 def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:

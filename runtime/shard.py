@@ -113,10 +113,7 @@ def replicate(
 
     Raises as `fully_shard`, and ValueError for a module that `fully_shard` has sharded.
     """
-    if device_id is not None and not isinstance(device_id, (int, torch.device)):
-        raise TypeError(
-            f"device_id should be an int or a torch.device, not {type(device_id).__name__}"
-        )
+    init.check_device_id(device_id)
     modules = _check_modules(module, "replicate")
     axes = None if mesh is None else replicate_axes(mesh, "replicate")
     ignored = init.find_ignored(modules[0], None, ignored_params)
@@ -218,7 +215,8 @@ def shard(
             own = dataclasses.replace(precision, output_dtype=None)
             overrides = {"mp_policy": own, **overrides}
         arguments = _unit_arguments({"strategy": strategy, **common, **overrides}, axes)
-        unit = _make_unit((module,), ignored=ignored, **arguments)
+        params = ignored.params | arguments.pop("ignored_params")
+        unit = _make_unit((module,), ignored=Ignored(ignored.modules, params), **arguments)
         unit.forward_prefetch, unit.backward_prefetch, unit.prefetches_after_backward = ahead
         unit.limits_gathers = limit_all_gathers
     ignore_buffers(set(ignored.modules))
@@ -290,14 +288,13 @@ def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
         axes = _strategy_axes(strategy, axes.mesh)
     reshard = given.pop("reshard_after_forward", STRATEGIES[strategy])
     _check_reshard(reshard, axes)
-    for param in given.pop("ignored_params", None) or ():
-        setattr(param, IGNORED, True)
     return {
         "axes": axes,
         "reshard_after_forward": reshard,
         "placement_fn": given.pop("shard_placement_fn", None),
         "mp_policy": _read_mp_policy(given.pop("mp_policy", None)),
         "offload_policy": _read_offload_policy(given.pop("offload_policy", None)),
+        "ignored_params": frozenset(given.pop("ignored_params", None) or ()),
     }
 
 

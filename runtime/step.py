@@ -5,12 +5,7 @@ backward  a saved parameter is wanted: its unit is gathered again;
           the last gradient of the unit is in: its reduce is launched, the gathered dropped;
           the end: every reduce is waited for and added to `.grad`
 
-[Note: what is saved for backward]
-While a step is open, hooks on saved tensors replace a view of a gathered parameter
-by a `_SavedView`: which parameter, which strides. Unpacking gathers the unit again
-and makes the view anew. Nothing resizes storages, and nothing hangs on outputs.
-Hooks of the user's that were there before (as of `save_on_cpu`) still get every
-other tensor. With hooks, autograd leaves it to them to find writes to what is saved.
+What autograd keeps of forward is the business of `saved.py`.
 """
 
 from __future__ import annotations
@@ -19,19 +14,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.runtime import left_out, reduce
 from autoshard.runtime.agreement import course
-from autoshard.runtime.param import ShardedParam, Stamp, local_tensor
+from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reduction
+from autoshard.runtime.saved import Sources, in_checkpoint, pop_hooks, push_hooks
 from autoshard.runtime.tokens import Tokens
 from autoshard.runtime.unit import Unit, units_below
 from autoshard.runtime.whole import Parts, Whole
@@ -53,7 +46,7 @@ class Step:
 
     def __init__(self, owner: Unit) -> None:
         self.owner = owner
-        self.has_hooks = False  # see [Note: what is saved for backward]
+        self.has_hooks = False  # on saved tensors
         self.has_grad = torch.is_grad_enabled()  # whether a backward may follow
         self.opened_in: FrameType | None = None  # who called the owner, while it is open
         self.running: list[Unit] = []  # units whose forward is on the stack, outermost first
@@ -62,11 +55,12 @@ class Step:
         self._forward: dict[Unit, Whole] = {}  # read, or on its way
         self._backward: dict[Unit, Whole] = {}
         self._read: set[Unit] = set()  # those of `_forward` that are not just fetched ahead
-        self._read_again: set[Unit] = set()  # of `_backward`
+        self._read_again: dict[Unit, int] = {}  # of `_backward`; by which autograd graph task
         self._tokens: dict[Unit, weakref.ref[Tokens]] = {}  # the graph holds them
         self._trained: set[Unit] = set()  # units that have, or had, tokens
-        self._storages: dict[int, ShardedParam] = {}  # storage of a gathered tensor -> whose it is
-        self._saved: set[Unit] = set()  # units of which backward wants something again
+        self.sources = Sources()  # of what `_forward` has
+        self._needed: set[Unit] = set()  # units of which backward wants something again
+        self._run_again: set[Unit] = set()  # that checkpoints run again, in steps of their own
         self._parts: dict[Unit, Parts] = {}  # what backward gathers, of units that have `smaller`
         self._reduces: list[Reduction] = []
         self._callback_queued = False
@@ -76,6 +70,11 @@ class Step:
     def num_gathered(self) -> int:
         """Units that are gathered, or on the way, by this step."""
         return len({*self._forward, *self._backward})
+
+    def pop_hooks(self) -> None:
+        """Leave saved tensors to autograd again."""
+        if self.has_hooks:
+            pop_hooks()
 
     def is_on_the_stack(self) -> bool:
         """Whether the owner's forward is still running, or was broken off and nobody told us."""
@@ -88,11 +87,11 @@ class Step:
 
     def read(self, param: ShardedParam) -> Tensor:
         """The whole parameter, as forward may use it."""
-        return self.attach(param, self._in_forward(param.unit)[param])
+        return self.attach(param, self._in_forward(param.unit).tensors()[param])
 
     def read_in_backward(self, param: ShardedParam) -> Tensor:
         """The whole parameter, for a part of forward that a checkpoint runs again."""
-        return self.attach(param, self._in_backward(param.unit)[param])
+        return self.attach(param, self.gather_again(param.unit).tensors()[param])
 
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
         """`data`, its gathered data, with its gradient going to the unit's reduce."""
@@ -118,38 +117,53 @@ class Step:
         failed: by an exception.
         """
         for unit in list(self._forward):
-            if unit.keeps_after_backward and self.has_grad and not unit.reshards and not failed:
+            keeps = unit.keeps_after_backward and unit not in self._run_again  # see `_drop`
+            if keeps and self.has_grad and not unit.reshards and not failed:
                 self._backward.setdefault(unit, self._forward[unit])
             self._drop(unit, check=not failed)
         self.owner.last_order = tuple(self.order)
         order = self.owner.order("forward")
         order.forget() if failed else order.end()
 
-    def _in_forward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
+    def _in_forward(self, unit: Unit) -> Whole:
         if unit in self._read:
-            return self._forward[unit].tensors()
+            return self._forward[unit]
         if not self.order:  # a compiled forward opens a step too, and gathers nothing in it
             course.take(f"an eager forward of {self.owner.name}", self.owner.axes.mesh)
             if self.owner.post_optim_event is not None:
                 self.owner.post_optim_event.wait()
                 self.owner.post_optim_event = None
         self.owner.order("forward").take(f"the gather of {unit.name}")
+        outer = unit.last_step if _torch.in_backward() else None
         if unit not in self.order:
             self.order.append(unit)
             unit.last_step = self
+            for param in unit.params:
+                param.is_updated_by_hook = False
         ahead = self._forward.get(unit)
         if ahead is not None and ahead.is_stale:  # written to since, as a momentum encoder is
             self._forward.pop(unit).drop()
         self._launch(unit, self._forward)
         self._read.add(unit)
-        gathered = self._forward[unit].tensors()
-        for param, tensor in gathered.items():
-            if tensor.numel() and tensor.untyped_storage()._cdata != _storage(param.shard):
-                self._storages[_storage(tensor)] = param
+        whole = self._forward[unit]
+        self.sources.add(whole)
+        if self._is_checkpointed(unit):
+            self._run_again.add(unit)
         for following in _ahead(unit, unit.next_in_forward, self._expected, unit.forward_prefetch):
             if following not in self.order or unit.next_in_forward is not None:
                 self._launch(following, self._forward)
-        return gathered
+        if outer is not None and unit in outer._run_again:
+            outer._prefetch_backward(unit)
+            outer._run_again.discard(unit)
+        return whole
+
+    def _is_checkpointed(self, unit: Unit) -> bool:
+        """Whether what reads `unit` now, in forward, seems to be in a checkpoint."""
+        if not self.has_grad:
+            return False
+        if not torch.is_grad_enabled():  # as in a reentrant one, or for a teacher, which is frozen
+            return any(param.param.requires_grad for param in unit.params)
+        return in_checkpoint()
 
     def _launch(self, unit: Unit, where: dict[Unit, Whole]) -> None:
         """Start gathering `unit`, unless it is gathered or on its way."""
@@ -168,16 +182,16 @@ class Step:
         if whole is None:
             return
         if whole.is_here:
-            for tensor in whole.tensors().values():
-                self._storages.pop(_storage(tensor), None)
+            self.sources.remove(whole)
             if check:
                 whole.check_unwritten()
         if whole is self._backward.get(unit):
             return
-        if unit.is_unsharded_by_user:
+        # Autograd holds what is not freed, but for what a checkpoint runs again.
+        if unit.is_unsharded_by_user or (unit in self._run_again and not unit.reshards):
             unit.kept = whole
             return
-        if unit.smaller is not None and unit in self._saved and unit not in self._parts:
+        if unit.smaller is not None and unit in self._needed and unit not in self._parts:
             self._parts[unit] = whole.cut(unit.smaller)
         whole.drop()
 
@@ -190,60 +204,65 @@ class Step:
             self._trained.add(unit)
         return made
 
-    # ---- saved tensors
-
-    def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps instead of `tensor`: itself, or how to gather it again."""
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        param = self._storages.get(_storage(local))
-        if param is None or not param.unit.reshards:
-            return tensor
-        self._saved.add(param.unit)
-        return _SavedView(
-            self,
-            param,
-            local.size(),
-            local.stride(),
-            int(local.storage_offset()),
-            param.stamp,
-            tensor._spec if isinstance(tensor, DTensor) else None,
-        )
-
-    def unpack(self, saved: _SavedView) -> Tensor:
-        param = saved.param
-        param.check_unwritten(saved.stamp)
-        whole = self._in_backward(param.unit)[param]
-        local = whole.as_strided(saved.size, saved.stride, saved.offset)
-        return local if saved.spec is None else _torch.dtensor_of_spec(local, saved.spec)
-
     # ---- backward
 
-    def _in_backward(self, unit: Unit) -> dict[ShardedParam, Tensor]:
+    def begin_backward(self) -> None:
+        """Something saved in forward is wanted: launch what backward gathers first."""
+        wants_some = self._needed or self._run_again
+        if self._callback_queued or not wants_some or not _torch.in_backward():
+            return
+        self._queue_callback()
+        if not self.owner.prefetches_after_backward:
+            self._prefetch_backward(None)
+
+    def needs_again(self, unit: Unit) -> None:
+        """Backward will gather `unit`, for what forward saved of it."""
+        self._needed.add(unit)
+
+    def gather_again(self, unit: Unit) -> Whole:
+        """`unit` as backward may use it, or what a checkpoint runs again."""
         if unit in self._read_again:
-            return self._backward[unit].tensors()
+            return self._backward[unit]
         self.owner.order("backward").take(f"the gather of {unit.name}")
         self._queue_callback()
-        # A unit that trains nothing has no reduce to end it: the next gather does.
-        for other in list(self._backward):
-            if other in self._read_again and other not in self._trained:
+        task = _torch.graph_task()
+        # A unit that is not reduced has no end of its own: the next gather is it.
+        for other, gathered_by in list(self._read_again.items()):
+            if gathered_by == task != -1 and not self._will_reduce(other):
                 self._end(other)
         self._launch(unit, self._backward)
-        self._read_again.add(unit)
-        gathered = self._backward[unit].tensors()
+        self._read_again[unit] = task
+        whole = self._backward[unit]
+        whole.tensors()
         if not unit.prefetches_after_backward:
             self._prefetch_backward(unit)
-        return gathered
+        return whole
 
-    def _prefetch_backward(self, unit: Unit) -> None:
-        coming = [u for u in reversed(self.order) if u in self._saved and u.unshard_in_backward]
-        for following in _ahead(unit, unit.next_in_backward, coming, unit.backward_prefetch):
-            if following in self._saved:
+    def _will_reduce(self, unit: Unit) -> bool:
+        """Whether this backward does: something in `unit` trains, and is among its inputs."""
+        known = self._tokens.get(unit)
+        tokens = None if known is None else known()
+        return tokens is not None and tokens.will_reduce()
+
+    def _prefetch_backward(self, unit: Unit | None) -> None:
+        """Launch what comes after `unit`, or first."""
+        wanted = self._needed | self._run_again
+        coming = [u for u in reversed(self.order) if u in wanted and u.unshard_in_backward]
+        of = unit or self.owner
+        if unit is None and of.next_in_backward is None:
+            ahead: Sequence[Unit] = coming[: of.backward_prefetch]
+        else:
+            ahead = _ahead(of, of.next_in_backward, coming, of.backward_prefetch)
+        for following in ahead:
+            if following in self._needed:
                 self._launch(following, self._backward)
+            elif following in self._run_again and following.kept is None:
+                following.kept = Whole(following)  # that step finds it there
 
     def _end(self, unit: Unit) -> None:
         """Backward is over for `unit`: drop its whole parameters, or keep them for the next."""
         whole = self._backward.pop(unit, None)
-        self._read_again.discard(unit)
+        self._read_again.pop(unit, None)
         if whole is None:
             return
         if unit.keeps_after_backward or unit.is_unsharded_by_user:
@@ -254,24 +273,27 @@ class Step:
     def reduce(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
         """Every gradient of `unit` is in: launch its reduce, let go of its parameters.
 
+        grads: taken out, so that each is freed when it is copied.
         wanted: the parameters of which `.grad` is to be filled.
         """
         self._queue_callback()
         if not unit.reducer.syncs:
             unit.check_may_wait()
         for param in wanted:
-            param.hooks.set_aside()
+            param.hooks.set_aside(param.param)
+        self._end(unit)
         if unit.reducer.syncs:
-            for reduction in self._reductions(unit, _with_pending(unit, grads, wanted), wanted):
+            _add_pending(unit, grads, wanted)
+            for reduction in self._reductions(unit, grads, wanted):
                 self._start(reduction)
         else:
-            for param, grad in grads.items():
+            for param in list(grads):
+                grad = grads.pop(param)
                 if grad is not None and param in wanted:
                     reduce.hold(param, grad, unit.reduced_member(param, grad.dtype).dtype)
-        self._end(unit)
         if unit.prefetches_after_backward:
             self._prefetch_backward(unit)
-        self._saved.discard(unit)
+        self._needed.discard(unit)
 
     def reduce_now(
         self, unit: Unit, grads: Grads, wanted: set[ShardedParam]
@@ -283,7 +305,7 @@ class Step:
             reduction.launch()
             reduced.update(reduction.wait())
         self._end(unit)
-        self._saved.discard(unit)
+        self._needed.discard(unit)
         return {param: part.to(param.member.dtype) for param, part in reduced.items()}
 
     def _reductions(
@@ -296,7 +318,8 @@ class Step:
     ) -> list[Reduction]:
         self.owner.order("backward").take(f"the reduce of {unit.name}")
         by_dtype: dict[torch.dtype, Grads] = {}
-        for param, grad in grads.items():
+        for param in list(grads):
+            grad = grads.pop(param)
             if grad is not None and grad.layout != torch.strided:
                 raise NotImplementedError(
                     f"the gradient of {param.name} is sparse, which can't be reduced: build the "
@@ -350,60 +373,30 @@ class Step:
                 param.hooks.put_back()  # of those that got no gradient
         for unit in list(self._backward):
             self._end(unit)
+        for unit in self._run_again:  # fetched ahead, and not run again after all
+            if unit.kept is not None and not unit.is_unsharded_by_user and unit.reshards:
+                unit.kept.drop()
+                unit.kept = None
         self.owner.order("backward").end()
 
     def abandon(self) -> None:
         """After an exception: let go of everything, in flight or not."""
         for whole in (*self._forward.values(), *self._backward.values()):
             whole.drop()
-        self._forward, self._backward, self._storages = {}, {}, {}
-        self._read, self._read_again = set(), set()
+        self._forward, self._backward = {}, {}
+        self.sources.clear()
+        self._read, self._read_again = set(), {}
         self._reduces, self.running = [], []
         for phase in ("forward", "backward"):
             self.owner.order(phase).forget()
 
 
-@dataclass(frozen=True)
-class _SavedView:
-    """A view of a gathered parameter, to be made again from a new gather."""
-
-    step: Step
-    param: ShardedParam
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    stamp: Stamp  # of the parameter: the values that forward saw
-    spec: Any  # of the DTensor that was saved, if it was one
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """Any other tensor, and the version that it had."""
-
-    tensor: Tensor
-    version: int
-
-    def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a {self.tensor.dtype} tensor of size "
-                f"{list(self.tensor.shape)} is at version {self.tensor._version}, expected version "
-                f"{self.version}; write to a copy of it"
-            )
-        return self.tensor
-
-
-def _with_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> Grads:
-    """`grads`, each that is wanted with what waited for it."""
-    return {
-        param: grad
-        if param not in wanted
-        else reduce.take_pending(
-            param, grad, unit.reduced_member(param, unit.gathered_member(param).dtype).dtype
-        )
-        for param, grad in grads.items()
-    }
+def _add_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
+    """To each gradient that is wanted, add what waited for it."""
+    for param in wanted:
+        own = unit.gathered_member(param).dtype
+        dtype = unit.reduced_member(param, own).dtype
+        grads[param] = reduce.take_pending(param, grads[param], dtype)
 
 
 def _ahead(
@@ -415,10 +408,6 @@ def _ahead(
     order = list(order)
     start = order.index(unit) + 1 if unit in order else len(order)
     return order[start : start + limit]
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def step_in_backward(unit: Unit) -> Step:
@@ -443,7 +432,7 @@ def abandon_open_step() -> None:
     """After an exception that no hook saw: nothing is open any more."""
     step = open_step()
     if step is not None:
-        _pop_hooks(step)
+        step.pop_hooks()
         _open.step = step.opened_in = None
         step.abandon()
 
@@ -466,7 +455,7 @@ def enter(unit: Unit) -> None:
     if step is None:
         step = _open.step = Step(unit)
         step.opened_in = _caller()
-        _push_hooks(step)
+        step.has_hooks = push_hooks(step)
     step.running.append(unit)
 
 
@@ -480,49 +469,6 @@ def leave(unit: Unit) -> None:
         step.leave(unit, failed=failed)
     finally:
         if not step.running:
-            _pop_hooks(step)
+            step.pop_hooks()
             _open.step = step.opened_in = None
             step.close(failed=failed)
-
-
-def _push_hooks(step: Step) -> None:
-    """See [Note: what is saved for backward]."""
-    outer = _torch.saved_tensors_hooks_on_top()
-    around_checkpoint = outer is not None and _torch.is_checkpoint_hook(outer[0])
-    # A checkpointed block is run again in backward, parameters and all, and what that
-    # second forward saves is wanted at once: neither is gathered a second time.
-    step.has_hooks = not (around_checkpoint or _torch.in_backward())
-    if not step.has_hooks:
-        return
-    if outer is None:
-
-        def pack(tensor: Tensor) -> Any:
-            packed = step.pack(tensor)
-            return packed if isinstance(packed, _SavedView) else _Saved(tensor, tensor._version)
-
-        def unpack(saved: Any) -> Tensor:
-            if isinstance(saved, _SavedView):
-                return saved.step.unpack(saved)
-            tensor: Tensor = saved.unpack()
-            return tensor
-
-    else:
-        outer_pack, outer_unpack = outer
-
-        def pack(tensor: Tensor) -> Any:
-            packed = step.pack(tensor)
-            return packed if isinstance(packed, _SavedView) else outer_pack(packed)
-
-        def unpack(saved: Any) -> Tensor:
-            if isinstance(saved, _SavedView):
-                return saved.step.unpack(saved)
-            unpacked: Tensor = outer_unpack(saved)
-            return unpacked
-
-    # Autograd calls these, inside compiled code too: Dynamo is to leave them alone.
-    _torch.push_saved_tensors_hooks(_torch.disable(pack), _torch.disable(unpack))
-
-
-def _pop_hooks(step: Step) -> None:
-    if step.has_hooks:
-        _torch.pop_saved_tensors_hooks()

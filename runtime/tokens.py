@@ -1,12 +1,17 @@
 """What autograd sees of a unit.
 
 Whole parameters come and go, several times in one step, but a unit must be reduced
-once. So autograd gets, per unit and step, one `_ReduceUnit` node whose outputs are
-*tokens*: tensors with the shape of the whole parameters and the memory of one
-element. Each gathered parameter is tied to its token by `_Attach`, which passes
-gradients through. However often the unit is gathered or used, autograd sums the
-gradients at the token, in the order in which it would for an unsharded parameter,
-and runs `_ReduceUnit.backward` once, when the last is in.
+once. So autograd gets, per unit and step, *tokens*: tensors with the shape of the whole
+parameters and the memory of one element.
+
+    parameters -> _Reduce -> anchor -> _Collect -> tokens -> _Attach -> gathered parameters
+
+`_Attach` ties gathered data to a token, and passes gradients through. However often the
+unit is gathered or used, autograd sums the gradients at the token, in the order in which
+it would for an unsharded parameter, and runs `_Collect.backward` once, when the last is
+in. That only takes them: for as long as it runs autograd holds what it was handed, and
+to hold whole gradients beside the buffers that they are copied into is the peak of a
+step. `_Reduce.backward`, which comes next, reduces.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.unit import Unit
 
 if TYPE_CHECKING:
-    from autoshard.runtime.step import Step
+    from autoshard.runtime.step import Grads, Step
 
 
 class Tokens:
@@ -35,8 +40,17 @@ class Tokens:
 
     def __init__(self, step: Step, unit: Unit) -> None:
         trainable = [param for param in unit.params if param.param.requires_grad]
-        made = _torch.apply(_ReduceUnit, step, unit, trainable, *(p.param for p in trainable))
+        grads: Grads = {}
+        # Where tokens are: autograd runs a node in the thread of its outputs' device.
+        device, params = trainable[0].device, (param.param for param in trainable)
+        anchor = _torch.apply(_Reduce, step, unit, grads, device, *params)
+        made = _torch.apply(_Collect, anchor, unit, trainable, grads)
         self._tokens = dict(zip(trainable, made, strict=True))
+
+    def will_reduce(self) -> bool:
+        """Whether the running backward will."""
+        first = next(iter(self._tokens.values()))
+        return _torch.will_run(first.grad_fn)
 
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
         """`data`, gathered, whose gradient goes to the token of `param`."""
@@ -44,14 +58,14 @@ class Tokens:
         return attached
 
 
-class _ReduceUnit(torch.autograd.Function):
-    """Forward makes a unit's tokens; backward, run when all their gradients are in, reduces."""
+class _Collect(torch.autograd.Function):
+    """Forward makes a unit's tokens; backward, run when all their gradients are in, takes them."""
 
     @staticmethod
     def forward(
-        ctx: Any, step: Step, unit: Unit, trainable: list[ShardedParam], *params: Tensor
+        ctx: Any, anchor: Tensor, unit: Unit, trainable: list[ShardedParam], grads: Grads
     ) -> tuple[Tensor, ...]:
-        ctx.step, ctx.unit, ctx.trainable = step, unit, trainable
+        ctx.trainable, ctx.grads, ctx.device = trainable, grads, anchor.device
         ctx.set_materialize_grads(False)
         members = [(param, unit.gathered_member(param)) for param in trainable]
         return tuple(
@@ -62,16 +76,32 @@ class _ReduceUnit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        whole = dict(zip(ctx.trainable, grads, strict=True))
-        leaves = [node for node, _ in ctx.next_functions]
-        returned = _select(ctx.trainable, map(_torch.returns_gradient, leaves))
+        ctx.grads.update(zip(ctx.trainable, grads, strict=True))
+        return torch.empty(0, device=ctx.device), None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Its backward reduces the gradients that `_Collect` has taken."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: Step, unit: Unit, grads: Grads, device: torch.device, *params: Tensor
+    ) -> Tensor:
+        ctx.step, ctx.unit, ctx.grads = step, unit, grads
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _anchor: Tensor) -> tuple[Any, ...]:
+        leaves, trainable = [node for node, _ in ctx.next_functions], list(ctx.grads)
+        returned = _select(trainable, map(_torch.returns_gradient, leaves))
         if returned:  # torch.autograd.grad(): `.grad` is none of its business
-            parts = ctx.step.reduce_now(ctx.unit, whole, returned)
-            handed_out = (p.grad_from(parts[p]) if p in parts else None for p in ctx.trainable)
-            return None, None, None, *handed_out
-        wanted = _select(ctx.trainable, map(_torch.accumulates_gradient, leaves))
-        ctx.step.reduce(ctx.unit, whole, wanted)
-        return (None,) * (3 + len(grads))
+            parts = ctx.step.reduce_now(ctx.unit, ctx.grads, returned)
+            handed_out = (p.grad_from(parts[p]) if p in parts else None for p in trainable)
+            return None, None, None, None, *handed_out
+        wanted = _select(trainable, map(_torch.accumulates_gradient, leaves))
+        ctx.step.reduce(ctx.unit, ctx.grads, wanted)
+        return (None,) * (4 + len(trainable))
 
 
 def _select(params: list[ShardedParam], chosen: Iterable[bool]) -> set[ShardedParam]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,10 @@ from torch import nn
 
 from autoshard.passes.layout import Member
 from autoshard.runtime.agreement import Agreed, Order
+from autoshard.runtime.extensions import is_extended
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
-from autoshard.runtime.reduce import Reducer, Reduction
+from autoshard.runtime.reduce import Reducer, Reduction, forget
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Unit:
     limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
     post_optim_event: what the first gather of the next step it owns waits for.
     is_last_backward: False: reduces need not be over when a backward of steps it owns is;
-        they are carried on to the next.
+        they are `carried` on to the next.
     """
 
     modules: tuple[nn.Module, ...]
@@ -116,6 +116,7 @@ class Unit:
             previous.params.remove(param)
         param.unit = self
         self.params.append(param)
+        param.describe()
 
     def gathered_member(self, param: ShardedParam) -> Member:
         """`param` as forward computes with it."""
@@ -134,15 +135,6 @@ class Unit:
         """A forward begins: it, and its backward, compute as the mode says that it is in now."""
         training = self.modules[0].training
         self.computes_in_full_precision = self.mp.full_precision_in_eval and not training
-
-    def gather_buckets(self) -> Iterator[tuple[list[ShardedParam], tuple[Member, ...]]]:
-        """Its parameters, split by what one gather can carry: a dtype."""
-        by_dtype: dict[torch.dtype, list[tuple[ShardedParam, Member]]] = {}
-        for param in self.params:
-            member = self.gathered_member(param)
-            by_dtype.setdefault(member.dtype, []).append((param, member))
-        for pairs in by_dtype.values():
-            yield [param for param, _ in pairs], tuple(member for _, member in pairs)
 
     def check_may_wait(self) -> None:
         """Raise RuntimeError if its gradients can't wait for a later backward to be reduced."""
@@ -167,7 +159,7 @@ class Unit:
         self.carried = []
         self.reducer.partial = {}
         for param in self.params:
-            param.drop_pending()
+            forget(param)
 
     def make_ready(self) -> None:
         """Before a gather: follow what was done to the parameters since the last.
@@ -192,14 +184,16 @@ class Unit:
 
     def why_not_compiled(self) -> str | None:
         """What compiled code can't do of what the unit asks for; the eager runtime does it."""
-        if self.axes.replicate is not None:
-            return "a replicated axis"
-        if self.mp != MixedPrecisionPolicy():
-            return "a mixed-precision policy"
+        if self.mp.buffer_dtype is not None:
+            return "a dtype for buffers"
+        if self.mp.keep_low_precision_grads or self.mp.full_precision_in_eval:
+            return "keep_low_precision_grads, or full_precision_in_eval"
         if type(self.offload) is not OffloadPolicy:
             return "offloading"
         if any(param.tp is not None for param in self.params):
             return "tensor-parallel parameters"
+        if any(map(is_extended, self.params)):
+            return "all-gather extensions"
         return self.reducer.why_not_compiled()
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoshard.passes.layout import first_row
-from autoshard.runtime import collectives
+from autoshard.passes.layout import Member, first_row
+from autoshard.runtime import collectives, extensions
 from autoshard.runtime.collectives import InFlight
+from autoshard.runtime.extensions import Sent
 from autoshard.runtime.limiter import limiter
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
@@ -24,6 +25,10 @@ class Parts:
     tensors: dict[ShardedParam, Tensor]
 
 
+_Piece = tuple[ShardedParam, int]
+"""One of the tensors that are gathered for a parameter; all but extended ones have one."""
+
+
 class Whole:
     """A gather of `unit`, from its launch to the drop of what came of it.
 
@@ -36,17 +41,38 @@ class Whole:
         unit.make_ready()
         self._stamps = [param.stamp for param in unit.params]
         self._in_full_precision = unit.computes_in_full_precision
-        self._flights: list[tuple[list[ShardedParam], InFlight]] = []
+        self._extended: dict[ShardedParam, Sent] = {}
+        self._flights: list[tuple[list[_Piece], InFlight]] = []
+        self._arrived: dict[_Piece, Tensor] = {}
+        self._sources: dict[ShardedParam, tuple[Tensor, ...]] = {}
         self._tensors: dict[ShardedParam, Tensor] | None = None
         self._versions: list[int] = []  # of the tensors, when they were made
-        if unit.world > 1:
-            if unit.limits_gathers:
-                limiter.wait()
-            for params, members in unit.gather_buckets():
-                shards = [parts.tensors[p] if parts else _on_device(p) for p in params]
-                group = parts.axes.shard_group if parts else params[0].group
-                flight = collectives.launch_gather(shards, members, group)
-                self._flights.append((params, flight))
+        by_dtype: dict[torch.dtype, list[tuple[_Piece, Member, Tensor]]] = {}
+        for param in unit.params:
+            for index, (member, tensor) in enumerate(self._to_send(param, parts)):
+                by_dtype.setdefault(member.dtype, []).append(((param, index), member, tensor))
+        if unit.world > 1 and unit.limits_gathers:
+            limiter.wait()
+        for bucket in by_dtype.values():  # one gather carries one dtype
+            pieces, members, tensors = zip(*bucket, strict=True)
+            if unit.world == 1:
+                for piece, member, tensor in bucket:
+                    self._arrived[piece] = tensor.detach().to(member.dtype)
+                continue
+            group = (parts.axes if parts else unit.axes).shard_group
+            flight = collectives.launch_gather(list(tensors), members, group)
+            self._flights.append((list(pieces), flight))
+
+    def _to_send(self, param: ShardedParam, parts: Parts | None) -> list[tuple[Member, Tensor]]:
+        """What this rank sends of `param`: its shard, or what an extension makes of that."""
+        member = self.unit.gathered_member(param)
+        if parts is not None:
+            return [(member, parts.tensors[param])]
+        shard = _on_device(param)
+        if not extensions.is_extended(param):
+            return [(member, shard)]
+        sent = self._extended[param] = extensions.before_gather(param, self.unit, shard)
+        return sent.pieces(self.unit.world)
 
     @property
     def is_stale(self) -> bool:
@@ -66,21 +92,28 @@ class Whole:
     def tensors(self) -> dict[ShardedParam, Tensor]:
         """Its whole parameters, waiting for them if need be."""
         if self._tensors is None:
-            if self.unit.world == 1:
-                self._tensors = {
-                    param: _on_device(param).detach().to(self.unit.gathered_member(param).dtype)
-                    for param in self.unit.params
-                }
-            else:
-                self._tensors = {
-                    param: tensor
-                    for params, flight in self._flights
-                    for param, tensor in zip(params, collectives.wait_gather(flight), strict=True)
-                }
-                self._flights = []
+            for pieces, flight in self._flights:
+                self._arrived.update(zip(pieces, collectives.wait_gather(flight), strict=True))
+            self._tensors = {param: self._put_together(param) for param in self.unit.params}
+            self._flights, self._arrived, self._extended = [], {}, {}
             if not torch.is_inference_mode_enabled():  # its tensors count no versions
                 self._versions = [tensor._version for tensor in self._tensors.values()]
         return self._tensors
+
+    def _put_together(self, param: ShardedParam) -> Tensor:
+        sent = self._extended.get(param)
+        if sent is None:
+            whole = self._arrived[param, 0]
+            self._sources[param] = (whole,)
+            return whole
+        arrived = [self._arrived[param, index] for index in range(len(sent.inputs))]
+        whole, self._sources[param] = extensions.after_gather(param, self.unit, sent, arrived)
+        return whole
+
+    def sources(self) -> dict[ShardedParam, tuple[Tensor, ...]]:
+        """The tensors that hold the memory of its whole parameters; mostly just those."""
+        self.tensors()
+        return self._sources
 
     def cut(self, axes: Axes) -> Parts:
         """This rank's parts of what was gathered, over the shard axis of `axes`."""
@@ -114,7 +147,7 @@ class Whole:
         for _, flight in self._flights:
             flight.wait()
         whole = self._tensors
-        self._flights, self._tensors = [], {}
+        self._flights, self._arrived, self._tensors, self._sources = [], {}, {}, {}
         if whole and self.unit.world > 1 and self.unit.limits_gathers:
             limiter.dropped(next(iter(whole.values())).device)
 

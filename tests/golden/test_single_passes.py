@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from torch import fx, nn
 
-from autoshard import passes
+from autoshard import _torch, passes
 from autoshard.passes import ParamInfo
 from autoshard.passes.match import is_marker, is_reduce_grad, param_of
 from autoshard.passes.meta import PLAN, SOURCE
@@ -18,7 +17,7 @@ from autoshard.passes.pipeline import pass_name
 from autoshard.passes.text import parse, render
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-NUM_RANKS = {"shard": 2, "alone": 1}  # in the groups that the graphs name
+NUM_RANKS = {"shard": 2, "replicate": 2, "alone": 1}  # in the groups that the graphs name
 NEEDS = {  # what a pass obeys is written by others, which run before the picture is taken
     "plan_buckets": ("name_params",),
     "insert_collectives": ("name_params", "plan_buckets"),
@@ -42,9 +41,7 @@ def test_before_and_after(
     comes out: the graph, or `# unchanged`, then what the pass wrote beside it, tags or a
     plan. To add a case, write what is above the arrow; EXPECTTEST_ACCEPT=1 writes the rest.
     """
-    # not by its dotted name: as an attribute of the package, that is the pass itself
-    module = sys.modules[passes.drop_local_markers.__module__]
-    monkeypatch.setattr(module, "group_size", NUM_RANKS.__getitem__)
+    monkeypatch.setattr(_torch, "group_size", NUM_RANKS.__getitem__)
     name = case.partition("/")[0]
     head, body = read(GOLDEN / case)
     gm = fx.GraphModule(nn.Module(), parse(body))
@@ -61,9 +58,9 @@ def test_every_pass_has_a_case(name: str) -> None:
 
 
 def test_every_file_is_read() -> None:
-    """Those of golden/transformer are, by test_transformer.py."""
+    """The others are, by test_transformer.py and test_eager.py."""
     files = [path.relative_to(GOLDEN) for path in GOLDEN.rglob("*") if path.is_file()]
-    names = {path.as_posix() for path in files if path.parts[0] != "transformer"}
+    names = {path.as_posix() for path in files if path.parts[0] not in ("transformer", "eager")}
     assert names == set(CASES), "a file here is golden/<pass>/<case>.txt"
 
 
@@ -88,7 +85,7 @@ def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
 
 def info(name: str) -> ParamInfo:
     """A parameter whose unit is the module that it is in."""
-    return ParamInfo(name, name.rpartition(".")[0] or "root", "shard")
+    return ParamInfo(name, name.rpartition(".")[0] or "root", "shard", "shard")
 
 
 def show(before: fx.GraphModule, after: fx.GraphModule) -> str:

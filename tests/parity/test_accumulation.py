@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard import MixedPrecisionPolicy
+from autoshard import CPUOffloadPolicy, MixedPrecisionPolicy
+from autoshard.runtime import reduce
+from autoshard.runtime.param import find
 
 BATCHES = 3
 
@@ -88,6 +90,19 @@ def test_zero_grad_drops_what_waits(rank: int, set_to_none: bool) -> None:
         net_loss(model, rank, 1).backward()
         for name, param in model.named_parameters():
             assert torch.equal(param.grad.full_tensor(), want[name]), name
+
+
+@on_ranks(2)
+def test_gradients_changed_while_others_wait(rank: int) -> None:
+    model = autoshard.shard(build())
+    net_loss(model, rank, 0).backward()
+    with model.no_sync():
+        net_loss(model, rank, 1).backward()
+    model.head.weight.grad.mul_(2)
+    loss = net_loss(model, rank, 2)
+    with pytest.raises(RuntimeError, match=r"gradient of head\.weight was changed while"):
+        loss.backward()
+    model.reset_iter_state()
 
 
 @on_ranks(2)
@@ -197,6 +212,18 @@ def test_optimizer_in_backward(rank: int) -> None:
     model.reset_iter_state()
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_optimizer_in_backward_and_two_forwards(rank: int, strategy: str) -> None:
+    """Reduced one by one, the second gradient would be of values that are gone."""
+    model = autoshard.shard(Net(), strategy=strategy)
+    InBackward(model)
+    loss = net_loss(model, rank, 0) + net_loss(model, rank, 1)
+    with pytest.raises(RuntimeError, match=r"optimizer in backward|modified in place between"):
+        loss.backward()
+    model.reset_iter_state()
+
+
 @on_ranks(2)
 def test_two_backwards_through_one_graph(rank: int) -> None:
     """A54, D-17."""
@@ -261,13 +288,16 @@ def test_sums_that_wait_for_their_all_reduce(rank: int) -> None:
     for unit in (model.left, model.right):
         assert unit.weight.grad.full_tensor().tolist() == [[1.5] * 4] * 4
     model.zero_grad()
-    model.set_requires_all_reduce(False)
-    model(100 * x, "left").sum().backward()
-    model.zero_grad()
-    model.set_requires_all_reduce(True)
-    model(x, "left").sum().backward()
-    assert model.left.weight.grad.full_tensor().tolist() == [[1.5] * 4] * 4
-    assert model.right.weight.grad is None
+    for set_to_none in (True, False):
+        model.set_requires_all_reduce(False)
+        model(100 * x, "left").sum().backward()
+        model.zero_grad(set_to_none=set_to_none)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()  # nothing waits any more
+        model.set_requires_all_reduce(True)
+        model(x, "left").sum().backward()
+        assert model.left.weight.grad.full_tensor().tolist() == [[1.5] * 4] * 4
+        assert model.right.weight.grad is None
+        model.zero_grad()
 
 
 @on_ranks(2)
@@ -280,3 +310,46 @@ def test_backward_of_some_inputs_leaves_what_waits(rank: int) -> None:
     assert model.bias.grad.full_tensor().tolist() == [2.0, 2.0]
     model(x).sum().backward()
     assert model.weight.grad.full_tensor().tolist() == [[6.0, 6.0]] * 2
+
+
+def bytes_waiting(model: nn.Module) -> int:
+    """In storages of gradients that wait to be reduced."""
+    totals = [reduce.pending_of(find(param)) for param in model.parameters()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in totals if t is not None}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@on_ranks(2)
+def test_one_whole_gradient_a_parameter_waits(rank: int) -> None:
+    """D-36: the memory of the whole model, after however many micro-batches; then of shards."""
+    model = autoshard.shard(build())
+    whole = sum(param.numel() * param.element_size() for param in model.parameters())
+    for batch in range(BATCHES):
+        with model.no_sync():
+            net_loss(model, rank, batch).backward()
+        assert bytes_waiting(model) == whole
+    net_loss(model, rank, BATCHES).backward()
+    assert bytes_waiting(model) == 0
+    for param in model.parameters():
+        assert param.grad.to_local().untyped_storage().nbytes() == param.to_local().nbytes
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@on_ranks(2)
+def test_accumulation_beside_offload(rank: int, waits: bool) -> None:
+    """D-36: FSDP1 refuses it unless gradients wait. (On a CPU, shards are where they were.)"""
+    models = []
+    for policy in (None, CPUOffloadPolicy()):
+        model = autoshard.shard(build(), offload_policy=policy)
+        optimizer = adamw(model)
+        for step in range(3):
+            for batch in range(BATCHES):
+                is_last = batch == BATCHES - 1
+                model.set_requires_gradient_sync(is_last or not waits)
+                net_loss(model, rank, BATCHES * step + batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert_same(models[1], models[0])
+    # Reduced one by one, sums are taken over ranks first.
+    assert_same(models[1], by_hand(rank), rtol=0.0 if waits else 1e-4)

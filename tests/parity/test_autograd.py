@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import CPUOffloadPolicy, fully_shard
+from autoshard.runtime.unit import unit_of
 from autoshard.wrap import CustomPolicy
 
 
@@ -226,3 +227,52 @@ def test_no_gather_for_a_frozen_first_block(rank: int) -> None:
     model = autoshard.shard(model)
     seen = kinds(net_loss(model, rank, 0).backward)
     assert seen.count("gather") == 2  # FSDP2 gathers the frozen block, too
+
+
+class Watch(torch.autograd.Function):
+    """Tells `seen`, in backward, how many units are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unit: Any, seen: list[int]) -> Tensor:
+        ctx.unit, ctx.seen = unit, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.seen.append(ctx.unit.last_step.num_gathered if ctx.unit is not None else 0)
+        return grad, None, None
+
+
+class Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Watch.apply(layer(x), unit_of(layer), self.seen)
+        return x
+
+
+@pytest.mark.parametrize("how", ["grad", "inputs"])
+@on_ranks(2)
+def test_gradients_of_the_input_alone(rank: int, how: str) -> None:
+    """Units are gathered one after the other, and let go of though nothing is reduced."""
+
+    def gradient(model: nn.Module) -> Tensor:
+        x = (torch.linspace(-1, 1, 12).view(2, 6) * (rank + 1)).requires_grad_()
+        loss = model(x).square().sum()
+        if how == "grad":
+            return torch.autograd.grad(loss, x)[0]
+        loss.backward(inputs=[x])
+        return x.grad
+
+    torch.manual_seed(0)
+    plain = Watched()
+    torch.manual_seed(0)
+    model = autoshard.shard(Watched())
+    assert torch.equal(gradient(model), gradient(plain))
+    assert max(model.seen) <= 2
+    assert all(param.grad is None for param in model.parameters())
+    assert model.layers[0]._autoshard_unit.last_step.num_gathered == 0

@@ -1,15 +1,21 @@
 """How many collectives a step takes, from the graphs and from those really issued."""
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.issue import counts
 from support.models import Net, net_loss
 from support.ranks import on_ranks
 from support.training import adamw, count, issued
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
+from autoshard import fully_shard
 
 # n units with parameters: three blocks and the root. A head of its own: were it tied to the
 # embedding, the counts would be the same.
@@ -30,12 +36,127 @@ def collectives_of_a_step(model: Any, rank: int, step: int) -> tuple[int, int, i
     return count(forward)[0], *count(backward)
 
 
-# A checkpointed block is gathered again to be run again, whatever the strategy.
+N = UNITS
+Counts = tuple[int, int, int, int]  # gathers in forward; gathers, reduces, all-reduces in backward
+
+
+def synced(model: Any) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def no_sync(model: Any) -> AbstractContextManager[None]:
+    return model.no_sync()
+
+
+@contextlib.contextmanager
+def no_all_reduce(model: Any) -> Iterator[None]:
+    model.set_requires_all_reduce(False)
+    yield
+    model.set_requires_all_reduce(True)
+
+
+def strategy(name: str, *mesh: int) -> Callable[[Net], Any]:
+    def shard(model: Net) -> Any:
+        axes = ("replicate", "shard")
+        on = init_device_mesh("cpu", mesh, mesh_dim_names=axes) if mesh else None
+        return autoshard.shard(model, strategy=name, mesh=on)
+
+    return shard
+
+
+def by_hand(apply: Callable[..., Any], **arguments: Any) -> Callable[[Net], Any]:
+    def shard(model: Net) -> Any:
+        for layer in model.layers:
+            apply(layer, **arguments)
+        return apply(model, **arguments)
+
+    return shard
+
+
+class Row(NamedTuple):
+    """Micro-batches in turn: how they are run, and what each sends."""
+
+    shard: Callable[[Net], Any]
+    micro_batches: list[tuple[Callable[[Any], AbstractContextManager[None]], Counts]]
+    ranks: int = 2
+
+
+TABLE = {
+    "full_shard": Row(strategy("full_shard"), [(synced, (N, N - 1, N, 0))] * 2),
+    "None": Row(by_hand(fully_shard), [(synced, (N, N - 1, N, 0))] * 2),
+    "True": Row(by_hand(fully_shard, reshard_after_forward=True), [(synced, (N, N, N, 0))] * 2),
+    "shard_grad_op": Row(strategy("shard_grad_op"), [(synced, (N, 0, N, 0))] * 2),
+    "False": Row(by_hand(fully_shard, reshard_after_forward=False), [(synced, (N, 0, N, 0))] * 2),
+    # What isn't freed after forward is there for the micro-batches after one that reduces
+    # nothing: here the root, below all of it.
+    "full_shard, no_sync": Row(
+        strategy("full_shard"),
+        [
+            (no_sync, (N, N - 1, 0, 0)),
+            (no_sync, (N - 1, N - 1, 0, 0)),
+            (synced, (N - 1, N - 1, N, 0)),
+            (synced, (N, N - 1, N, 0)),
+        ],
+    ),
+    "shard_grad_op, no_sync": Row(
+        strategy("shard_grad_op"),
+        [
+            (no_sync, (N, 0, 0, 0)),
+            (no_sync, (0, 0, 0, 0)),
+            (synced, (0, 0, N, 0)),
+            (synced, (N, 0, N, 0)),
+        ],
+    ),
+    "hybrid_shard": Row(
+        strategy("hybrid_shard", 2, 2),
+        [
+            (synced, (N, N - 1, N, N)),
+            (no_all_reduce, (N, N - 1, N, 0)),
+            (no_all_reduce, (N, N - 1, N, 0)),
+            (synced, (N, N - 1, N, N)),
+            (no_sync, (N, N - 1, 0, 0)),
+        ],
+        ranks=4,
+    ),
+    "hybrid_shard_zero2": Row(
+        strategy("hybrid_shard_zero2", 2, 2), [(synced, (N, 0, N, N))] * 2, ranks=4
+    ),
+    "hybrid_shard 1x2": Row(strategy("hybrid_shard", 1, 2), [(synced, (N, N - 1, N, 0))]),
+    "hybrid_shard 2x1": Row(strategy("hybrid_shard", 2, 1), [(synced, (0, 0, 0, N))]),
+    "no_shard": Row(strategy("no_shard"), [(synced, (0, 0, 0, N)), (no_sync, (0, 0, 0, 0))]),
+    "replicate": Row(
+        by_hand(autoshard.replicate),
+        [(synced, (0, 0, 0, N)), (no_sync, (0, 0, 0, 0)), (synced, (0, 0, 0, N))],
+    ),
+}
+
+
+def sends(rank: int, row: str) -> None:
+    shard, micro_batches, _ = TABLE[row]
+    model = shard(Net(tied=False))
+    for number, (how, expected) in enumerate(micro_batches):
+        with how(model):
+            got = counts(model, lambda number=number: net_loss(model, rank, number))
+        assert got == expected, f"micro-batch {number}"
+
+
+sends_on = {ranks: on_ranks(ranks)(sends) for ranks in (2, 4)}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_what_defines_a_strategy(row: str) -> None:
+    """A.3.2, A52, A57, A68. Ranks compare their order over the store, not by gathers of it."""
+    sends_on[TABLE[row].ranks](row=row)
+
+
+# A checkpointed block is run again with what was gathered for that, or kept.
 EAGER = [
     ("full_shard", None),
     ("full_shard", "non-reentrant"),
     ("full_shard", "reentrant"),
     ("shard_grad_op", None),
+    ("shard_grad_op", "non-reentrant"),
+    ("shard_grad_op", "reentrant"),
 ]
 
 

@@ -218,6 +218,36 @@ def test_meta_keeps_ties(rank: int) -> None:
     train(model, net_loss, adamw(model), steps=1)
 
 
+class FilledByRank(nn.Module):
+    """Each rank's own values, in a parameter and in buffers, one of which is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("saved", torch.empty(2))
+        self.register_buffer("unsaved", torch.empty(2), persistent=False)
+
+    def reset_parameters(self) -> None:
+        for tensor in (self.weight.data, self.saved, self.unsaved):
+            tensor.fill_(dist.get_rank() + 1)
+
+
+@on_ranks(4)
+def test_buffers_from_meta_are_synchronised_over_both_axes(rank: int) -> None:
+    """A25, D-52: the second broadcast leaves out nothing that the first has sent."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        model = nn.Sequential(FilledByRank(), nn.Sequential(FilledByRank()))
+    policy = autoshard.ModuleWrapPolicy([FilledByRank])
+    model = autoshard.shard(model, strategy="hybrid_shard", mesh=mesh, policy=policy)
+    for name, buffer in model.named_buffers():
+        assert buffer.tolist() == [1.0, 1.0], name
+    for name, param in model.named_parameters():
+        assert param.full_tensor().tolist() == [1.0] * 3, name
+
+
 @on_ranks(2)
 def test_torchdistx(rank: int) -> None:
     """A24: used if it is there and has deferred a parameter, and not missed otherwise."""

@@ -1,11 +1,12 @@
-"""Modes in combination, against the replicated model, each rank's own part, bit for bit.
+"""Modes in combination, against the replicated model and FSDP2, each rank's part, bit for bit.
 
 strategy x precision x accumulation x checkpointing x shape of the model x optimizer. Two
-ranks sum two numbers, and powers of two divide exactly: every combination does the very
-sums of the replicated model, in its order, but for cases that are `is_reduced_twice`.
+ranks sum two numbers, four as two replicas of two shards sum pairs of pairs, and powers of
+two divide exactly: every combination does the very sums of the replicated model, in its
+order, but for cases that are `is_reduced_twice`.
 
-AUTOSHARD_MATRIX=full runs all of them; otherwise each test takes an eighth, and its
-neighbours another.
+AUTOSHARD_MATRIX=full runs all of them; otherwise each test takes an eighth (a third of that
+on four ranks, and against FSDP2), and its neighbours another.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import Net, tokens
 from support.ranks import on_ranks
 from support.training import assert_same, average_gradients
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import fsdp
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import autoshard
@@ -123,23 +128,30 @@ def replicated(case: Case, rank: int, low: bool, steps: int) -> nn.Module:
         cast = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
         return torch.func.functional_call(model, cast, (ids,), tie_weights=True)
 
+    groups: list[Any] = [None]
+    if dist.get_world_size() == 4:  # as HSDP sums: over the two that share a model, then the two
+        groups = [hybrid_mesh(2, 2).get_group(axis) for axis in ("shard", "replicate")]
+
     def average(model: nn.Module, is_last: bool | None) -> None:
         if is_last is None:
-            average_gradients(model)
+            average_gradients(model, groups)
 
     return train(case, model, call, rank, steps, average)
 
 
-def meshes(strategy: str) -> Any:
+@functools.cache
+def hybrid_mesh(*size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard"))
+
+
+def read(strategy: str) -> tuple[str, DeviceMesh | None]:
+    """Its name and its mesh."""
     name, _, size = strategy.partition(" ")
-    if not size:
-        return name, None
-    names = ("replicate", "shard")
-    return name, init_device_mesh("cpu", tuple(map(int, size.split("x"))), mesh_dim_names=names)
+    return name, hybrid_mesh(*map(int, size.split("x"))) if size else None
 
 
-def shard(model: nn.Module, strategy: str, policy: Any) -> nn.Module:
-    name, mesh = meshes(strategy)
+def shard(model: Any, strategy: str, policy: Any) -> Any:
+    name, mesh = read(strategy)
     if name != "replicate":
         return autoshard.shard(model, strategy=name, mesh=mesh, mp_policy=policy)
     for layer in model.layers:
@@ -155,18 +167,28 @@ STRATEGIES = (
     "hybrid_shard 1x2",
     "hybrid_shard_zero2 2x1",
     "replicate",
+    "hybrid_shard 2x2",
+    "hybrid_shard_zero2 2x2",
 )
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2, timeout=600)
-def test_every_combination(rank: int, strategy: str, low: bool) -> None:
-    """A7, D-1, D-2, D-3, D-14 to D-16, D-19, D-20, D-22, D-35, D-38."""
+def num_ranks(strategy: str) -> int:
+    return 4 if strategy.endswith("2x2") else 2
+
+
+def cases_of(strategy: str, low: bool, one_in: int) -> list[Case]:
+    """All of them, or one in so many, others for each strategy and precision."""
     cases = [Case(*each) for each in itertools.product(SHAPES, OPTIMIZERS, (1, 3), CHECKPOINTING)]
-    if not IS_FULL:
-        cases = cases[(STRATEGIES.index(strategy) + 7 * low) % 8 :: 8]
+    return cases if IS_FULL else cases[(STRATEGIES.index(strategy) + 7 * low) % one_in :: one_in]
+
+
+def sync(model: Any, is_last: bool | None) -> None:
+    if is_last is not None:
+        model.set_requires_gradient_sync(is_last)
+
+
+def equal_replicated(rank: int, strategy: str, low: bool) -> None:
+    cases = cases_of(strategy, low, {2: 8, 4: 24}[num_ranks(strategy)])
     for case in cases:
         # In bfloat16 a last bit of a gradient turns into one of an activation, 2 ** -8, and grows.
         loose = case.is_reduced_twice
@@ -176,11 +198,6 @@ def test_every_combination(rank: int, strategy: str, low: bool) -> None:
         torch.manual_seed(0)
         made = SHAPES[case.shape](checkpointing=case.checkpointing)
         model = shard(made, strategy, LOW if low else None)
-
-        def sync(model: Any, is_last: bool | None) -> None:
-            if is_last is not None:
-                model.set_requires_gradient_sync(is_last)
-
         got = train(case, model, model, rank, steps, sync)
         try:
             assert_same(got, want, rtol=(5e-2 if low else 1e-4) if loose else 0.0)
@@ -188,3 +205,90 @@ def test_every_combination(rank: int, strategy: str, low: bool) -> None:
             raise AssertionError(f"{case}: {error}") from None
     if rank == 0:
         print(f"{strategy}: {len(cases)} combinations")
+
+
+equal_replicated_on = {ranks: on_ranks(ranks, timeout=600)(equal_replicated) for ranks in (2, 4)}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_combination(strategy: str, low: bool) -> None:
+    """A7, D-1, D-2, D-3, D-14 to D-16, D-19, D-20, D-22, D-35, D-38."""
+    equal_replicated_on[num_ranks(strategy)](strategy=strategy, low=low)
+
+
+# ---- FSDP2
+
+
+def shard_by_fsdp2(model: Any, strategy: str, low: bool) -> Any:
+    """As `shard` does, by torch's own functions."""
+    name, mesh = read(strategy)
+    arguments: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+    if low:
+        arguments["mp_policy"] = fsdp.MixedPrecisionPolicy(LOW.param_dtype, LOW.reduce_dtype)
+    if name in ("shard_grad_op", "hybrid_shard_zero2"):
+        arguments["reshard_after_forward"] = False
+    apply = replicate if name in ("replicate", "no_shard") else fsdp.fully_shard
+    for layer in model.layers:
+        apply(layer, **arguments)
+    return apply(model, **arguments)
+
+
+def why_not_compared(case: Case) -> str | None:
+    if case.shape in ("used twice", "two forwards") and case.checkpointing == "reentrant":
+        # Measured on 2.13 and 2.15: after 2 steps parameters are off by about their own size.
+        return "FSDP2 trains wrong where a reentrant checkpoint has several backwards for a unit"
+    return None
+
+
+def rtol_to_fsdp2(case: Case, low: bool) -> float:
+    """0 where it does the sums of the replicated model in its order, as we do."""
+    if case.shape == "two forwards":
+        # FSDP2 adds both up before it reduces them, in the dtype in which they were computed;
+        # we reduce one by one.
+        return 5e-2 if low else 1e-4
+    # A later micro-batch's uses of one parameter, FSDP2 adds one by one to what waits; on 2.13
+    # not in bfloat16, on 2.15 there, too, and to tied ones.
+    one_by_one = {"used twice", "tied"} if low else {"used twice"}
+    if low and torch.__version__ < "2.14":
+        one_by_one = set()
+    if case.batches > 1 and case.shape in one_by_one:
+        return 5e-2 if low else 1e-4
+    return 0.0
+
+
+def equal_fsdp2(rank: int, strategy: str, low: bool) -> None:
+    cases = cases_of(strategy, low, {2: 24, 4: 72}[num_ranks(strategy)])
+    compared = [case for case in cases if why_not_compared(case) is None]
+    for case in compared:
+        rtol = rtol_to_fsdp2(case, low)
+        steps = 2 if rtol and low else STEPS
+        trained = []
+        for theirs in (False, True):
+            torch.manual_seed(0)
+            made = SHAPES[case.shape](checkpointing=case.checkpointing)
+            if theirs:
+                model = shard_by_fsdp2(made, strategy, low)
+            else:
+                model = shard(made, strategy, LOW if low else None)
+            trained.append(train(case, model, model, rank, steps, sync))
+        try:
+            assert_same(*trained, rtol=rtol)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+    if rank == 0:
+        exact = sum(rtol_to_fsdp2(case, low) == 0.0 for case in compared)
+        skipped = Counter(filter(None, map(why_not_compared, cases)))
+        print(f"{strategy}: {exact} of {len(compared)} as FSDP2 bit for bit; left out {skipped}")
+
+
+equal_fsdp2_on = {ranks: on_ranks(ranks, timeout=600)(equal_fsdp2) for ranks in (2, 4)}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fsdp2_trains_alike(strategy: str, low: bool) -> None:
+    """D-1, D-2, D-3, D-14 to D-16, D-19, D-20, D-22, D-35, D-38."""
+    equal_fsdp2_on[num_ranks(strategy)](strategy=strategy, low=low)

@@ -11,6 +11,8 @@ from support.memory import PeakMemory
 from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
@@ -54,26 +56,32 @@ def peak(model: Any) -> int:
     return memory.peak
 
 
-# Without resharding and checkpoints ours is 4 % above: see docs/LOG.md.
-CASES = [
-    (True, None),
-    (True, "non-reentrant"),
-    (True, "reentrant"),
-    (False, "non-reentrant"),
-    (False, "reentrant"),
-]
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid 2x1", "hybrid 1x2", "replicate")
+CHECKPOINTING = (None, "non-reentrant", "reentrant")
 
 
-@pytest.mark.parametrize(("reshard", "checkpointing"), CASES)
+def build(library: str, strategy: str, checkpointing: str | None) -> nn.Module:
+    """Each layer a unit, and the root; library: "autoshard" or "FSDP2"."""
+    shard: Any = autoshard.fully_shard if library == "autoshard" else fsdp.fully_shard
+    arguments: dict[str, Any] = {"reshard_after_forward": strategy != "shard_grad_op"}
+    if strategy == "replicate":
+        shard = autoshard.replicate if library == "autoshard" else replicate_with_fsdp.replicate
+        arguments = {}
+    elif strategy.startswith("hybrid"):
+        size = tuple(int(each) for each in strategy.removeprefix("hybrid ").split("x"))
+        arguments["mesh"] = init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = Tower(checkpointing)
+    for layer in model.layers:
+        shard(layer, **arguments)
+    arguments.pop("reshard_after_forward", None)
+    return shard(model, **arguments)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_not_above_fsdp2(rank: int, reshard: bool, checkpointing: str | None) -> None:
-    models = []
-    for shard in (autoshard.fully_shard, fsdp.fully_shard):
-        torch.manual_seed(0)
-        model = Tower(checkpointing)
-        for layer in model.layers:
-            shard(layer, reshard_after_forward=reshard)
-        models.append(shard(model))
-    ours, theirs = map(peak, models)
-    print(f"reshard {reshard}, {checkpointing}: {ours} bytes, FSDP2 {theirs}, {ours / theirs:.2f}")
+def test_not_above_fsdp2(rank: int, strategy: str, checkpointing: str | None) -> None:
+    ours, theirs = (peak(build(each, strategy, checkpointing)) for each in ("autoshard", "FSDP2"))
+    print(f"{strategy}, {checkpointing}: {ours} bytes, FSDP2 {theirs}, {ours / theirs:.2f}")
     assert ours <= theirs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import unittest.mock
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from support.issue import counts, kinds
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, replicated, train
+from support.training import adamw, assert_same, compiled, replicated, sharded, train
 from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -128,16 +131,41 @@ def test_backward_prefetch(rank: int, how: Any) -> None:
     assert_same(model, want)
 
 
+LIMITS: dict[str, list[dict[str, Any]]] = {
+    "eager": [
+        {"forward_prefetch": 0, "backward_prefetch": 0},
+        {"forward_prefetch": 99, "backward_prefetch": 99},
+        {"backward_prefetch": None, "limit_all_gathers": False},
+    ],
+    "compiled": [{"bucketing": [[], ["layers"]]}],
+}
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_limits_of_none_zero_and_beyond_what_there_is(rank: int, form: str) -> None:
+    """D-76: also for a model of one unit, with none before it and none after."""
+    for build in (Net, functools.partial(Net, layers=0)):
+        want, _ = replicated(build, net_loss, steps=2)
+        for arguments in LIMITS[form]:
+            run = sharded if form == "eager" else compiled
+            got, _ = run(build, net_loss, steps=2, **arguments)
+            assert_same(got, want)
+    model = autoshard.shard(Net())
+    model.set_modules_to_forward_prefetch([])
+    model.set_modules_to_backward_prefetch([])
+    assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
+
+
 @on_ranks(2)
 def test_a_unit_fetched_ahead_and_not_used(rank: int) -> None:
     """D-44: waited for and let go of."""
     model = build()
-    model.set_modules_to_forward_prefetch([model.layers[2]])
-    x = torch.zeros(2, 6)
+    first = model.layers[0]
+    first.set_modules_to_forward_prefetch([model.layers[2]])
     with torch.no_grad():
-        model.embed.weight  # noqa: B018
-        net_loss(model, rank, 0)
-        model.layers[0](x)
+        assert kinds(lambda: first(torch.zeros(2, 6))) == ["gather"] * 2
+    assert first._autoshard_unit.last_step.num_gathered == 0
     assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
 
 
@@ -184,6 +212,32 @@ def test_comm_hook_without_shards(rank: int) -> None:
     model.register_comm_hook(None, reduce)
     train(model, net_loss, adamw(model))
     assert_same(model, want)
+
+
+@pytest.mark.parametrize("compress", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_the_hooks_of_torch(rank: int, strategy: str, compress: str | None) -> None:
+    """A14: with their states, which hold the factors before and after the sum."""
+    want = build(strategy=strategy)
+    net_loss(want, rank, 0).backward()
+    model = build(strategy=strategy)
+    group = dist.group.WORLD
+    if compress is None:
+        name = "allreduce_hook" if strategy == "no_shard" else "reduce_scatter_hook"
+        state = default_hooks.DefaultState(group)
+    else:
+        name, state = f"{compress}_compress_hook", default_hooks.LowPrecisionState(group)
+    model.register_comm_hook(state, getattr(default_hooks, name))
+    # There are no streams on a CPU: torch's own would fail there.
+    with unittest.mock.patch.object(Tensor, "record_stream", return_value=None):
+        net_loss(model, rank, 0).backward()
+    # In half precision gradients have 8 significant bits and more.
+    rtol = 0.0 if compress is None else 2.0**-7
+    for got, param in zip(model.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(
+            got.grad.to_local(), param.grad.to_local(), rtol=rtol, atol=rtol / 10
+        )
 
 
 @on_ranks(4)
@@ -275,16 +329,20 @@ def test_reshard_after_forward_at_run_time(rank: int) -> None:
     assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
 
 
+class HasSpare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
 @on_ranks(2)
 def test_unused_parameters_get_zeros_if_asked_for(rank: int) -> None:
     """B.2, D-37, D-42."""
     for sends in (False, True):
-        model = nn.ModuleDict({"used": nn.Linear(2, 2), "spare": nn.Linear(2, 2)})
-        model.forward = lambda x, model=model: model["used"](x)  # type: ignore[method-assign]
-        wrapped = nn.Sequential(model["used"])
-        wrapped.spare = model["spare"]
-        wrapped.forward = lambda x, w=wrapped: w[0](x)  # type: ignore[method-assign]
-        fully_shard(wrapped)
+        wrapped = fully_shard(HasSpare())
         wrapped.set_reduce_scatter_unused_params(sends)
         wrapped(torch.ones(1, 2)).sum().backward()
         grad = wrapped.spare.weight.grad

@@ -11,6 +11,7 @@ from support.models import Block, Net, net_loss, tokens
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, compiled, replicated, sharded, train
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 
@@ -365,3 +366,99 @@ def test_weight_that_is_its_own_gradient(rank: int) -> None:
         got, losses = run(WithDecay, net_loss)
         assert losses == want_losses
         assert_same(got, want)
+
+
+def doubled(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+class Hooked(Net):
+    """The gradient of what each checkpointed block returns is doubled by a hook."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+            x.register_hook(doubled)
+        return self.head(x)
+
+
+@on_ranks(2)
+def test_hooks_on_what_checkpoints_return(rank: int) -> None:
+    """D-68: not a circle of recomputing for the hook and the hook for recomputing."""
+    want, want_losses = replicated(Hooked, net_loss)
+    for run in (sharded, compiled):
+        got, losses = run(Hooked, net_loss)
+        assert losses == want_losses
+        assert_same(got, want)
+    plain, _ = replicated(Net, net_loss, steps=1)
+    hooked, _ = replicated(Hooked, net_loss, steps=1)
+    assert not torch.equal(plain.embed.weight, hooked.embed.weight)
+
+
+class Drops(Net):
+    """Half of what each block returns is dropped, inside a checkpoint or without one."""
+
+    def __init__(self, checkpointing: str | None) -> None:
+        super().__init__(checkpointing=checkpointing)
+        self.layers = nn.ModuleList(DropsHalf() for _ in range(3))
+
+
+class DropsHalf(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), training=self.training)
+
+
+def drops_loss(model: Any, rank: int, step: int) -> Tensor:
+    """Other masks for each rank and step, and the same whatever runs the model."""
+    torch.manual_seed(100 * step + rank)
+    loss = net_loss(model, rank, step)
+    torch.rand(1)  # what others draw between forward and backward
+    return loss
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+@on_ranks(2)
+def test_dropout(rank: int, checkpointing: str | None, form: str) -> None:
+    """D-74: forward draws the masks of the replicated model, and recomputing draws them again."""
+    build = functools.partial(Drops, checkpointing)
+    want, want_losses = replicated(build, drops_loss)
+    got, losses = (sharded if form == "eager" else compiled)(build, drops_loss)
+    assert losses == want_losses
+    assert_same(got, want)
+    assert len(set(losses)) == len(losses)
+
+
+def changing(change: Callable[[nn.Module, int], None]) -> Callable[[Any, int, int], Tensor]:
+    """A loss before which `change(model, step)` is done to the model."""
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        change(model, step)
+        return net_loss(model, rank, step)
+
+    return loss
+
+
+def freeze_in_turns(model: nn.Module, step: int) -> None:
+    """All trained, a block and the head frozen, only those two trained, all trained."""
+    for name, param in model.named_parameters():
+        is_picked = "layers.1." in name or "head" in name  # a compiled module's have a prefix
+        param.requires_grad_([True, not is_picked, is_picked, True][step])
+
+
+def take_away(model: nn.Module, step: int) -> None:
+    if step in (1, 3):
+        del model.layers[1]
+
+
+@pytest.mark.parametrize("change", [freeze_in_turns, take_away])
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_models_that_change_between_steps(rank: int, form: str, change: Any) -> None:
+    """D-77, A64: a graph that was made for what the model was is not used again."""
+    build = functools.partial(Net, tied=False)
+    want, want_losses = replicated(build, changing(change))
+    got, losses = (sharded if form == "eager" else compiled)(build, changing(change))
+    assert losses == want_losses
+    assert_same(got, want)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.models import Block, Net, net_loss
 from support.ranks import on_ranks
+from support.training import adamw, assert_same, sgd, train
 from torch import Tensor, nn
 
 import autoshard
@@ -39,9 +40,14 @@ class Seen(nn.Module):
         return self.linear(x.to(self.linear.weight.dtype)) * self.scale
 
 
-def dtypes_of(policy: MixedPrecisionPolicy, *, train: bool = True) -> dict[str, torch.dtype]:
+def dtypes_of(
+    policy: MixedPrecisionPolicy, *, train: bool = True, compile: bool = False
+) -> dict[str, torch.dtype]:
     """What forward, the wire and `.grad` saw; parameters stay in float32."""
     model = fully_shard(Seen(), mp_policy=policy).train(train)
+    if compile:
+        torch._dynamo.reset()
+        model.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
     wire: dict[str, torch.dtype] = {}
     with collectives.observe(lambda i: wire.update({i.kind: i.members[0].dtype})):
         output = model(torch.ones(2, 4))
@@ -51,24 +57,36 @@ def dtypes_of(policy: MixedPrecisionPolicy, *, train: bool = True) -> dict[str, 
     return {**model.dtypes, **wire, "output": output.dtype, "grad": weight.grad.dtype}
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @on_ranks(2)
-def test_dtypes(rank: int) -> None:
-    """A8, A63, D-56, D-57: what each field of a policy governs, and nothing else."""
+def test_dtypes(rank: int, compile: bool) -> None:
+    """A8, D-57: what each field of a policy governs, and nothing else."""
     full, i64 = torch.float32, torch.int64
+
+    def seen(**policy: Any) -> dict[str, torch.dtype]:
+        return dtypes_of(MixedPrecisionPolicy(**policy), compile=compile)
+
     plain = dict.fromkeys(("input", "weight", "scale", "gather", "reduce", "output", "grad"), full)
-    assert dtypes_of(MixedPrecisionPolicy()) == {**plain, "index": i64}
-    low = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16)
-    everywhere = dict.fromkeys(plain, BF16)
-    assert dtypes_of(low) == {**everywhere, "grad": full, "index": i64}
-    assert dtypes_of(MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=full)) == {
+    assert seen() == {**plain, "index": i64}
+    assert seen(param_dtype=BF16, reduce_dtype=full) == {
         **dict.fromkeys(("input", "weight", "gather"), BF16),
         **dict.fromkeys(("scale", "reduce", "output", "grad"), full),
         "index": i64,
     }
-    assert dtypes_of(MixedPrecisionPolicy(reduce_dtype=BF16))["reduce"] == BF16
-    assert dtypes_of(MixedPrecisionPolicy(output_dtype=torch.float64))["output"] == torch.float64
-    as_is = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    assert dtypes_of(as_is)["input"] == full
+    assert seen(param_dtype=BF16)["reduce"] == BF16
+    assert seen(reduce_dtype=BF16)["reduce"] == BF16
+    assert seen(output_dtype=torch.float64)["output"] == torch.float64
+    assert seen(param_dtype=BF16, cast_forward_inputs=False)["input"] == full
+
+
+@on_ranks(2)
+def test_dtypes_of_what_runs_eagerly(rank: int) -> None:
+    """A1, A63, D-56."""
+    full, i64 = torch.float32, torch.int64
+    plain = dict.fromkeys(("input", "weight", "scale", "gather", "reduce", "output", "grad"), full)
+    low = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16)
+    everywhere = dict.fromkeys(plain, BF16)
+    assert dtypes_of(low) == {**everywhere, "grad": full, "index": i64}
     kept = MixedPrecisionPolicy(param_dtype=BF16, keep_low_precision_grads=True)
     assert dtypes_of(kept)["grad"] == BF16
     in_eval = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16, full_precision_in_eval=True)
@@ -83,10 +101,10 @@ def test_eval_and_back(rank: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16, full_precision_in_eval=True)
     model = fully_shard(Seen(), mp_policy=policy)
     model.set_reshard_after_backward(False)
-    for train in (True, False, True):
-        model.train(train)
+    for training in (True, False, True):
+        model.train(training)
         model(torch.ones(2, 4)).sum().backward()
-        expected = BF16 if train else torch.float32
+        expected = BF16 if training else torch.float32
         assert {model.dtypes["weight"], model.dtypes["scale"]} == {expected}
 
 
@@ -271,3 +289,56 @@ def test_autocast(rank: int) -> None:
             loss = net_loss(model, rank, 0)
         loss.backward()
     assert {member.dtype for i in issued for member in i.members} == {torch.float32}
+
+
+COMPILED = {
+    "computed low, reduced in full": MixedPrecisionPolicy(BF16, torch.float32),
+    "all low": MixedPrecisionPolicy(BF16),
+    "reduced low": MixedPrecisionPolicy(None, BF16),
+    "half, and a full output": MixedPrecisionPolicy(torch.float16, torch.float32, torch.float32),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("policy", COMPILED)
+@on_ranks(2)
+def test_compiled_equals_eager(
+    rank: int, policy: str, strategy: str, checkpointing: str | None
+) -> None:
+    """A8, D-22: bit for bit, tied parameters too: casts and sums are the same."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = Net(checkpointing=checkpointing)
+        return autoshard.shard(model, strategy=strategy, mp_policy=COMPILED[policy])
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        return net_loss(lambda ids: model(ids).float(), rank, step)
+
+    want, got = build(), build()
+    optimizer = adamw(got)
+    torch._dynamo.reset()
+    options = {"lowering": "eager", "strict": True}
+    call = torch.compile(got, backend="autoshard", options=options)
+    assert train(call, loss, optimizer) == train(want, loss, adamw(want))
+    assert_same(got, want)
+
+
+@on_ranks(2)
+def test_compiled_with_inductor(rank: int) -> None:
+    """Inductor keeps more bits between fused ops than eager bfloat16 does, which rounds by 2 ** -8
+    at each; a few of these add up in four steps."""
+    policy = MixedPrecisionPolicy(BF16, torch.float32, torch.float32)
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return autoshard.shard(Net(), mp_policy=policy)
+
+    want, got = build(), build()
+    optimizer = sgd(got)
+    torch._dynamo.reset()
+    call = torch.compile(got, backend="autoshard", options={"strict": True})
+    train(call, net_loss, optimizer)
+    train(want, net_loss, sgd(want))
+    assert_same(got, want, rtol=2.0**-6)

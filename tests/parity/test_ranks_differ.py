@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Net, net_loss, tokens
+from support.models import Block, Net, net_loss, tokens
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, replicated, sharded, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
+from autoshard.runtime import agreement
 
 
 class Experts(nn.Module):
@@ -259,3 +261,30 @@ def test_read_without_grad_used_with_it(rank: int, form: str) -> None:
         train(call, net_loss, optimizer)
     # Blocks are compiled one by one then: the two uses are reduced in another order.
     assert_same(got, want, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_kinds_of_backward_that_take_turns(rank: int) -> None:
+    """As those of a GAN do: ranks compare notes once a step, where the kinds part."""
+    model = autoshard.shard(nn.Sequential(*(Block() for _ in range(4))))
+    compared: list[str] = []
+
+    def step(kind: str) -> None:
+        x = torch.ones(2, 6, requires_grad=True)
+        loss = model(x).sum()
+        if kind == "of the input":
+            torch.autograd.grad(loss, x)
+        else:
+            loss.backward()
+
+    real = agreement._compare
+
+    def compare(key: str, topic: str, event: str, *args: Any, **kwargs: Any) -> None:
+        compared.append(event)
+        real(key, topic, event, *args, **kwargs)
+
+    with unittest.mock.patch.object(agreement, "_compare", compare):
+        for kind in ("of the input", "of all") * 2:
+            compared.clear()
+            step(kind)
+    assert compared == ["the reduce of 3"]

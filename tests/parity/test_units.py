@@ -4,9 +4,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import Net, net_loss, tokens
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, count, issued, replicated, train
+from support.training import (
+    adamw,
+    assert_same,
+    compiled,
+    count,
+    issued,
+    replicated,
+    sharded,
+    train,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -229,3 +239,29 @@ assert torch.distributed.get_world_size() == 1
         [sys.executable, "-c", script], env=kept, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(ids)))
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_running_statistics_are_each_ranks_own(rank: int, form: str) -> None:
+    """D-54: as in the replicated model, where parameters agree and they don't."""
+    want, want_losses = replicated(Normed, net_loss)
+    got, losses = (sharded if form == "eager" else compiled)(Normed, net_loss)
+    assert losses == want_losses
+    assert_same(got, want)
+    for (name, mine), expected in zip(got.named_buffers(), want.buffers(), strict=True):
+        assert torch.equal(mine, expected), name
+        both = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(both, mine)
+        assert torch.equal(*both) == (name == "norm.num_batches_tracked"), name

@@ -6,17 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from support.training import issued
 from torch import Tensor
-
-from autoshard.runtime.collectives import Issued, observe
 
 
 def kinds(run: Callable[[], object]) -> list[str]:
     """What `run` launches: "gather", "reduce", "all_reduce"."""
-    log: list[Issued] = []
-    with observe(log.append):
-        run()
-    return [entry.kind for entry in log]
+    return [entry.kind for entry in issued(run)]
 
 
 def counts(model: Any, loss: Callable[[], Tensor]) -> tuple[int, int, int, int]:

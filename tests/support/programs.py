@@ -61,7 +61,7 @@ class Program:
     @property
     def table(self) -> list[ParamInfo]:
         return [
-            ParamInfo(f"layers.{p.unit}.w{n}", f"layers.{p.unit}", "shard")
+            ParamInfo(f"layers.{p.unit}.w{n}", f"layers.{p.unit}", "shard", "shard")
             for n, p in enumerate(self.params)
         ]
 
@@ -282,9 +282,9 @@ in %x: f32[3]
 return [%c, %r]
 """
 STEP_TABLE = [
-    ParamInfo("first.w", "first", "shard"),
-    ParamInfo("first.b", "first", "shard"),
-    ParamInfo("second.w", "second", "shard"),
+    ParamInfo("first.w", "first", "shard", "shard"),
+    ParamInfo("first.b", "first", "shard", "shard"),
+    ParamInfo("second.w", "second", "shard", "shard"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,15 +54,19 @@ def train(
     return losses
 
 
-def average_gradients(model: nn.Module) -> None:
-    """A parameter that has a gradient on some ranks only counts as zero on the others."""
+def average_gradients(model: nn.Module, groups: Sequence[Any] = (None,)) -> None:
+    """A parameter that has a gradient on some ranks only counts as zero on the others.
+
+    groups: over each of which in turn gradients are summed; None is that of all ranks.
+    """
     for param in model.parameters():
         has_grad = torch.tensor(float(param.grad is not None))
         dist.all_reduce(has_grad)
         if has_grad > 0:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            dist.all_reduce(param.grad)
+            for group in groups:
+                dist.all_reduce(param.grad, group=group)
             param.grad /= dist.get_world_size()
 
 

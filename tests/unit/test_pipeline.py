@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import pytest
-from support.programs import events_of, is_compute, small
+from support.programs import STEP, STEP_TABLE, events_of, is_compute, small
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from autoshard import passes
 from autoshard.passes import ParamInfo
+from autoshard.passes.lower_inductor import keep_order, planned_order
 from autoshard.passes.match import is_launch, is_marker
+from autoshard.passes.meta import PLAN
 from autoshard.passes.text import parse, render
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -18,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 def planned(text: str, *names: str, graph: str = "forward") -> fx.GraphModule:
     """`text` through the pipeline; each name's unit is what stands before its last dot."""
-    table = [ParamInfo(name, name.rpartition(".")[0] or "root", "shard") for name in names]
+    table = [ParamInfo(name, name.rpartition(".")[0] or "root", "shard", "shard") for name in names]
     return passes.run(small(text), passes.pipeline(table, graph=graph, bucketing="per_unit"))
 
 
@@ -124,7 +129,7 @@ def test_group_of_one_rank_has_no_collectives(group_of_one: str) -> None:
         """,
         ALONE=group_of_one,
     )
-    table = [ParamInfo("w", "root", "shard")]
+    table = [ParamInfo("w", "root", "shard", "shard")]
     gm = passes.run(gm, passes.pipeline(table, graph="backward", bucketing="per_unit"))
     assert render(gm.graph) == textwrap.dedent(
         """\
@@ -168,3 +173,72 @@ def test_two_gradients_of_one_parameter_are_both_reduced() -> None:
     launched = [argument for node in gm.graph.nodes if is_launch(node) for argument in node.args[0]]
     assert [node.name for node in launched] == ["g", "h"]
     assert not any(map(is_marker, gm.graph.nodes))
+
+
+TWO_OF_ONE_UNIT = """
+in %p0: f32[4,2]
+in %p1: f32[4]
+in %x: f32[3]
+%u0: f32[7,2] = autoshard.unshard(%p0, 'f32[7,2]', GROUP, False, 0)
+%s0: f32[] = aten.sum(%u0)
+%a: f32[3] = aten.add.Tensor(%x, %s0)
+%u1: f32[8] = autoshard.unshard(%p1, 'f32[8]', GROUP, False, 1)
+%s1: f32[] = aten.sum(%u1)
+%b: f32[3] = aten.add.Tensor(%a, %s1)
+return [%b]
+"""
+
+
+def test_order_is_fixed_for_buckets_and_not_for_markers() -> None:
+    """D-63: chained to what stands between them, two markers could share no bucket."""
+    markers = small(TWO_OF_ONE_UNIT)
+    keep_order(markers.graph)
+    assert render(markers.graph) == render(small(TWO_OF_ONE_UNIT).graph)
+    gm = planned(TWO_OF_ONE_UNIT, "block.w", "block.b")
+    (launch,) = filter(is_launch, gm.graph.nodes)
+    assert [node.name for node in launch.args[0]] == ["block_w", "block_b"]
+    keep_order(gm.graph)
+    assert planned_order(gm.graph) == [("launch", "gather", 0), ("wait", "gather", 0)]
+
+
+@pytest.mark.parametrize("graph", ["forward", "backward", "inference"])
+def test_buckets_come_last_in_the_pipeline(graph: str) -> None:
+    """D-63: no pass before them launches anything, and none after them moves a launch."""
+    launches: dict[str, int] = {}
+
+    def note(name: str, gm: fx.GraphModule) -> None:
+        launches[name] = sum(map(is_launch, gm.graph.nodes))
+
+    transforms = passes.pipeline(STEP_TABLE, graph=graph, bucketing="per_unit")
+    passes.run(small(STEP), transforms, after_each=note)
+    assert list(launches)[-2:] == ["plan_buckets", "insert_collectives"]
+    assert launches.pop("insert_collectives") == 4  # two dtypes and a unit, and a reduce
+    assert set(launches.values()) == {0}
+
+
+@pytest.mark.parametrize("text", [STEP, TWO_OF_ONE_UNIT])
+def test_passes_under_a_fake_mode_of_somebody_elses(text: str) -> None:
+    """D-72: values in the graph are of its own mode, and so are those that passes make."""
+    gm = small(text)
+    transforms = (*passes.JOINT, *passes.pipeline(STEP_TABLE, graph="forward", bucketing="auto"))
+    want = passes.run(gm, transforms)
+    with FakeTensorMode():
+        got = passes.run(gm, transforms)
+    assert render(got.graph) == render(want.graph)
+    modes = {
+        value.fake_mode
+        for node in got.graph.nodes
+        for value in tree_leaves(node.meta.get("val"))
+        if isinstance(value, FakeTensor)
+    }
+    assert len(modes) == 1
+
+
+@pytest.mark.parametrize("bucketing", ["auto", "per_unit", "none", [], [[]], ["absent"]])
+def test_graphs_without_parameters(bucketing: Any) -> None:
+    """D-76: nothing to gather, nothing to plan."""
+    for text in ("in %x: f32[3]\nreturn [%x]", "return []"):
+        transforms = passes.pipeline([], graph="forward", bucketing=bucketing)
+        gm = passes.run(small(text), transforms)
+        assert render(gm.graph) == render(small(text).graph)
+        assert PLAN.get(gm) is None

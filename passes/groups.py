@@ -1,0 +1,44 @@
+"""Whom a collective reaches, as ops carry it: the names under which c10d registered groups.
+
+"0"      the ranks that share the shards of a parameter
+"0+1"    of a reduce: those, then the ranks that hold copies of this one's shards
+"+1"     copies alone: parameters are not cut
+""       nobody else
+"""
+
+from __future__ import annotations
+
+from autoshard import _torch
+
+
+def join(shard_group: str, replicate_group: str) -> str:
+    """The group of a reduce over both; "" for none."""
+    return f"{shard_group}+{replicate_group}" if replicate_group else shard_group
+
+
+def shard_part(group: str) -> str:
+    return group.partition("+")[0]
+
+
+def replicate_part(group: str) -> str:
+    return group.partition("+")[2]
+
+
+def size(group: str) -> int:
+    """Over how many ranks a gradient is averaged, or a parameter gathered."""
+    return shards(group) * _size(replicate_part(group))
+
+
+def shards(group: str) -> int:
+    """Into how many shards a parameter is cut."""
+    return _size(shard_part(group))
+
+
+def shard_rank(group: str) -> int:
+    """Which of them is this rank's."""
+    name = shard_part(group)
+    return _torch.group_rank(name) if name else 0
+
+
+def _size(name: str) -> int:
+    return _torch.group_size(name) if name else 1

@@ -1,0 +1,203 @@
+"""What autograd saves for backward while a step is open.
+
+Hooks on saved tensors replace a view of a gathered parameter by a `_SavedView`: which
+parameter, which strides. Unpacking gathers the unit again and makes the view anew. Nothing
+resizes storages, and nothing hangs on outputs. Hooks of the user's that were there before
+(as of `save_on_cpu`) still get every other tensor. With hooks, autograd leaves it to them to
+find writes to what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autoshard import _torch
+from autoshard.runtime.param import ShardedParam, Stamp, local_tensor
+
+if TYPE_CHECKING:
+    from autoshard.runtime.step import Step
+    from autoshard.runtime.whole import Whole
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whose memory a storage is: of this parameter, the one of `Whole.sources` at this index."""
+
+    param: ShardedParam
+    index: int
+    dtype: torch.dtype
+
+
+class Sources:
+    """The storages of whole parameters that are gathered now."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, Source] = {}
+
+    def add(self, whole: Whole) -> None:
+        """Those of `whole`, but for what is the memory of a shard itself (in a world of one)."""
+        for param, tensors in whole.sources().items():
+            own = {_storage(each) for each in _plain_tensors(param.shard)}
+            for index, tensor in enumerate(tensors):
+                if tensor.numel() and _storage(tensor) not in own:
+                    self._by_storage[_storage(tensor)] = Source(param, index, tensor.dtype)
+
+    def remove(self, whole: Whole) -> None:
+        for tensors in whole.sources().values():
+            for tensor in tensors:
+                self._by_storage.pop(_storage(tensor), None)
+
+    def of(self, tensor: Tensor) -> Source | None:
+        """Whose memory `tensor`, no subclass, is."""
+        source = self._by_storage.get(_storage(tensor))
+        return source if source is not None and source.dtype == tensor.dtype else None
+
+    def clear(self) -> None:
+        self._by_storage = {}
+
+
+class _Regathered:
+    """Kept in place of a tensor whose memory is a gathered parameter's."""
+
+    def unpack(self) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _SavedView(_Regathered):
+    """A view of a gathered parameter, to be made again from a new gather."""
+
+    step: Step
+    source: Source
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    stamp: Stamp  # of the parameter: the values that forward saw
+    spec: Any  # of the DTensor that was saved, if it was one
+
+    def unpack(self) -> Tensor:
+        param = self.source.param
+        param.check_unwritten(self.stamp)
+        memory = self.step.gather_again(param.unit).sources()[param][self.source.index]
+        local = memory.as_strided(self.size, self.stride, self.offset)
+        return local if self.spec is None else _torch.dtensor_of_spec(local, self.spec)
+
+
+@dataclass(frozen=True)
+class _SavedSubclass(_Regathered):
+    """A tensor subclass around such views, as all-gather extensions may make them."""
+
+    kind: Any
+    parts: dict[str, Any]  # each a tensor or `_Regathered`
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def unpack(self) -> Tensor:
+        inner = {
+            name: part.unpack() if isinstance(part, _Regathered) else part
+            for name, part in self.parts.items()
+        }
+        made: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        return made
+
+
+@dataclass(frozen=True)
+class _SavedOther:
+    """Any other tensor, and the version that it had."""
+
+    tensor: Tensor
+    version: int
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a {self.tensor.dtype} tensor of size "
+                f"{list(self.tensor.shape)} is at version {self.tensor._version}, expected version "
+                f"{self.version}; write to a copy of it"
+            )
+        return self.tensor
+
+
+def _pack(step: Step, tensor: Tensor) -> Any:
+    """What autograd keeps instead of `tensor`: itself, or how to gather it again."""
+    if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # as checked
+        parts = {name: _pack(step, getattr(tensor, name)) for name in names}
+        if not any(isinstance(part, _Regathered) for part in parts.values()):
+            return tensor
+        return _SavedSubclass(type(tensor), parts, context, tensor.size(), tensor.stride())
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    source = step.sources.of(local)
+    if source is None or not source.param.unit.reshards:
+        return tensor
+    step.needs_again(source.param.unit)
+    return _SavedView(
+        step,
+        source,
+        local.size(),
+        local.stride(),
+        int(local.storage_offset()),
+        source.param.stamp,
+        tensor._spec if isinstance(tensor, DTensor) else None,
+    )
+
+
+def push_hooks(step: Step) -> bool:
+    """Have autograd keep what `_pack` makes of tensors; whether it has to: see below."""
+    outer = _torch.saved_tensors_hooks_on_top()
+    # A checkpointed block is run again in backward, parameters and all, and what that
+    # second forward saves is wanted at once: neither is gathered a second time.
+    if in_checkpoint() or _torch.in_backward():
+        return False
+
+    def pack(tensor: Tensor) -> Any:
+        packed = _pack(step, tensor)
+        if isinstance(packed, _Regathered):
+            return packed
+        return _SavedOther(tensor, tensor._version) if outer is None else outer[0](tensor)
+
+    def unpack(saved: Any) -> Tensor:
+        tensor: Tensor
+        step.begin_backward()
+        if outer is None or isinstance(saved, _Regathered):
+            tensor = saved.unpack()
+        else:
+            tensor = outer[1](saved)
+        return tensor
+
+    # Autograd calls these, inside compiled code too: Dynamo is to leave them alone.
+    _torch.push_saved_tensors_hooks(_torch.disable(pack), _torch.disable(unpack))
+    return True
+
+
+def in_checkpoint() -> bool:
+    """Whether what runs now does so inside a non-reentrant checkpoint."""
+    hooks = _torch.saved_tensors_hooks_on_top()
+    return hooks is not None and _torch.is_checkpoint_hook(hooks[0])
+
+
+def pop_hooks() -> None:
+    """The end of what the latest `push_hooks` began, if that returned True."""
+    _torch.pop_saved_tensors_hooks()
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """`tensor`, or what a subclass is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # as checked
+            yield from _plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,243 @@
+"""All-gather extensions: FSDP2's protocol for shards that say what is gathered for them."""
+
+from __future__ import annotations
+
+import types
+import unittest.mock
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, issued, train
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+import autoshard
+from autoshard.passes.layout import show_members
+
+aten = torch.ops.aten
+KEEPS_CLASS = {
+    aten.as_strided.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.t.default,
+    aten.view.default,
+}
+MATMULS = {aten.addmm.default, aten.mm.default}
+
+
+class Bf16Weight(Tensor):
+    """Kept in float32, gathered in bfloat16; products with it are computed in that.
+
+    Pretends to be float32, whatever it holds.
+    """
+
+    data_: Tensor
+
+    @staticmethod
+    def __new__(cls, data: Tensor, *_: Any) -> Bf16Weight:
+        return Tensor._make_wrapper_subclass(
+            cls, data.size(), data.stride(), data.storage_offset(), dtype=torch.float32
+        )
+
+    def __init__(self, data: Tensor, *_: Any) -> None:
+        self.data_ = data
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Bf16Weight:
+        return Bf16Weight(inner["data_"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        plain = tree_map_only(Bf16Weight, lambda weight: weight.data_, args)
+        if func in MATMULS:
+            plain = tree_map_only(Tensor, Tensor.bfloat16, plain)
+            return func(*plain, **(kwargs or {})).float()
+        out = func(*plain, **(kwargs or {}))
+        if func._schema.is_mutable:
+            return args[0]
+        return tree_map_only(Tensor, Bf16Weight, out) if func in KEEPS_CLASS else out
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> Any:
+        assert isinstance(module, nn.Linear)
+        assert outer_size[1:] == self.shape[1:]
+        return (self.data_.bfloat16(),), mesh.size()
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        assert metadata == 2
+        (data,) = outputs
+        if out is not None:
+            return None
+        return Bf16Weight(data), (data,)
+
+
+def before(self: Tensor, mesh: Any) -> Any:
+    """Of a plain local tensor: two tensors are sent, in two dtypes, neither its own."""
+    return (self.double(), torch.tensor(3.0)), "metadata"
+
+
+def after(self: Tensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    data, scales = outputs
+    assert metadata == "metadata"
+    assert torch.equal(scales, torch.full_like(scales, 3.0))
+    whole = (data * 3).to(param_dtype)
+    return whole, (whole,)
+
+
+def extend(param: Tensor, pre: Any = before, post: Any = after) -> None:
+    for name, method in (("fsdp_pre_all_gather", pre), ("fsdp_post_all_gather", post)):
+        if method is not None:
+            setattr(param._local_tensor, name, types.MethodType(method, param._local_tensor))
+
+
+class Low(Net):
+    """Linear layers of blocks have a Bf16Weight."""
+
+    def __init__(self, hidden: int, **arguments: Any) -> None:
+        super().__init__(tied=False, **arguments)
+        for layer in self.layers:
+            layer.up, layer.down = nn.Linear(6, hidden), nn.Linear(hidden, 6)
+            for linear in (layer.up, layer.down):
+                linear.weight = nn.Parameter(Bf16Weight(linear.weight.detach()))
+
+
+def build(hidden: int = 8, **arguments: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Low(hidden, **arguments)
+
+
+def shard_with(library: Any, model: nn.Module, reshard: bool) -> nn.Module:
+    for layer in model.layers:
+        library.fully_shard(layer, reshard_after_forward=reshard)
+    return library.fully_shard(model)
+
+
+def data(tensor: Tensor) -> Tensor:
+    return tensor.data_ if isinstance(tensor, Bf16Weight) else tensor
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_subclass_equals_fsdp2(rank: int, reshard: bool) -> None:
+    ours, theirs = (shard_with(library, build(), reshard) for library in (autoshard, fsdp))
+    assert train(ours, net_loss, adamw(ours)) == train(theirs, net_loss, adamw(theirs))
+    for (name, got), want in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(data(got.to_local()), data(want.to_local())), name
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("compile", [False, True])
+@on_ranks(2)
+def test_uneven_shards_equal_the_replicated_model(
+    rank: int, compile: bool, checkpointing: str | None
+) -> None:
+    """FSDP2 asks subclasses to pad; here it is done for them. Compiled, they run eagerly."""
+    want = build(7)
+    losses = train(want, net_loss, adamw(want), replicated=True)
+    got = autoshard.shard(build(7, checkpointing=checkpointing))
+    optimizer = adamw(got)
+    call = torch.compile(got, backend="autoshard") if compile else got
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "autoshard could not compile a frame")  # once a process
+        assert train(call, net_loss, optimizer) == losses
+    for (name, ours), whole in zip(got.named_parameters(), want.parameters(), strict=True):
+        rows = whole.shape[0] // 2 + whole.shape[0] % 2
+        part = data(whole)[rows * rank : rows * (rank + 1)]
+        assert torch.equal(data(ours.to_local()), part), name
+
+
+@on_ranks(2)
+def test_what_is_sent_and_what_is_kept(rank: int) -> None:
+    """Weights travel in bfloat16, biases apart from them; none is whole between the passes."""
+    whole = []
+    after = Bf16Weight.fsdp_post_all_gather
+
+    def spy(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        whole.append(StorageWeakRef(outputs[0].untyped_storage()))
+        return after(self, outputs, *args, **kwargs)
+
+    model = autoshard.shard(build())
+    losses: list[Tensor] = []
+    with unittest.mock.patch.object(Bf16Weight, "fsdp_post_all_gather", spy):
+        forward = issued(lambda: losses.append(net_loss(model, rank, 0)))
+        assert len(whole) == 6
+        assert all(each.expired() for each in whole)
+        backward = issued(losses[0].backward)
+        assert len(whole) == 12
+        assert all(each.expired() for each in whole)
+    sent = Counter(show_members(entry.members) for entry in forward)
+    assert sent["bf16[8,6] bf16[6,8]"] == 3
+    assert Counter(entry.kind for entry in forward) == {"gather": 7}
+    assert Counter(entry.kind for entry in backward) == {"gather": 6, "reduce": 4}
+
+
+@on_ranks(2)
+def test_methods_put_on_a_local_tensor_after_sharding(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 3)
+    torch.manual_seed(0)
+    model = autoshard.fully_shard(nn.Linear(5, 3))
+    x = torch.ones(2, 5)
+    assert torch.equal(model(x), plain(x))
+    extend(model.weight)
+    assert torch.equal(model(x), functional.linear(x, plain.weight * 3, plain.bias))
+    model(x).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((3, 5), 2.0))
+
+
+def test_a_world_of_one() -> None:
+    model = autoshard.fully_shard(nn.Linear(5, 3, bias=False))
+    x = torch.ones(2, 5)
+    before = model(x)
+    extend(model.weight)
+    torch.testing.assert_close(model(x), before * 3)
+
+
+@on_ranks(2)
+def test_errors(rank: int) -> None:
+    def forward(pre: Any, post: Any = after) -> None:
+        model = autoshard.fully_shard(nn.Sequential(nn.Linear(5, 3)))
+        extend(model[0].weight, pre, post)
+        model(torch.ones(2, 5))
+
+    with pytest.raises(TypeError, match=r"0\.weight.* has fsdp_pre_all_gather alone"):
+        forward(before, None)
+    with pytest.raises(TypeError, match=r"of 0\.weight takes 2 arguments: expected \(mesh\)"):
+        forward(lambda self, mesh, size: None)
+    with pytest.raises(TypeError, match=r"of 0\.weight should return \(tensors to gather"):
+        forward(lambda self, mesh: (self, None))
+    with pytest.raises(ValueError, match=r"0\.weight, whose 3 rows are cut unevenly over 2 ranks"):
+        forward(lambda self, mesh: ((torch.ones(7),), None))
+
+
+@on_ranks(2)
+def test_not_compiled_yet(rank: int) -> None:
+    model = autoshard.shard(build())
+    call = torch.compile(model, backend="autoshard", options={"strict": True})
+    with pytest.raises(Exception, match=r"unit 'layers\.0' asks for all-gather extensions"):
+        net_loss(call, rank, 0)
+
+
+@on_ranks(4)
+def test_resharding_to_fewer_ranks_is_refused(rank: int) -> None:
+    model = autoshard.fully_shard(nn.Linear(5, 4), reshard_after_forward=2)
+    extend(model.weight)
+    with pytest.raises(NotImplementedError, match=r"weight .* can't be resharded to 2 ranks"):
+        model(torch.ones(2, 5))

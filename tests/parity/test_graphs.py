@@ -1,0 +1,90 @@
+"""What stands in compiled graphs, and what does not: writes, and launches without an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.models import Net, net_loss
+from support.programs import events_of
+from support.ranks import on_ranks
+from support.training import adamw, train
+from torch import fx
+
+from autoshard import _torch, backend
+from autoshard.passes.match import is_launch, is_wait
+from autoshard.runtime.param import find
+
+
+@contextmanager
+def lowered_graphs() -> Iterator[list[fx.GraphModule]]:
+    """Those that are lowered eagerly inside, in order."""
+    graphs: list[fx.GraphModule] = []
+    lower = backend.lower_eagerly
+
+    def note(gm: fx.GraphModule) -> Any:
+        graphs.append(gm)
+        return lower(gm)
+
+    backend.lower_eagerly = note
+    try:
+        yield graphs
+    finally:
+        backend.lower_eagerly = lower
+
+
+def writes(gm: fx.GraphModule) -> list[fx.Node]:
+    """Calls of operators that write to an argument, or that nobody can tell of."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    operators = [node for node in calls if isinstance(node.target, torch._ops.OpOverload)]
+    others = [node for node in gm.graph.nodes if node.op in ("call_method", "call_module")]
+    return [*others, *(node for node in operators if node.target._schema.is_mutable)]
+
+
+def trained(loss_of: Callable[..., Any], strategy: str) -> tuple[Any, list[fx.GraphModule]]:
+    options = {"lowering": "eager", "strategy": strategy, "strict": True}
+    model = Net()
+    call = torch.compile(model, backend="autoshard", options=options)
+    with lowered_graphs() as graphs:
+        train(call, loss_of, adamw(model), steps=2)
+    return call, graphs
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_graphs_write_to_no_parameter(rank: int, strategy: str) -> None:
+    """D-70: gathered values are new tensors, and parameters are what they were."""
+    call, graphs = trained(net_loss, strategy)
+    assert len(graphs) == 2
+    assert [writes(gm) for gm in graphs] == [[], []]
+    params = [find(param) for param in call.parameters()]
+    before = [(param.stamp, param.shard.data_ptr()) for param in params]
+    net_loss(call, rank, 2).backward()
+    assert [(param.stamp, param.shard.data_ptr()) for param in params] == before
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_what_a_graph_launches_it_waits_for(rank: int, strategy: str) -> None:
+    """D-71: backward needs no callback to end its reduces."""
+    queued: list[object] = []
+    queue, _torch.queue_backward_callback = _torch.queue_backward_callback, queued.append
+    try:
+        _, graphs = trained(net_loss, strategy)
+    finally:
+        _torch.queue_backward_callback = queue
+    assert queued == []
+    assert len(graphs) == 2
+    for gm in graphs:
+        events = [node for node in gm.graph.nodes if is_launch(node) or is_wait(node)]
+        assert events
+        assert not any(map(is_launch, events[-1:]))
+        for kind in ("gather", "reduce"):
+            found = events_of(gm, kind)
+            launched = sorted(bucket for what, bucket in found if what == "launch")
+            assert launched == sorted(bucket for what, bucket in found if what == "wait")
+    reduces = events_of(graphs[-1], "reduce")
+    assert len(reduces) == 2 * 4

@@ -1,0 +1,201 @@
+"""Who waits for a collective, and where: collectives that run late, a stream beside compute."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, assert_same, compiled, replicated, sgd, sharded, train
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard import _torch
+from autoshard.runtime import collectives, reduce, streams
+
+
+class Late:
+    """A collective as late as it may be: it runs when it is waited for, once, and not before.
+
+    What it reads and writes, others have to keep alive until then.
+    """
+
+    def __init__(self, run: Callable[..., object], *buffers: Tensor) -> None:
+        self._run = run
+        self._buffers = [weakref.ref(buffer) for buffer in buffers]
+        self.is_over = False
+
+    def wait(self) -> None:
+        assert not self.is_over, "waited for twice"
+        buffers = [buffer() for buffer in self._buffers]
+        assert all(buffer is not None for buffer in buffers), "let go of before it was waited for"
+        self.is_over = True
+        self._run(*buffers)
+
+
+@contextmanager
+def late_collectives() -> Iterator[list[Late]]:
+    """All collectives launched inside, with NaN for results until they are waited for."""
+    launched: list[Late] = []
+    gather, scatter = _torch.all_gather_flat, _torch.reduce_scatter_flat
+    all_reduce = dist.all_reduce
+
+    def late(run: Callable[..., object]) -> Callable[..., Late]:
+        def launch(receive: Tensor, send: Tensor, *, group: Any, async_op: bool) -> Late:
+            receive.fill_(math.nan)
+            launched.append(Late(functools.partial(run, group=group), receive, send))
+            return launched[-1]
+
+        return launch
+
+    def late_all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Late:
+        launched.append(Late(functools.partial(all_reduce, group=group), tensor))
+        return launched[-1]
+
+    _torch.all_gather_flat, _torch.reduce_scatter_flat = late(gather), late(scatter)
+    dist.all_reduce = late_all_reduce
+    try:
+        yield launched
+    finally:
+        _torch.all_gather_flat, _torch.reduce_scatter_flat = gather, scatter
+        dist.all_reduce = all_reduce
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_collectives_that_run_late(rank: int, form: str, strategy: str) -> None:
+    """D-18, D-47: nothing is read before it is there, and nothing in use let go of."""
+    want, want_losses = replicated(Net, net_loss)
+    with late_collectives() as launched:
+        got, losses = (sharded if form == "eager" else compiled)(Net, net_loss, strategy=strategy)
+        assert launched
+        assert all(each.is_over for each in launched)
+    assert losses == want_losses
+    assert_same(got, want)
+
+
+@on_ranks(2)
+def test_collectives_that_run_late_lowered_by_inductor(rank: int) -> None:
+    """D-18, D-47: its generated code uses memory again, but not what is in flight."""
+    one = functools.partial(Net, layers=1)
+    want, _ = replicated(one, net_loss, steps=2, make=sgd)
+    with late_collectives() as launched:
+        got, _ = compiled(one, net_loss, steps=2, make=sgd, lowering="inductor")
+        assert all(each.is_over for each in launched)
+    assert_same(got, want, rtol=1e-5)
+
+
+def hybrid(replicas: int, shards: int) -> Any:
+    names = ("replicate", "shard")
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net(tied=False)
+
+
+@on_ranks(4)
+def test_collectives_over_two_axes_that_run_late(rank: int) -> None:
+    """D-18, D-47, A52: an all-reduce outlives the next unit's reduce-scatter, with its buffer."""
+    want, _ = replicated(build, net_loss)
+    for mesh in ((2, 2), (4, 1)):
+        model = autoshard.shard(build(), strategy="hybrid_shard", mesh=hybrid(*mesh))
+        with late_collectives() as launched:
+            train(model, net_loss, adamw(model))
+            assert all(each.is_over for each in launched)
+        assert_same(model, want, rtol=1e-5)  # four ranks sum in an order of gloo's choosing
+
+
+@on_ranks(2)
+def test_only_a_backward_that_is_not_the_last_ends_before_its_reduces(rank: int) -> None:
+    """D-47."""
+    model = autoshard.shard(build())
+    for is_last in (False, True):
+        model.set_is_last_backward(is_last)
+        with late_collectives() as launched:
+            net_loss(model, rank, 0).backward()
+            assert all(each.is_over for each in launched) == is_last
+            model.set_is_last_backward(True)
+            net_loss(model, rank, 1).backward()
+            assert all(each.is_over for each in launched)
+        assert not any(param.grad.to_local().isnan().any() for param in model.parameters())
+
+
+class Stream:
+    """Stands for a device's; what waits for what is noted in `log`."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+@contextmanager
+def device_with_streams(log: list[str]) -> Iterator[None]:
+    """Streams as on a device that has some: `log` has those made, and where all-reduces go."""
+    current = [Stream("compute", log)]
+
+    def make(device: torch.device) -> Stream:
+        log.append(f"one made for {device}")
+        return Stream("beside", log)
+
+    @contextmanager
+    def use(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    device = torch.device("cuda", 0)
+    module = types.SimpleNamespace(
+        Stream=make,
+        accelerator=types.SimpleNamespace(current_stream=lambda device: current[-1]),
+        get_device_module=lambda kind: types.SimpleNamespace(stream=use),
+    )
+    on_stream, real = reduce.on_all_reduce_stream, streams.torch
+    reduce.on_all_reduce_stream = lambda _, after_compute: on_stream(
+        device, after_compute=after_compute
+    )
+    streams.torch = module
+    streams.all_reduce_stream.cache_clear()
+    try:
+        with collectives.observe(lambda i: log.append(f"{i.kind} on {current[-1].name}")):
+            yield
+    finally:
+        reduce.on_all_reduce_stream, streams.torch = on_stream, real
+        streams.all_reduce_stream.cache_clear()
+
+
+@on_ranks(4)
+def test_one_stream_for_the_all_reduces_of_all_units(rank: int) -> None:
+    """A19, A60: and of all models. Compute waits for nothing on it, until the end. The streams
+    are stand-ins: this shows who asks for which, not that a device obeys."""
+    log: list[str] = []
+    with device_with_streams(log):
+        for mesh in ((2, 2), (4, 1)):
+            model = autoshard.shard(build(), strategy="hybrid_shard", mesh=hybrid(*mesh))
+            net_loss(model, rank, 0).backward()
+            seen, log[:] = list(log), [line for line in log if line.startswith("one")]
+            assert seen.count("all_reduce on beside") == 4
+            assert {line for line in seen if " on " in line} <= {
+                "gather on compute",
+                "reduce on compute",
+                "all_reduce on beside",
+            }
+            # Only where no reduce-scatter was waited for is there something of compute's to wait
+            # for: gradients that were packed there.
+            assert seen.count("beside waits for compute") == (4 if mesh == (4, 1) else 0)
+            assert "compute waits for beside" not in seen
+    assert log == ["one made for cuda:0"]
