@@ -17,13 +17,17 @@ demo: .venv/.installed  ## train a small Llama on two ranks, then check parity
 test: .venv/.installed  ## run the whole test suite
 	$(BIN)/python -m pytest
 
-lint: .venv/.installed  ## ruff, mypy --strict, codespell
+lint: .venv/.installed  ## ruff, mypy --strict, codespell, and that docs/features.md is true
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m autoshard.tools.features --check
+
+features: .venv/.installed  ## write docs/features.md anew from the tests
+	$(BIN)/python -m autoshard.tools.features
 
 goldens: .venv/.installed  ## write the golden files anew; read the diff
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/golden
 
-.PHONY: help demo test lint goldens
+.PHONY: help demo test lint features goldens

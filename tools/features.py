@@ -4,8 +4,7 @@
     python -m autoshard.tools.features --check  # fail if it would change, or a row has no test
 
 A test claims rows by their ids in its docstring ("A7, D-14 to D-16"), or in its name
-(`test_a37_...`). Tests that take a `form` or `compile` parameter, or whose file is about
-compiled code, count for both columns.
+(`test_a37_...`). Whether it runs eagerly, compiled or both is read from its code: see `forms_of`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,27 +96,198 @@ FEATURES: dict[str, str] = {
     "A81": "replicate: a child alone, then the root",
     "A82": "replicate: names stay",
 }
-TRAPS = {f"D-{number}": "" for number in range(1, 79)}
+TRAPS: dict[str, str] = {
+    "D-1": "shard groups of one rank: replicas are summed all the same",
+    "D-2": "tied parameters have one owner",
+    "D-3": "rows that ranks can't share evenly; empty shards",
+    "D-4": "optimizers built before sharding",
+    "D-5": "writes to gathered parameters are not lost in silence",
+    "D-6": "what a parameter is, whenever it is read outside of forward",
+    "D-7": "casts, moves and assigned state dicts after sharding",
+    "D-8": "a state dict that is kept shares memory with the shards",
+    "D-9": "state dicts saved while parameters are gathered",
+    "D-10": "copies of a sharded module are refused",
+    "D-11": "a module of two parents is wrapped once",
+    "D-12": "wrap contexts end with their block",
+    "D-13": "units share no dict of overrides",
+    "D-14": "several outputs, several calls: one gather in backward",
+    "D-15": "backward ends where no input or output needs a gradient",
+    "D-16": "units used several times in one forward",
+    "D-17": "several backwards before one step",
+    "D-18": "buffers live until their collective is waited for",
+    "D-19": "checkpoints repeat forward, and none of its bookkeeping",
+    "D-20": "reentrant checkpoints, inside units and around them",
+    "D-21": "nested units, checkpointed, called twice",
+    "D-22": "casts are repeated where forward is",
+    "D-23": "gradients of gradients are refused",
+    "D-24": "version counters: ours stay quiet, the user's writes are found",
+    "D-25": "writes to views that units return",
+    "D-26": "outputs in containers of any kind",
+    "D-27": "inputs are handed on, not rebuilt",
+    "D-28": "parameters read outside of their unit's forward",
+    "D-29": "exceptions in the middle of a step",
+    "D-30": "a child called before the root",
+    "D-31": "sums of half precision: divided before and after",
+    "D-32": "means over groups of one rank",
+    "D-33": "divide factors that the backend has no operation for",
+    "D-34": "zero_grad() while gradients wait",
+    "D-35": "the dtype in which gradients add up",
+    "D-36": "gradients that wait: what they weigh, and offload beside them",
+    "D-37": "ranks that use different parameters",
+    "D-38": "units frozen in part, in whole, or for a while",
+    "D-39": "an optimizer in backward finds its gradient complete",
+    "D-40": "norms over shards count each parameter once",
+    "D-41": "an inf on one rank skips the step on all",
+    "D-42": "no gradient is not a gradient of zero",
+    "D-43": "prefetch, ZeRO-2 and eval in turns",
+    "D-44": "what was gathered ahead in vain",
+    "D-45": "ranks that differ in order",
+    "D-46": "gathers see the optimizer's whole update",
+    "D-47": "backward ends when its reduces have",
+    "D-48": "what a root keeps does not outlive a load",
+    "D-49": "two models on two meshes in one process",
+    "D-50": "buffers go by the model's names",
+    "D-51": "buffers of ignored modules are not cast",
+    "D-52": "buffers fresh from meta are synchronised over both axes",
+    "D-53": "BatchNorm beside low precision",
+    "D-54": "running statistics are each rank's own",
+    "D-55": "meta parameters are all filled, ties kept",
+    "D-56": "the switch for full precision in eval",
+    "D-57": "which inputs are cast, and where",
+    "D-58": "several dtypes in one unit",
+    "D-59": "graph breaks between blocks",
+    "D-60": "collectives of compiled code, counted without dispatch modes",
+    "D-61": "only like collectives share a bucket",
+    "D-62": "passes leave no cycles",
+    "D-63": "buckets are made before order is fixed",
+    "D-64": "gathers of parameters are marked, not guessed",
+    "D-65": "a bucket stands where it is first used",
+    "D-66": "one gather a parameter and graph",
+    "D-67": "nothing gathered is saved for backward",
+    "D-68": "hooks on what a checkpoint returns",
+    "D-69": "ranks agree on their plans",
+    "D-70": "graphs write to no parameter",
+    "D-71": "a launch and its wait are in one graph",
+    "D-72": "passes under another's fake mode",
+    "D-73": "collectives are counted where they are launched",
+    "D-74": "dropout in checkpoints, compiled",
+    "D-75": "one wait a launch",
+    "D-76": "limits of none, of zero, and beyond what there is",
+    "D-77": "freezing and unfreezing after compilation",
+    "D-78": "no rank drops a collective by itself",
+}
+NOT_TESTABLE: dict[str, str] = {
+    "A53": "times on 32 GPUs of others, kept as reference numbers",
+}
+"""Why no test can claim a row."""
+
+
+HEAD = """\
+# Features and traps, and the tests that prove them
+
+Written by `python -m autoshard.tools.features` from what tests say that they prove. A: what FSDP1,
+its wrap policies and `replicate` do. D: what has gone wrong in their history.
+
+{features}
+
+{traps}
+"""
+
+BOTH = {"form", "compile", "kind"}
+"""Parameters of tests that run eagerly and compiled in turn."""
+COMPILED = {"lowering", "route"}
+"""Parameters of tests that run compiled only."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A test, and the rows that it says it proves."""
+    """A test, the rows that it says it proves, and the forms, "eager" or "compiled", it runs."""
 
     test: str
     rows: frozenset[str]
-    is_compiled: bool
+    forms: frozenset[str]
 
 
 def claims(folder: Path) -> Iterator[Claim]:
     """Those of all tests below `folder`."""
     for path in sorted(folder.rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        module = ast.parse(path.read_text())
+        for node in module.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 rows = rows_in(ast.get_docstring(node) or "") | rows_in_name(node.name)
-                arguments = {argument.arg for argument in node.args.args}
-                compiled = bool(arguments & {"form", "compile", "route", "lowering"})
-                yield Claim(f"{path.relative_to(folder)}::{node.name}", rows, compiled)
+                name = f"{path.relative_to(folder).as_posix()}::{node.name}"
+                yield Claim(name, rows, forms_of(node, module))
+
+
+def forms_of(test: ast.FunctionDef, module: ast.Module) -> frozenset[str]:
+    """Which of "eager" and "compiled" a test of `module` runs.
+
+    A module that imports passes is about graphs. Elsewhere parameters tell (`BOTH`, `COMPILED`,
+    or a value "compiled"), or else the words in the test and in what it uses of its module: what
+    compiles says so, and what is compared with the eager runtime calls `sharded` or `shard`.
+    """
+    if any(map(_imports_passes, module.body)):
+        return frozenset({"compiled"})
+    parameters = _parameters(test)
+    values = {
+        node.value
+        for decorator in test.decorator_list
+        for node in ast.walk(decorator)
+        if isinstance(node, ast.Constant)
+    }
+    if parameters & BOTH or "compiled" in values:
+        return frozenset({"eager", "compiled"})
+    words = _words(test, module)
+    if not (parameters & COMPILED or words & {"compile", "compiled"}):
+        return frozenset({"eager"})
+    is_both = words & {"sharded", "shard"}
+    return frozenset({"eager", "compiled"} if is_both else {"compiled"})
+
+
+def _imports_passes(node: ast.stmt) -> bool:
+    """But for `layout`, the arithmetic of shards, which is everybody's."""
+    if not isinstance(node, ast.ImportFrom):
+        return False
+    names = {f"{node.module}.{alias.name}" for alias in node.names}
+    return any(
+        name.startswith("autoshard.passes") and not name.startswith("autoshard.passes.layout")
+        for name in names
+    )
+
+
+def _is_told_the_form(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether it runs what its caller says, rather than something of its own."""
+    return isinstance(node, ast.FunctionDef) and bool(_parameters(node) & BOTH)
+
+
+def _parameters(function: ast.FunctionDef) -> set[str]:
+    return {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+
+
+def _words(test: ast.FunctionDef, module: ast.Module) -> set[str]:
+    """Identifiers, and words in strings, in `test` and in what it uses of `module`."""
+    known = {
+        node.name: node
+        for node in module.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not _is_told_the_form(node)
+    }
+    words: set[str] = set()
+    waiting: list[ast.FunctionDef | ast.ClassDef] = [test]
+    while waiting:
+        body = waiting.pop()
+        documented = {id(each.value) for each in ast.walk(body) if isinstance(each, ast.Expr)}
+        for node in ast.walk(body):
+            if isinstance(node, ast.Name):
+                found = {node.id}
+            elif isinstance(node, ast.Attribute):
+                found = {node.attr}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found = set() if id(node) in documented else set(re.findall(r"\w+", node.value))
+            else:
+                continue
+            waiting.extend(known.pop(word) for word in found & known.keys())
+            words |= found
+    return words
 
 
 def rows_in(text: str) -> frozenset[str]:
@@ -143,17 +313,27 @@ def rows_in_name(name: str) -> frozenset[str]:
     return frozenset(f"A{number}" if kind == "a" else f"D-{number}" for kind, number in found)
 
 
-def table(rows: dict[str, str], found: list[Claim]) -> tuple[str, list[str]]:
-    """The rows as Markdown, and the ids of those that no test claims."""
-    lines, missing = ["| id | behaviour | eager | compiled |", "|---|---|---|---|"], []
+def table(rows: dict[str, str], found: list[Claim]) -> str:
+    """The rows as Markdown."""
+    lines = ["| id | behaviour | eager | compiled |", "|---|---|---|---|"]
     for row, title in rows.items():
-        tests = [claim for claim in found if row in claim.rows]
-        if not tests:
-            missing.append(row)
-        eager = "<br>".join(claim.test for claim in tests)
-        compiled = "<br>".join(claim.test for claim in tests if claim.is_compiled)
-        lines.append(f"| {row} | {title} | {eager} | {compiled} |")
-    return "\n".join(lines), missing
+        eager, compiled = (
+            "<br>".join(each.test for each in found if row in each.rows and form in each.forms)
+            for form in ("eager", "compiled")
+        )
+        lines.append(f"| {row} | {title} | {NOT_TESTABLE.get(row, eager)} | {compiled} |")
+    return "\n".join(lines)
+
+
+def problems(rows: Iterable[str], found: list[Claim]) -> list[str]:
+    """Rows that no test claims, and claims of rows that there are not."""
+    claimed = {row: claim.test for claim in found for row in claim.rows}
+    wanted = [row for row in rows if row not in NOT_TESTABLE]
+    unknown = sorted({*claimed} - {*wanted})
+    return [
+        *(f"no test claims {row}" for row in wanted if row not in claimed),
+        *(f"{claimed[row]} claims {row}, which is no row" for row in unknown),
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,16 +342,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args(argv)
     found = list(claims(ROOT / "tests"))
-    features, missing = table(FEATURES, found)
-    traps, untested = table(TRAPS, found)
-    text = f"# Features and traps, and the tests that prove them\n\n{features}\n\n{traps}\n"
+    text = HEAD.format(features=table(FEATURES, found), traps=table(TRAPS, found))
     target = ROOT / "docs" / "features.md"
-    stale = not target.exists() or target.read_text() != text
-    if stale and not arguments.check:
-        target.write_text(text)
-    for row in (*missing, *untested):
-        print(f"no test claims {row}", file=sys.stderr)
-    return int(bool(missing or untested or (stale and arguments.check)))
+    wrong = problems((*FEATURES, *TRAPS), found)
+    if not target.exists() or target.read_text() != text:
+        if arguments.check:
+            wrong.append("docs/features.md is stale: run python -m autoshard.tools.features")
+        else:
+            target.write_text(text)
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
