@@ -202,7 +202,8 @@ def test_methods_put_on_a_local_tensor_after_sharding(rank: int) -> None:
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((3, 5), 2.0))
 
 
-def test_a_world_of_one() -> None:
+@on_ranks(1)
+def test_a_world_of_one(rank: int) -> None:
     model = autoshard.fully_shard(nn.Linear(5, 3, bias=False))
     x = torch.ones(2, 5)
     before = model(x)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from support.models import Net, tokens
 from support.ranks import on_ranks
+from support.selection import IS_FULL
 from support.training import assert_same, average_gradients
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -34,7 +34,6 @@ import autoshard
 from autoshard import MixedPrecisionPolicy
 
 STEPS = 10
-IS_FULL = os.environ.get("AUTOSHARD_MATRIX") == "full"
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

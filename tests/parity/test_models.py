@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.models import HF_MODELS, Net, hf_loss, hf_model, net_loss
 from support.ranks import on_ranks
+from support.selection import part_of
 from support.training import assert_same, compiled, replicated, sgd, sharded
 
 # Inductor fuses and reassociates: float32 sums of a few hundred terms, over a few steps.
@@ -24,10 +25,19 @@ def test_eager(rank: int, checkpointing: str | None, tied: bool, strategy: str) 
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("bucketing", ["auto", "none", [["layers.0", "layers.1"], "head"]])
+COMPILED = [
+    (checkpointing, tied, strategy, bucketing)
+    for bucketing in ("auto", "none", [["layers.0", "layers.1"], "head"])
+    for strategy in ("full_shard", "shard_grad_op")
+    for tied in (True, False)
+    for checkpointing in (None, "non-reentrant")
+]
+
+
+# Every third: each pair of two options' values is in one of them.
+@pytest.mark.parametrize(
+    ("checkpointing", "tied", "strategy", "bucketing"), part_of(COMPILED, every=3)
+)
 @on_ranks(2)
 def test_compiled(
     rank: int, checkpointing: str | None, tied: bool, strategy: str, bucketing: object
@@ -82,7 +92,8 @@ def test_hugging_face(rank: int, name: str) -> None:
         assert_same(got, want)
 
 
-@pytest.mark.parametrize("name", HF_MODELS)
+# Llama alone by default: Inductor takes the better part of a minute a model.
+@pytest.mark.parametrize("name", part_of(HF_MODELS, every=len(HF_MODELS)))
 @on_ranks(2, timeout=280)
 def test_hugging_face_inductor(rank: int, name: str) -> None:
     build = functools.partial(hf_model, name)
