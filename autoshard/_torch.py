@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -265,6 +265,23 @@ def is_to_local(node: torch.fx.Node) -> bool:
     if node.op == "call_method":
         return node.target == "to_local"
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "prim_to_local"
+
+
+@contextlib.contextmanager
+def one_more_input(graph: torch.fx.Graph, name: str, example: torch.Tensor) -> Iterator[None]:
+    """Inside, `graph`, which Dynamo made, has one more input, the last, that it does not read.
+
+    Dynamo, whose variables are behind the others, is not to see it.
+    """
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        added = graph.placeholder(name)
+    added.meta["example_value"] = example
+    added._dynamo_source = None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        graph.erase_node(added)
 
 
 def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -21,7 +21,7 @@ from autoshard.options import CompileOptions
 from autoshard.passes.dump import Dump
 from autoshard.passes.lower_eagerly import lower_eagerly
 from autoshard.passes.lower_inductor import lower_inductor
-from autoshard.passes.match import is_marker
+from autoshard.passes.match import is_gradient, is_marker, table_of
 from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
 from autoshard.passes.text import render
@@ -139,14 +139,15 @@ class Compilation:
         self.table = frame.table()
         pairs = list(zip(frame.params, self.table, strict=True))
         self.axes = {param.group: info.axis for param, info in pairs}
-        self.axes |= {param.axes.reduce_group: info.reduce_axis for param, info in pairs}
+        self.axes |= {param.reduce_group: info.reduce_axis for param, info in pairs}
         self.plans: list[Plan] = []  # filled as graphs are compiled
 
     def compile(self) -> Callable[..., Any]:
         """A callable with the inputs and outputs of the frame's graph."""
-        if self.options.lowering == "eager":
-            return self._compile_eagerly()
-        return self._compile_inductor()
+        with self.frame.with_table():
+            if self.options.lowering == "eager":
+                return self._compile_eagerly()
+            return self._compile_inductor()
 
     def _compile_eagerly(self) -> Callable[..., Any]:
         def lower(graph: str) -> Callable[..., Any]:
@@ -187,6 +188,9 @@ class Compilation:
         """Before partitioning, in place: the partitioner's caller holds this very module."""
         for transform in passes.JOINT:
             gm = transform(gm)
+        without = [node.name for node in gm.graph.nodes if is_gradient(node) and not table_of(node)]
+        if without:
+            raise passes.PassError(f"%{', %'.join(without)} found no table of parameters")
         gm.graph.lint()
         gm.recompile()
         return gm

@@ -7,6 +7,7 @@ from functools import partial
 
 from autoshard.passes.drop_dead_markers import drop_dead_markers as drop_dead_markers
 from autoshard.passes.drop_local_markers import drop_local_markers as drop_local_markers
+from autoshard.passes.give_table import give_table as give_table
 from autoshard.passes.hoist_shards import hoist_shards as hoist_shards
 from autoshard.passes.insert_collectives import insert_collectives as insert_collectives
 from autoshard.passes.merge_markers import merge_markers as merge_markers
@@ -22,6 +23,7 @@ from autoshard.passes.tag_recompute import tag_recompute as tag_recompute
 
 JOINT: tuple[Pass, ...] = (
     merge_markers,  # first: a tag below must hold for every use of a parameter
+    give_table,  # backward is to have it among its inputs
     tag_recompute,  # last: what the partitioner, next in line, obeys
 )
 """Forward and backward in one graph, before it is partitioned."""

@@ -24,8 +24,9 @@ def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):
-        if is_marker(node) and groups.size(group_of(node)) == 1:
-            (value,) = node.all_input_nodes
+        if is_marker(node) and _is_local(group_of(node)):
+            value = node.args[0]
+            assert isinstance(value, fx.Node)
             (member,) = read_members(members_of(node))
             with gm.graph.inserting_before(node):
                 value = _cast(value, member.dtype)
@@ -33,6 +34,10 @@ def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(value)
             gm.graph.erase_node(node)
     return gm
+
+
+def _is_local(group: str) -> bool:
+    return groups.size(group) == 1 and not groups.is_custom(group)
 
 
 def _cast(value: fx.Node, dtype: torch.dtype) -> fx.Node:

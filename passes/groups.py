@@ -4,6 +4,8 @@
 "0+1"    of a reduce: those, then the ranks that hold copies of this one's shards
 "+1"     copies alone: parameters are not cut
 ""       nobody else
+"0*"     of a reduce, any of these: and the user's settings of the unit (hooks, a number to divide
+         by, sums that wait for their all-reduce) have a say, when it is launched
 """
 
 from __future__ import annotations
@@ -16,12 +18,22 @@ def join(shard_group: str, replicate_group: str) -> str:
     return f"{shard_group}+{replicate_group}" if replicate_group else shard_group
 
 
+def customized(group: str) -> str:
+    """`group`, of a reduce in which the user's settings have a say."""
+    return f"{group}*"
+
+
+def is_custom(group: str) -> bool:
+    """Whether a reduce does not simply give the mean over `group`."""
+    return group.endswith("*")
+
+
 def shard_part(group: str) -> str:
-    return group.partition("+")[0]
+    return group.rstrip("*").partition("+")[0]
 
 
 def replicate_part(group: str) -> str:
-    return group.partition("+")[2]
+    return group.rstrip("*").partition("+")[2]
 
 
 def size(group: str) -> int:

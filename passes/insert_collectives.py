@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autoshard.passes import ops
-from autoshard.passes.match import group_of, is_marker, kind_of, param_of
+from autoshard.passes.match import group_of, is_marker, kind_of, param_of, table_of
 from autoshard.passes.meta import PLAN, SOURCE
 from autoshard.passes.plan import Bucket, Plan
 
@@ -67,10 +67,12 @@ def _members(plan: Plan, markers: list[fx.Node]) -> list[list[fx.Node]]:
 
 def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
     inputs = [member.args[0] for member in members]
+    arguments = (inputs, bucket.members, group_of(members[0]), number)
+    table = table_of(members[0])
     ticket = graph.create_node(
         "call_function",
         _LAUNCH[bucket.kind],
-        (inputs, bucket.members, group_of(members[0]), number),
+        arguments if table is None else (*arguments, table, list(bucket.params)),
         name=f"launch_{bucket.kind}_{_identifier(bucket.unit)}",
     )
     ticket.meta["val"] = members[0].meta["val"].new_empty(1, dtype=torch.uint8)
@@ -82,7 +84,7 @@ def _all_reduce(graph: fx.Graph, launched: fx.Node, bucket: Bucket) -> fx.Node:
     ticket = graph.create_node(
         "call_function",
         ops.all_reduce,
-        (launched, *launched.args[1:]),
+        (launched, *launched.args[1:4]),
         name=f"all_reduce_{_identifier(bucket.unit)}",
     )
     ticket.meta["val"] = launched.meta["val"].new_empty(1)
@@ -96,7 +98,7 @@ def _wait(
     results = graph.create_node(
         "call_function",
         _WAIT[bucket.kind],
-        (ticket, *ticket.args[1:]),
+        (ticket, *ticket.args[1:4]),
         name=f"wait_{bucket.kind}_{_identifier(bucket.unit)}",
     )
     results.meta["val"] = [member.meta["val"] for member in members]

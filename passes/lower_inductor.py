@@ -63,7 +63,10 @@ def planned_order(graph: fx.Graph) -> Order:
     return [(what, kind_of(node), bucket_of(node)) for what, node in events if what is not None]
 
 
-_CALL = re.compile(r"autoshard\.(launch|wait|all)_(gather|reduce)\.default\((.*)\)")
+# members, group and bucket are the second to the fourth argument of each
+_CALL = re.compile(
+    r"autoshard\.(launch|wait|all)_(gather|reduce)\.default\(.*, '[^']*', '[^']*', (\d+)"
+)
 
 
 def check_order(source: str, planned: Order) -> None:
@@ -74,7 +77,7 @@ def check_order(source: str, planned: Order) -> None:
             continue
         if match := _CALL.search(line):
             what = "all_reduce" if match[1] == "all" else match[1]
-            found.append((what, match[2], int(match[3].rsplit(",", 1)[1])))
+            found.append((what, match[2], int(match[3])))
     if found == planned:
         return
     at = next(

@@ -15,6 +15,15 @@ def is_reduce_grad(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is ops.reduce_grad
 
 
+def is_hold_grad(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.hold_grad
+
+
+def is_gradient(node: fx.Node) -> bool:
+    """Whether `node` says what becomes of a parameter's whole gradient."""
+    return is_reduce_grad(node) or is_hold_grad(node)
+
+
 def is_marker(node: fx.Node) -> bool:
     return is_unshard(node) or is_reduce_grad(node)
 
@@ -38,6 +47,13 @@ def event_of(node: fx.Node) -> str | None:
     if is_wait(node):
         return "wait"
     return "all_reduce" if is_all_reduce(node) else None
+
+
+def table_of(node: fx.Node) -> fx.Node | None:
+    """The table that a `reduce_grad` or `hold_grad` looks its parameter up in, if any yet."""
+    table = node.kwargs.get("table")
+    assert table is None or isinstance(table, fx.Node)
+    return table
 
 
 def kind_of(node: fx.Node) -> str:

@@ -14,14 +14,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes import ops
-from autoshard.passes.match import is_reduce_grad, is_unshard, param_of
+from autoshard.passes.match import is_gradient, is_unshard, param_of
 
 _ADD = torch.ops.aten.add.Tensor
 
 
 def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Merge equal `unshard` markers, and sums of `reduce_grad` markers of one parameter.
+    """Merge equal `unshard` markers, and sums of `reduce_grad`, or `hold_grad`, of one parameter.
 
     Shapes:   unchanged.
     Numerics: reassociates the sum of a shared parameter's gradients over ranks and uses.
@@ -47,12 +46,12 @@ def _merge_one_sum(graph: fx.Graph) -> bool:
         left, right = add.args[:2]
         if not (_is_summand(left) and _is_summand(right) and not add.kwargs):
             continue
-        if param_of(left) != param_of(right):
+        if left.target != right.target or param_of(left) != param_of(right):
             continue
         with graph.inserting_before(add):
             whole = graph.call_function(_ADD, (left.args[0], right.args[0]))
             whole.meta.update(left.args[0].meta)
-            reduced = graph.call_function(ops.reduce_grad, (whole, *left.args[1:]))
+            reduced = graph.call_function(left.target, (whole, *left.args[1:]), left.kwargs)
             reduced.meta.update(left.meta)
         add.replace_all_uses_with(reduced)
         for node in dict.fromkeys((add, left, right)):  # both summands may be one node
@@ -62,4 +61,4 @@ def _merge_one_sum(graph: fx.Graph) -> bool:
 
 
 def _is_summand(value: object) -> bool:
-    return isinstance(value, fx.Node) and is_reduce_grad(value) and len(value.users) == 1
+    return isinstance(value, fx.Node) and is_gradient(value) and len(value.users) == 1

@@ -2,6 +2,7 @@
 
     full  = unshard(shard, "f32[7,15]", group, keep, param)  marker: wanted whole, here
     shard = reduce_grad(grad, "f32[7,15]", group, param)     marker: its gradient, here
+    _     = hold_grad(grad, "f32[7,15]", group, param)       its gradient waits, here
 
     ticket   = launch_gather([shard, ...], "f32[7,15] f32[7]", group, bucket)
     [full..] = wait_gather(ticket, "f32[7,15] f32[7]", group, bucket)
@@ -16,17 +17,23 @@ A member's dtype is that on the wire: a gather casts a shard to it where it is c
 reduce casts a gradient to it there, and to the shard's ("bf16[7]->f32") where it is copied
 out. `group` names process groups, see `groups.py`. `keep` says that the whole parameter is
 kept for backward (`reshard_after_forward=False`). `reduce`, if not empty, is the member and
-the group of its gradient's reduce, where these are not those of the gather. `param`
+the group of its gradient's reduce, where these are not those of the gather, and "hold" and
+these if its gradients are to wait. `param`
 indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
 numbers the buckets of one graph. A ticket is one byte: what is in flight is held
 by the runtime, where no compiler can reuse its memory. No argument depends on the
 rank.
+
+What a user may change between a graph's forward and its backward (what waits to be added
+to a gradient, hooks, the number to divide by) is no part of a graph. Reduces find it by
+`table`, i64[1], an input of the graph: the runtime's number of its table of parameters.
 
 Schemas and shapes are here; `runtime/kernels.py` gives the implementations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,18 +50,27 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    "reduce_grad(Tensor grad, str members, str group, int param) -> Tensor",
+    "reduce_grad(Tensor grad, str members, str group, int param, *, Tensor? table=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "hold_grad(Tensor grad, str members, str group, int param, *, Tensor? table=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
     "all_reduce(Tensor ticket, str members, str group, int bucket) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+library.define(
+    "launch_gather(Tensor[] shards, str members, str group, int bucket) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "launch_reduce(Tensor[] grads, str members, str group, int bucket, Tensor? table=None,"
+    " int[] params=[]) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 for _kind in ("gather", "reduce"):
-    library.define(
-        f"launch_{_kind}(Tensor[] tensors, str members, str group, int bucket) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
     library.define(
         f"wait_{_kind}(Tensor ticket, str members, str group, int bucket) -> Tensor[]",
         tags=(torch.Tag.pt2_compliant_tag,),
@@ -68,11 +84,37 @@ def _fake_unshard(
     return shard.new_empty(member.size, dtype=member.dtype)
 
 
-def _fake_reduce_grad(grad: Tensor, members: str, group: str, param: int) -> Tensor:
+def _fake_reduce_grad(
+    grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
+) -> Tensor:
     return _reduced(grad, members, group)[0]
 
 
-def _fake_launch(tensors: list[Tensor], members: str, group: str, bucket: int) -> Tensor:
+def _fake_hold_grad(
+    grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
+) -> Tensor:
+    return nothing(grad, members, group)[0]
+
+
+def nothing(like: Tensor, members: str, group: str) -> list[Tensor]:
+    """What stands for gradients that are not there: shards of zeros, on the device of `like`,
+    in the memory of one element each.
+    """
+    world, rank = groups.shards(group), groups.shard_rank(group)
+    return [
+        like.new_zeros((), dtype=m.shard_dtype or m.dtype).expand(m.local_size(world, rank))
+        for m in read_members(members)
+    ]
+
+
+def _fake_launch(
+    tensors: list[Tensor],
+    members: str,
+    group: str,
+    bucket: int,
+    table: Tensor | None = None,
+    params: Sequence[int] = (),
+) -> Tensor:
     return tensors[0].new_empty(1, dtype=torch.uint8)
 
 
@@ -99,6 +141,7 @@ def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
 
 torch.library.register_fake("autoshard::unshard", _fake_unshard, lib=library)
 torch.library.register_fake("autoshard::reduce_grad", _fake_reduce_grad, lib=library)
+torch.library.register_fake("autoshard::hold_grad", _fake_hold_grad, lib=library)
 torch.library.register_fake("autoshard::launch_gather", _fake_launch, lib=library)
 torch.library.register_fake("autoshard::launch_reduce", _fake_launch, lib=library)
 torch.library.register_fake("autoshard::all_reduce", _fake_all_reduce, lib=library)
@@ -111,11 +154,15 @@ def _save_for_unshard(
 ) -> None:
     _, members, group, _, param = inputs
     reduce = keyword_only_inputs["reduce"]
-    ctx.arguments = (*(reduce.split(" ") if reduce else (members, group)), param)
+    *hold, reduced, reduce_group = reduce.split(" ") if reduce else (members, group)
+    ctx.arguments = reduced, reduce_group, param
+    ctx.holds = bool(hold)
 
 
 def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    return torch.ops.autoshard.reduce_grad(grad, *ctx.arguments), None, None, None, None
+    ops = torch.ops.autoshard
+    marker = ops.hold_grad if ctx.holds else ops.reduce_grad
+    return marker(grad, *ctx.arguments), None, None, None, None
 
 
 torch.library.register_autograd(
@@ -124,6 +171,7 @@ torch.library.register_autograd(
 
 unshard = torch.ops.autoshard.unshard.default
 reduce_grad = torch.ops.autoshard.reduce_grad.default
+hold_grad = torch.ops.autoshard.hold_grad.default
 launch_gather = torch.ops.autoshard.launch_gather.default
 wait_gather = torch.ops.autoshard.wait_gather.default
 launch_reduce = torch.ops.autoshard.launch_reduce.default

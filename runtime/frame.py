@@ -14,20 +14,27 @@ number in the table of this frame's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.passes.give_table import TABLE
 from autoshard.passes.meta import ParamInfo
-from autoshard.runtime import left_out
+from autoshard.runtime import left_out, reduce
+from autoshard.runtime import step as steps
+from autoshard.runtime.access import root_of, unit_of
 from autoshard.runtime.agreement import course
 from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
+from autoshard.runtime.tables import Table
+from autoshard.runtime.unit import Unit
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
 
@@ -50,9 +57,27 @@ class Frame:
     def table(self) -> tuple[ParamInfo, ...]:
         """What passes may know of the parameters."""
         return tuple(
-            ParamInfo(param.name, param.unit.name, param.axes.shard_name, param.axes.reduce_name)
+            ParamInfo(param.name, param.unit.name, param.axes.shard_name, param.reduce_axis)
             for param in self.params
         )
+
+    @contextlib.contextmanager
+    def with_table(self) -> Iterator[None]:
+        """Inside, graph and inputs have the table of parameters in the last place; see
+        `tables.py`."""
+        if not self.params:
+            yield
+            return
+        fake = next(value for value in self.inputs if isinstance(value, FakeTensor))
+        with fake.fake_mode:
+            example = torch.empty(1, dtype=torch.int64)
+        with _torch.one_more_input(self.gm.graph, TABLE, example):
+            self.gm.recompile()
+            self.inputs.append(example)
+            try:
+                yield
+            finally:
+                self.inputs.pop()
 
     def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`compiled`, over local shards, with the signature of Dynamo's graph.
@@ -63,14 +88,17 @@ class Frame:
             return compiled
         positions = list(self.local)
         mesh = self.params[0].axes.mesh
+        root = unit_of(root_of(self.params[0]))
+        assert root is not None
+        table = Table(self.params)
 
         def call(*args: Any) -> Any:
             course.take(name, mesh)
             values = list(args)
             params = [values[position] for position in positions]
-            for position, shard in zip(positions, _shards(params), strict=True):
+            for position, shard in zip(positions, _shards(params, table, root), strict=True):
                 values[position] = shard
-            return compiled(*values)
+            return compiled(*values, table.tensor)
 
         return call
 
@@ -248,9 +276,9 @@ def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _shards(params: list[Tensor]) -> Sequence[Tensor]:
+def _shards(params: list[Tensor], table: Table, root: Unit) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, *params)
+        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, root, *params)
         return shards
     return [local_tensor(param) for param in params]
 
@@ -259,7 +287,9 @@ class _LocalShards(torch.autograd.Function):
     """All parameters' local tensors at once; their gradients become DTensors on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, table: Table, root: Unit, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.table = table  # backward looks things up in it
+        ctx.root = root
         ctx.sharded = [resolve(param) for param in params]
         ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
         ctx.set_materialize_grads(False)
@@ -275,7 +305,20 @@ class _LocalShards(torch.autograd.Function):
         left_out.note_backward()
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
             sharded.check_unwritten(stamp)
-        return tuple(
-            None if grad is None else sharded.grad_from(grad)
-            for sharded, grad in zip(ctx.sharded, grads, strict=True)
-        )
+        steps.close_compiled(ctx.root)
+        handed_on: list[Tensor | None] = []
+        used: set[ShardedParam] = set()
+        leaves = (node for node, _ in ctx.next_functions)
+        for sharded, grad, leaf in zip(ctx.sharded, grads, leaves, strict=True):
+            if sharded.is_withheld or grad is None:
+                sharded.is_withheld = False
+                sharded.hooks.set_aside(sharded.param)  # they are for gradients
+                handed_on.append(None)
+                continue
+            if _torch.accumulates_gradient(leaf):
+                reduce.make_room(sharded)
+                used.add(sharded)
+            handed_on.append(sharded.grad_from(grad))
+        for unit in {sharded.unit for sharded in used}:
+            reduce.fill_unused(unit, used)
+        return None, None, *handed_on

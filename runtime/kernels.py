@@ -6,6 +6,7 @@ the ticket itself, so no other ticket can have that address while it is there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +15,18 @@ from torch import Tensor
 from autoshard.passes import groups
 from autoshard.passes.layout import read_members
 from autoshard.passes.ops import library
-from autoshard.runtime import collectives
+from autoshard.runtime import collectives, graph_reduce
 from autoshard.runtime.collectives import InFlight
+from autoshard.runtime.graph_reduce import UnitReductions
 from autoshard.runtime.streams import on_all_reduce_stream
+from autoshard.runtime.tables import look_up
 
 
 @dataclass(frozen=True)
 class _Entry:
     ticket: Tensor
-    flight: InFlight
-    keep: InFlight | None  # what it followed upon
+    flight: InFlight | UnitReductions
+    keep: InFlight | None = None  # what it followed upon
 
 
 _in_flight: dict[int, _Entry] = {}
@@ -38,53 +41,80 @@ def _unshard(
     return collectives.wait_gather(collectives.launch_gather([shard], (member,), group))[0]
 
 
-def _reduce_grad(grad: Tensor, members: str, group: str, param: int) -> Tensor:
-    if groups.size(group) == 1:
-        (member,) = read_members(members)
-        return grad.detach().to(member.dtype, copy=True).to(member.shard_dtype or member.dtype)
-    flight = _start_reduce([grad], members, group)
+def _reduce_grad(
+    grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
+) -> Tensor:
+    ticket = _launch_reduce([grad], members, group, 0, table, [param])
     if groups.replicate_part(group):
-        flight = collectives.launch_all_reduce(flight.wait(), groups.replicate_part(group))
-    return collectives.wait_reduce(flight, divisor=_mean(group).after)[0]
+        ticket = _all_reduce(ticket, members, group, 0)
+    return _wait_reduce(ticket, members, group, 0)[0]
+
+
+def _hold_grad(
+    grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
+) -> Tensor:
+    (owner,) = look_up(table, [param])
+    return graph_reduce.hold(owner, grad, members, group)
 
 
 def _launch_gather(tensors: list[Tensor], members: str, group: str, bucket: int) -> Tensor:
-    return _ticket(collectives.launch_gather(tensors, read_members(members), group))
+    flight = collectives.launch_gather(tensors, read_members(members), group)
+    return _ticket(flight, tensors[0])
 
 
 def _wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
-    return collectives.wait_gather(_redeem(ticket))
+    flight = _redeem(ticket)
+    assert isinstance(flight, InFlight)
+    return collectives.wait_gather(flight)
 
 
-def _launch_reduce(tensors: list[Tensor], members: str, group: str, bucket: int) -> Tensor:
-    return _ticket(_start_reduce(tensors, members, group))
+def _launch_reduce(
+    tensors: list[Tensor],
+    members: str,
+    group: str,
+    bucket: int,
+    table: Tensor | None = None,
+    params: Sequence[int] = (),
+) -> Tensor:
+    owners, parts = look_up(table, params), read_members(members)
+    dtype, grads = parts[0].dtype, list(tensors)
+    if not graph_reduce.is_plain(owners):
+        reductions = UnitReductions(grads, owners, dtype)
+        return _ticket(reductions, tensors[0])
+    graph_reduce.add_pending(owners, grads, dtype)
+    flight = collectives.launch_reduce(
+        grads, parts, groups.shard_part(group), divisor=_mean(group).before
+    )
+    return _ticket(flight, tensors[0])
 
 
 def _all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
     flight = _redeem(ticket)
+    if isinstance(flight, UnitReductions):
+        flight.advance()
+        return _ticket(flight, ticket)
     with on_all_reduce_stream(ticket.device, after_compute=not flight.work):
         launched = collectives.launch_all_reduce(flight.wait(), groups.replicate_part(group))
     # What the other stream reads must outlive it: until the all-reduce is waited for.
-    return _ticket(launched, keep=flight)
+    return _ticket(launched, ticket, keep=flight)
 
 
 def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
-    return collectives.wait_reduce(_redeem(ticket), divisor=_mean(group).after)
+    flight = _redeem(ticket)
+    if isinstance(flight, UnitReductions):
+        return flight.wait(ticket, members, group)
+    return collectives.wait_reduce(flight, divisor=_mean(group).after)
 
 
-def _start_reduce(grads: list[Tensor], members: str, group: str) -> InFlight:
-    return collectives.launch_reduce(
-        grads, read_members(members), groups.shard_part(group), divisor=_mean(group).before
-    )
-
-
-def _ticket(flight: InFlight, keep: InFlight | None = None) -> Tensor:
-    ticket = flight.receive.new_empty(1, dtype=torch.uint8)
+def _ticket(
+    flight: InFlight | UnitReductions, like: Tensor, keep: InFlight | None = None
+) -> Tensor:
+    ticket = like.new_empty(1, dtype=torch.uint8)
     _in_flight[ticket.data_ptr()] = _Entry(ticket, flight, keep)
     return ticket
 
 
-def _redeem(ticket: Tensor) -> InFlight:
+def _redeem(ticket: Tensor) -> InFlight | UnitReductions:
     try:
         entry = _in_flight.pop(ticket.data_ptr())
     except KeyError:
@@ -102,6 +132,7 @@ def _mean(group: str) -> collectives.Division:
 for _name, _kernel in (
     ("unshard", _unshard),
     ("reduce_grad", _reduce_grad),
+    ("hold_grad", _hold_grad),
     ("launch_gather", _launch_gather),
     ("wait_gather", _wait_gather),
     ("launch_reduce", _launch_reduce),

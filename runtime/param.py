@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from autoshard import _torch
+from autoshard.passes import groups
 from autoshard.passes.layout import Member, first_row, show_members
 from autoshard.runtime.mesh import Axes, mesh_device
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
@@ -139,6 +140,7 @@ class ShardedParam:
         # of the reduce; see reduce.py.
         self.pending: Pending | None = None
         self.hooks = Hooks()  # the user's, on `param`
+        self.is_withheld = False  # compiled code has no gradient for `.grad` this time
         self.num_updates = 0  # steps that torch optimizers have taken with it
         self.is_updated_by_hook = False  # since forward, when its gradient was accumulated
 
@@ -149,9 +151,27 @@ class ShardedParam:
         if reduced.dtype != self.member.dtype:
             reduced = dataclasses.replace(reduced, shard_dtype=self.member.dtype)
         self.members = show_members((gathered,))
+        self.reduce = ""
+        group, holds = self.reduce_group, not self.unit.reducer.syncs
+        if holds or reduced != gathered or group != self.group:
+            self.reduce = f"{'hold ' if holds else ''}{show_members((reduced,))} {group}"
+
+    @property
+    def reduce_group(self) -> str:
+        """Over whom compiled code reduces its gradient, as `passes/groups.py` says it."""
+        reducer = self.unit.reducer
+        if not reducer.syncs:
+            return self.axes.shard_group
+        if self.axes.replicate_world > 1 and not reducer.all_reduces:
+            return groups.customized(self.axes.shard_group)
         group = self.axes.reduce_group
-        is_alike = reduced == gathered and group == self.group
-        self.reduce = "" if is_alike else f"{show_members((reduced,))} {group}"
+        return groups.customized(group) if reducer.is_custom else group
+
+    @property
+    def reduce_axis(self) -> str:
+        """The names of the axes of `reduce_group`."""
+        has_all = self.unit.reducer.syncs and self.unit.reducer.all_reduces
+        return self.axes.reduce_name if has_all else self.axes.shard_name
 
     @property
     def shard(self) -> Tensor:

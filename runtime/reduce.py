@@ -67,15 +67,16 @@ class Reducer:
     comm_hook: tuple[Any, Callable[..., Any]] | None = None
     partial: dict[tuple[ShardedParam, ...], Partial] = field(default_factory=dict)
 
-    def why_not_compiled(self) -> str | None:
-        """What compiled code can't do of this."""
-        if not (self.syncs and self.all_reduces):
-            return "gradients that are not reduced in this backward"
-        if self.divide_by is not None or self.sends_unused:
-            return "a gradient divide factor, or gradients for unused parameters"
-        if self.all_reduce_hook is not None or self.comm_hook is not None:
-            return "a communication hook"
-        return None
+    @property
+    def is_custom(self) -> bool:
+        """Whether a reduce gives something else than the mean."""
+        return not (self.divide_by is None and self.all_reduce_hook is None and not self.comm_hook)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a reduce is one over all ranks of gradients that are there, and gives the mean;
+        what waits whole may be added to them first."""
+        return self.syncs and self.all_reduces and not (self.is_custom or self.partial)
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,24 @@ class Reduction:
         for param, shard in self.wait().items():
             accumulate(param, shard)
         for param in self._wanted:
-            if param.param.grad is not None and _is_placeholder(param.param.grad):
-                param.param.grad = None  # no rank had one after all
+            make_room(param)  # no rank had one after all
+
+
+def make_room(param: ShardedParam) -> None:
+    """A gradient is about to be added to `.grad` by autograd: not to zeros that stand for one."""
+    if param.param.grad is not None and _is_placeholder(param.param.grad):
+        param.param.grad = None
+
+
+def fill_unused(unit: Unit, used: set[ShardedParam]) -> None:
+    """Gradients of zeros, if asked for, where compiled code, the same on every rank, finds none.
+
+    used: those for which it does.
+    """
+    if unit.reducer.sends_unused:
+        for param in unit.params:
+            if param.param.requires_grad and param.param.grad is None and param not in used:
+                param.param.grad = param.grad_from(torch.zeros_like(param.shard))
 
 
 def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
@@ -308,12 +325,17 @@ class Seen:
         return False
 
 
-def hold(param: ShardedParam, grad: Tensor, dtype: torch.dtype) -> None:
-    """Let `grad`, whole, wait for a backward that is reduced."""
-    grad = grad.to(dtype)
+def hold(
+    param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
+) -> None:
+    """Let `grad`, whole, wait for a backward that is reduced.
+
+    is_borrowed: its memory is about to be used for something else.
+    """
     total, owned = pending_of(param), False
+    grad = grad.to(dtype, copy=is_borrowed and total is None)
     if total is None:
-        total = grad  # it may be another parameter's too: not ours to write to
+        total, owned = grad, is_borrowed  # else it may be another parameter's too, not to write to
     elif param.pending is not None and param.pending.owned:
         total, owned = total.add_(grad), True
     else:
@@ -351,8 +373,7 @@ def is_waiting(param: ShardedParam) -> bool:
 def forget(param: ShardedParam) -> None:
     """Drop gradients that wait, and the zeros that stand for them in `.grad`."""
     param.pending = None
-    if param.param.grad is not None and _is_placeholder(param.param.grad):
-        param.param.grad = None
+    make_room(param)
 
 
 def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -108,6 +108,7 @@ class ShardedModule(nn.Module):
         finally:
             for unit, syncs in before:
                 unit.reducer.syncs = syncs
+                unit.describe()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -116,6 +117,7 @@ class ShardedModule(nn.Module):
         _expect_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
             unit.reducer.syncs = requires_gradient_sync
+            unit.describe()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: backward reduce-scatters, and leaves the all-reduce over replicas to a later one.
@@ -125,6 +127,7 @@ class ShardedModule(nn.Module):
         _expect_bool("requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
             unit.reducer.all_reduces = requires_all_reduce
+            unit.describe()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: a backward may end before its reduces have."""
@@ -136,7 +139,9 @@ class ShardedModule(nn.Module):
         """Divide this unit's summed gradients by `factor` rather than by the number of ranks."""
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"the gradient divide factor should be positive, not {factor!r}")
-        _unit(self).reducer.divide_by = float(factor)
+        unit = _unit(self)
+        unit.reducer.divide_by = float(factor)
+        unit.describe()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have collectives sum, and divide beside them; they never do anything else here."""
@@ -165,6 +170,7 @@ class ShardedModule(nn.Module):
                 f"unit {unit.name!r}: stream can't be set where a mesh axis replicates"
             )
         unit.reducer.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+        unit.describe()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Reduce gradients by `hook` rather than by collectives of ours, in all units.
@@ -192,6 +198,7 @@ class ShardedModule(nn.Module):
                 )
         for each in _units(self, True):
             each.reducer.comm_hook = state, hook
+            each.describe()
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the first gather of the next forward wait for `event`, rather than for all that

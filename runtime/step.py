@@ -391,6 +391,18 @@ class Step:
             self.owner.order(phase).forget()
 
 
+def close_compiled(owner: Unit) -> None:
+    """Backward runs compiled code of `owner`'s model: at its end, do what is left of its
+    gradients. Of those that waited, some may be of parameters which that code doesn't use.
+    """
+    task = _torch.graph_task()
+    if owner.closed_in != task:
+        owner.closed_in = task
+        step = Step(owner)
+        step._trained = set(units_below(owner))
+        step._queue_callback()
+
+
 def _add_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
     """To each gradient that is wanted, add what waited for it."""
     for param in wanted:

@@ -78,6 +78,7 @@ class Unit:
     computes_in_full_precision: bool = False
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)
+    closed_in: int = -1  # the latest backward that ran compiled code of its model
 
     @property
     def reshards(self) -> bool:
@@ -117,6 +118,11 @@ class Unit:
         param.unit = self
         self.params.append(param)
         param.describe()
+
+    def describe(self) -> None:
+        """How it gathers or reduces has changed: write it down for markers."""
+        for param in self.params:
+            param.describe()
 
     def gathered_member(self, param: ShardedParam) -> Member:
         """`param` as forward computes with it."""
@@ -194,7 +200,7 @@ class Unit:
             return "tensor-parallel parameters"
         if any(map(is_extended, self.params)):
             return "all-gather extensions"
-        return self.reducer.why_not_compiled()
+        return None
 
 
 def unit_of(module: nn.Module) -> Unit | None:

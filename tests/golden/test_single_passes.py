@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from autoshard import _torch, passes
 from autoshard.passes import ParamInfo
-from autoshard.passes.match import is_marker, is_reduce_grad, param_of
+from autoshard.passes.match import is_gradient, is_marker, is_reduce_grad, param_of
 from autoshard.passes.meta import PLAN, SOURCE
 from autoshard.passes.pipeline import pass_name
 from autoshard.passes.text import parse, render
@@ -78,7 +78,7 @@ def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
     listed = re.search(r"^# params: (.*)$", head, re.MULTILINE)
     if listed:
         return [info(name) for name in listed[1].split()]
-    markers = filter(is_marker, gm.graph.nodes)
+    markers = [node for node in gm.graph.nodes if is_marker(node) or is_gradient(node)]
     names = {param_of(marker): SOURCE.get(marker) for marker in markers}
     return [info(names[number] or "") for number in sorted(names)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,16 @@ import torch
 from support.issue import kinds
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, average_gradients, replicated, sgd
+from support.training import (
+    FORMS,
+    adamw,
+    assert_same,
+    average_gradients,
+    in_both_forms,
+    in_form,
+    replicated,
+    sgd,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,6 +30,7 @@ from autoshard.runtime import reduce
 from autoshard.runtime.param import find
 
 BATCHES = 3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def build(**arguments: Any) -> Net:
@@ -40,10 +51,11 @@ def by_hand(rank: int, make: Any = adamw) -> nn.Module:
     return model
 
 
+@in_both_forms
 @on_ranks(2)
-def test_no_sync(rank: int) -> None:
+def test_no_sync(rank: int, form: str) -> None:
     want = by_hand(rank)
-    model = autoshard.shard(build())
+    model = in_form(autoshard.shard(build()), form)
     optimizer = adamw(model)
     for step in range(3):
         with model.no_sync():
@@ -55,12 +67,13 @@ def test_no_sync(rank: int) -> None:
     assert_same(model, want)
 
 
+@in_both_forms
 @on_ranks(4)
-def test_all_reduce_on_the_last(rank: int) -> None:
+def test_all_reduce_on_the_last(rank: int, form: str) -> None:
     """B.2: reduce-scattered sums add up; replicas are summed once. Backwards need not end."""
     want = by_hand(rank, sgd)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh)
+    model = in_form(autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh), form)
     optimizer = sgd(model)
     for step in range(3):
         for batch in range(BATCHES):
@@ -74,10 +87,11 @@ def test_all_reduce_on_the_last(rank: int) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
+@in_both_forms
 @on_ranks(2)
-def test_zero_grad_drops_what_waits(rank: int, set_to_none: bool) -> None:
+def test_zero_grad_drops_what_waits(rank: int, set_to_none: bool, form: str) -> None:
     """D-34: it is not in `.grad`, and goes with it all the same."""
-    model = autoshard.shard(build())
+    model = in_form(autoshard.shard(build()), form)
     net_loss(model, rank, 1).backward()
     want = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     for before in (0, 1):  # with an empty `.grad`, and one that has been reduced already
@@ -92,9 +106,10 @@ def test_zero_grad_drops_what_waits(rank: int, set_to_none: bool) -> None:
             assert torch.equal(param.grad.full_tensor(), want[name]), name
 
 
+@in_both_forms
 @on_ranks(2)
-def test_gradients_changed_while_others_wait(rank: int) -> None:
-    model = autoshard.shard(build())
+def test_gradients_changed_while_others_wait(rank: int, form: str) -> None:
+    model = in_form(autoshard.shard(build()), form)
     net_loss(model, rank, 0).backward()
     with model.no_sync():
         net_loss(model, rank, 1).backward()
@@ -105,9 +120,10 @@ def test_gradients_changed_while_others_wait(rank: int) -> None:
     model.reset_iter_state()
 
 
+@in_both_forms
 @on_ranks(2)
-def test_step_while_gradients_wait(rank: int) -> None:
-    model = autoshard.shard(build())
+def test_step_while_gradients_wait(rank: int, form: str) -> None:
+    model = in_form(autoshard.shard(build()), form)
     optimizer = adamw(model)
     with model.no_sync():
         net_loss(model, rank, 0).backward()
@@ -115,11 +131,12 @@ def test_step_while_gradients_wait(rank: int) -> None:
         optimizer.step()
 
 
+@in_both_forms
 @on_ranks(2)
-def test_accumulates_in_the_reduce_dtype(rank: int) -> None:
+def test_accumulates_in_the_reduce_dtype(rank: int, form: str) -> None:
     """D-35: 256 + 1 is 256 in bfloat16, and 257 here."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = autoshard.fully_shard(nn.Linear(1, 2, bias=False), mp_policy=policy)
+    model = in_form(autoshard.fully_shard(nn.Linear(1, 2, bias=False), mp_policy=policy), form)
     with model.no_sync():
         model(torch.full((1, 1), 256.0)).sum().backward()
     model(torch.ones(1, 1)).sum().backward()
@@ -191,14 +208,15 @@ class InBackward:
         self.optimizers[param].zero_grad()
 
 
+@in_both_forms
 @on_ranks(2)
-def test_optimizer_in_backward(rank: int) -> None:
+def test_optimizer_in_backward(rank: int, form: str) -> None:
     """A59, D-39: after the reduce has completed; gradients are gone after backward."""
     want, _ = replicated(
         Net, net_loss, steps=6, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
     )
     torch.manual_seed(0)
-    model = autoshard.shard(Net())
+    model = in_form(autoshard.shard(Net()), form)
     InBackward(model)
     for step in range(6):
         net_loss(model, rank, step).backward()
@@ -251,10 +269,11 @@ def test_gradients_of_gradients(rank: int) -> None:
         penalty.backward()
 
 
+@in_both_forms
 @on_ranks(2)
-def test_hooks_run_once_with_the_reduced_gradient(rank: int) -> None:
+def test_hooks_run_once_with_the_reduced_gradient(rank: int, form: str) -> None:
     """A59, D-39: autograd, which is handed no gradient, does not run them beside us."""
-    model = autoshard.fully_shard(nn.Linear(2, 2))
+    model = in_form(autoshard.fully_shard(nn.Linear(2, 2)), form)
     seen: list[float] = []
     model.weight.register_post_accumulate_grad_hook(
         lambda param: seen.append(param.grad.full_tensor().sum().item())
@@ -300,9 +319,10 @@ def test_sums_that_wait_for_their_all_reduce(rank: int) -> None:
         model.zero_grad()
 
 
+@in_both_forms
 @on_ranks(2)
-def test_backward_of_some_inputs_leaves_what_waits(rank: int) -> None:
-    model = autoshard.fully_shard(nn.Linear(2, 2))
+def test_backward_of_some_inputs_leaves_what_waits(rank: int, form: str) -> None:
+    model = in_form(autoshard.fully_shard(nn.Linear(2, 2)), form)
     x = torch.ones(1, 2)
     with model.no_sync():
         model(5 * x).sum().backward()
@@ -319,10 +339,11 @@ def bytes_waiting(model: nn.Module) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@in_both_forms
 @on_ranks(2)
-def test_one_whole_gradient_a_parameter_waits(rank: int) -> None:
+def test_one_whole_gradient_a_parameter_waits(rank: int, form: str) -> None:
     """D-36: the memory of the whole model, after however many micro-batches; then of shards."""
-    model = autoshard.shard(build())
+    model = in_form(autoshard.shard(build()), form)
     whole = sum(param.numel() * param.element_size() for param in model.parameters())
     for batch in range(BATCHES):
         with model.no_sync():
@@ -353,3 +374,74 @@ def test_accumulation_beside_offload(rank: int, waits: bool) -> None:
     assert_same(models[1], models[0])
     # Reduced one by one, sums are taken over ranks first.
     assert_same(models[1], by_hand(rank), rtol=0.0 if waits else 1e-4)
+
+
+def micro_batches(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int) -> list[Any]:
+    """Four of one step, reduced in the last; what each issues."""
+    sent = []
+    for batch in range(4):
+        model.set_requires_gradient_sync(batch == 3)
+        loss = functools.partial(net_loss, model, rank, 4 * step + batch)
+        sent.append(Counter(kinds(lambda loss=loss: loss().backward())))
+    optimizer.step()
+    optimizer.zero_grad()
+    return sent
+
+
+@pytest.mark.parametrize("policy", [None, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+@on_ranks(2)
+def test_two_graphs(rank: int, strategy: str, policy: MixedPrecisionPolicy | None) -> None:
+    """Four micro-batches reduce once; the second step compiles nothing; bit for bit eager."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = {"mesh": mesh} if strategy == "hybrid_shard" else {}
+    models = []
+    for form in FORMS:
+        model = autoshard.shard(build(), strategy=strategy, mp_policy=policy, **hybrid)
+        optimizer = adamw(in_form(model, form))
+        once = Counter(kinds(lambda model=model: net_loss(model, rank, 0).backward()))
+        optimizer.zero_grad()
+        for step in range(2):
+            *waiting, last = micro_batches(model, optimizer, rank, step)
+            for kind in ("reduce", "all_reduce"):
+                assert [sent[kind] for sent in waiting] == [0, 0, 0]
+                assert last[kind] == once[kind]
+            graphs = len(autoshard.plans(model))
+            if step == 0:
+                compiled_so_far = graphs
+        assert graphs == compiled_so_far
+        assert form == "eager" or graphs > 0
+        models.append(model)
+    assert_same(models[1], models[0])
+
+
+@on_ranks(2)
+def test_two_graphs_lowered_by_inductor(rank: int) -> None:
+    models = []
+    for form in FORMS:
+        model = in_form(autoshard.shard(build()), form, lowering="inductor")
+        optimizer = sgd(model)
+        for step in range(2):
+            sent = micro_batches(model, optimizer, rank, step)
+            assert [each["reduce"] for each in sent] == [0, 0, 0, 4]
+        models.append(model)
+    assert_same(models[1], models[0], rtol=1e-5)  # Inductor fuses, and rounds less
+
+
+@on_ranks(2)
+def test_told_to_wait_or_not_after_forward(rank: int) -> None:
+    """Backward does as it is told when it begins, whatever forward was compiled for."""
+    models = []
+    for form in FORMS:
+        model = in_form(autoshard.shard(build()), form)
+        optimizer = adamw(model)
+        for step in range(2):
+            for batch in range(BATCHES):
+                model.set_requires_gradient_sync(batch == 0)
+                loss = net_loss(model, rank, BATCHES * step + batch)
+                model.set_requires_gradient_sync(batch == BATCHES - 1)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert_same(models[1], models[0])

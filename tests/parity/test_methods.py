@@ -15,7 +15,16 @@ import torch.distributed as dist
 from support.issue import counts, kinds
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, compiled, replicated, sharded, train
+from support.training import (
+    adamw,
+    assert_same,
+    compiled,
+    in_both_forms,
+    in_form,
+    replicated,
+    sharded,
+    train,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,8 +178,9 @@ def test_a_unit_fetched_ahead_and_not_used(rank: int) -> None:
     assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
 
 
+@in_both_forms
 @on_ranks(2)
-def test_comm_hook(rank: int) -> None:
+def test_comm_hook(rank: int, form: str) -> None:
     """A14, A54: in place of our collectives, with what it sums in one flat tensor."""
     want, _ = replicated(Net, net_loss)
     sizes = []
@@ -182,7 +192,7 @@ def test_comm_hook(rank: int) -> None:
         part.div_(dist.get_world_size())
 
     torch.manual_seed(0)
-    model = autoshard.shard(Net())
+    model = in_form(autoshard.shard(Net()), form)
     state = {"calls": 0}
     model.register_comm_hook(state, reduce)
     train(model, net_loss, adamw(model))
@@ -198,8 +208,9 @@ def test_comm_hook(rank: int) -> None:
         other.register_comm_hook(state, "fp16")
 
 
+@in_both_forms
 @on_ranks(2)
-def test_comm_hook_without_shards(rank: int) -> None:
+def test_comm_hook_without_shards(rank: int, form: str) -> None:
     """A14: whole gradients, in place."""
     want, _ = replicated(Net, net_loss)
 
@@ -208,7 +219,7 @@ def test_comm_hook_without_shards(rank: int) -> None:
         grad.div_(dist.get_world_size())
 
     torch.manual_seed(0)
-    model = autoshard.shard(Net(), strategy="no_shard")
+    model = in_form(autoshard.shard(Net(), strategy="no_shard"), form)
     model.register_comm_hook(None, reduce)
     train(model, net_loss, adamw(model))
     assert_same(model, want)
@@ -216,12 +227,13 @@ def test_comm_hook_without_shards(rank: int) -> None:
 
 @pytest.mark.parametrize("compress", [None, "fp16", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@in_both_forms
 @on_ranks(2)
-def test_the_hooks_of_torch(rank: int, strategy: str, compress: str | None) -> None:
+def test_the_hooks_of_torch(rank: int, strategy: str, compress: str | None, form: str) -> None:
     """A14: with their states, which hold the factors before and after the sum."""
     want = build(strategy=strategy)
     net_loss(want, rank, 0).backward()
-    model = build(strategy=strategy)
+    model = in_form(build(strategy=strategy), form)
     group = dist.group.WORLD
     if compress is None:
         name = "allreduce_hook" if strategy == "no_shard" else "reduce_scatter_hook"
@@ -249,10 +261,11 @@ def test_comm_hook_on_a_hybrid_mesh(rank: int) -> None:
         model.register_comm_hook(None, print)
 
 
+@in_both_forms
 @on_ranks(2)
-def test_all_reduce_hook(rank: int) -> None:
+def test_all_reduce_hook(rank: int, form: str) -> None:
     """B.2: this rank's part of the mean, to be changed in place."""
-    model = build()
+    model = in_form(build(), form)
     net_loss(model, 0, 0).backward()
     want = [p.grad.full_tensor() for p in model.parameters()]
     model.zero_grad()
@@ -338,11 +351,12 @@ class HasSpare(nn.Module):
         return self.used(x)
 
 
+@in_both_forms
 @on_ranks(2)
-def test_unused_parameters_get_zeros_if_asked_for(rank: int) -> None:
+def test_unused_parameters_get_zeros_if_asked_for(rank: int, form: str) -> None:
     """B.2, D-37, D-42."""
     for sends in (False, True):
-        wrapped = fully_shard(HasSpare())
+        wrapped = in_form(fully_shard(HasSpare()), form)
         wrapped.set_reduce_scatter_unused_params(sends)
         wrapped(torch.ones(1, 2)).sum().backward()
         grad = wrapped.spare.weight.grad

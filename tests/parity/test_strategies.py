@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.issue import counts
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, replicated, sgd, train
+from support.training import adamw, assert_same, in_both_forms, in_form, replicated, sgd, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -167,10 +167,11 @@ def test_large_and_small_half_precision_gradients(rank: int) -> None:
         model.zero_grad()
 
 
+@in_both_forms
 @on_ranks(2)
-def test_divide_factor(rank: int) -> None:
+def test_divide_factor(rank: int, form: str) -> None:
     """B.2, D-33: the unit's own, also one that gloo has no operation for."""
-    model = autoshard.shard(build())
+    model = in_form(autoshard.shard(build()), form)
     net_loss(model, 0, 0).backward()  # the same data on both ranks: the mean is each one's
     want = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     model.zero_grad()

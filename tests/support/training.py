@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +23,19 @@ Loss = Callable[[Any, int, int], Tensor]
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 """A model's optimizer."""
+
+
+FORMS = ("eager", "compiled")
+
+
+in_both_forms = pytest.mark.parametrize("form", FORMS)
+
+
+def in_form(model: Any, form: str, **options: Any) -> Any:
+    """`model`, sharded, which runs as it is, or compiled without a fallback."""
+    if form == "compiled":
+        model.compile(backend="autoshard", options={"lowering": "eager", "strict": True, **options})
+    return model
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
