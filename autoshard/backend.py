@@ -31,6 +31,7 @@ from autoshard.runtime.agreement import Outcome, agree
 from autoshard.runtime.frame import Frame, follow_replaced, make_frame, sharded_parameters
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.plans import record
+from autoshard.runtime.precision import cast_buffers
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ def autoshard(
         )
     if follow_replaced(example_inputs):
         raise _torch.TraceAgain(restart_reason="parameters were replaced after sharding")
+    units = {param.unit for param in sharded_parameters(example_inputs)}
+    were_cast = [cast_buffers(unit) for unit in units]
+    if any(were_cast):
+        raise _torch.TraceAgain(restart_reason="buffers were cast")
     _log_graph_break()
     return _compile(gm, example_inputs, settings, mode)
 

@@ -150,14 +150,12 @@ def _read(module: nn.Module, name: str) -> Any:
         if not isinstance(param, DTensor):
             return param
         sharded = module.__dict__[PARAMS][name]
-        return torch.ops.autoshard.unshard(
-            param.to_local(),
-            sharded.members,
-            sharded.group,
-            sharded.keep,
-            -1,
-            reduce=sharded.reduce,
+        in_full = sharded.unit.asks_for_full_precision
+        members, reduce = sharded.in_full_precision if in_full else sharded.usual
+        whole = torch.ops.autoshard.unshard(
+            param.to_local(), members, sharded.group, sharded.keep, -1, reduce=reduce
         )
+        return whole if sharded.tp is None else sharded.tp.wrap(whole)
     return _read_eagerly(module, name)
 
 
@@ -234,7 +232,7 @@ def _late_step(unit: Unit) -> steps.Step | None:
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         unit: Unit = module.__dict__[UNIT]
-        return precision.cast_inputs(unit, args, kwargs)
+        return precision.cast_inputs(unit, args, kwargs, in_full=unit.asks_for_full_precision)
     return _enter(module, args, kwargs)
 
 
@@ -254,7 +252,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit.note_mode()
     steps.enter(unit)
     precision.cast_buffers(unit)
-    return precision.cast_inputs(unit, args, kwargs)
+    return precision.cast_inputs(unit, args, kwargs, in_full=unit.computes_in_full_precision)
 
 
 @_torch.disable

@@ -23,6 +23,7 @@ from autoshard.runtime.adopt import adopt_module, modules_named_by
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.names import keep_names
 from autoshard.runtime.optimizers import uncalled_modules, watch_optimizers
+from autoshard.runtime.precision import cast_buffers_below
 
 ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
 """The backend's options, checked, as the arguments of `shard()`."""
@@ -66,6 +67,7 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
             adopt_module(module, arguments)
             uncalled_modules.discard(module)
             pending = False
+        cast_buffers_below(module)  # Dynamo looks at their dtypes before it runs any hook
         return compiled(*args, **kwargs)
 
     return call

@@ -283,6 +283,16 @@ def _shards(params: list[Tensor], table: Table, root: Unit) -> Sequence[Tensor]:
     return [local_tensor(param) for param in params]
 
 
+def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
+    """In which `.grad` is to stay, if that is not the parameter's: the one it is reduced in."""
+    unit = sharded.unit
+    if not unit.mp.keep_low_precision_grads:
+        return None
+    in_full = unit.asks_for_full_precision
+    gathered = unit.gathered_member(sharded, in_full_precision=in_full).dtype
+    return unit.reduced_member(sharded, gathered).dtype
+
+
 class _LocalShards(torch.autograd.Function):
     """All parameters' local tensors at once; their gradients become DTensors on the way back."""
 
@@ -292,6 +302,7 @@ class _LocalShards(torch.autograd.Function):
         ctx.root = root
         ctx.sharded = [resolve(param) for param in params]
         ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
+        ctx.kept_as = list(map(_kept_dtype, ctx.sharded))
         ctx.set_materialize_grads(False)
         shards = tuple(local_tensor(param).detach() for param in params)
         ctx.mark_non_differentiable(
@@ -309,7 +320,9 @@ class _LocalShards(torch.autograd.Function):
         handed_on: list[Tensor | None] = []
         used: set[ShardedParam] = set()
         leaves = (node for node, _ in ctx.next_functions)
-        for sharded, grad, leaf in zip(ctx.sharded, grads, leaves, strict=True):
+        for sharded, grad, leaf, kept_as in zip(
+            ctx.sharded, grads, leaves, ctx.kept_as, strict=True
+        ):
             if sharded.is_withheld or grad is None:
                 sharded.is_withheld = False
                 sharded.hooks.set_aside(sharded.param)  # they are for gradients
@@ -318,6 +331,8 @@ class _LocalShards(torch.autograd.Function):
             if _torch.accumulates_gradient(leaf):
                 reduce.make_room(sharded)
                 used.add(sharded)
+            if kept_as is not None:  # exact: it was reduced in that dtype
+                sharded.param.grad_dtype, grad = kept_as, grad.to(kept_as)
             handed_on.append(sharded.grad_from(grad))
         for unit in {sharded.unit for sharded in used}:
             reduce.fill_unused(unit, used)

@@ -132,7 +132,7 @@ class ShardedParam:
 
     def __post_init__(self) -> None:
         # What the getter hands to the marker under torch.compile: plain constants to guard on.
-        self.members = self.reduce = ""  # see `describe()`
+        self.usual = self.in_full_precision = ("", "")  # see `describe()`
         self.group = self.axes.shard_group
         self.world = self.axes.shard_world
         self.device = mesh_device(self.axes.mesh)  # where it is gathered, if not where it lives
@@ -146,15 +146,19 @@ class ShardedParam:
 
     def describe(self) -> None:
         """Write down for markers how its unit gathers and reduces it; see `passes/ops.py`."""
-        gathered = self.unit.gathered_member(self)
+        self.usual = self._description(in_full_precision=False)
+        self.in_full_precision = self._description(in_full_precision=True)
+
+    def _description(self, *, in_full_precision: bool) -> tuple[str, str]:
+        gathered = self.unit.gathered_member(self, in_full_precision=in_full_precision)
         reduced = self.unit.reduced_member(self, gathered.dtype)
         if reduced.dtype != self.member.dtype:
             reduced = dataclasses.replace(reduced, shard_dtype=self.member.dtype)
-        self.members = show_members((gathered,))
-        self.reduce = ""
+        members, reduce = show_members((gathered,)), ""
         group, holds = self.reduce_group, not self.unit.reducer.syncs
         if holds or reduced != gathered or group != self.group:
-            self.reduce = f"{'hold ' if holds else ''}{show_members((reduced,))} {group}"
+            reduce = f"{'hold ' if holds else ''}{show_members((reduced,))} {group}"
+        return members, reduce
 
     @property
     def reduce_group(self) -> str:

@@ -15,10 +15,13 @@ _IGNORED = "_autoshard_ignored_module"  # module attribute: its buffers are left
 _BUFFER_DTYPES = "_autoshard_buffer_dtypes"  # module attribute: {buffer: the dtype it had}
 
 
-def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`(args, kwargs)` in the unit's dtype; the same objects where nothing needs a cast."""
+def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_full: bool) -> Any:
+    """`(args, kwargs)` in the unit's dtype; the same objects where nothing needs a cast.
+
+    in_full: the unit computes in full precision now.
+    """
     dtype = unit.mp.param_dtype
-    if dtype is None or not unit.mp.cast_forward_inputs or unit.computes_in_full_precision:
+    if dtype is None or not unit.mp.cast_forward_inputs or in_full:
         return args, kwargs
     return cast(args, dtype), cast(kwargs, dtype)
 
@@ -82,10 +85,22 @@ def ignore_buffers(modules: set[nn.Module]) -> None:
         module.__dict__[_IGNORED] = True
 
 
-def cast_buffers(unit: Unit) -> None:
-    """Before forward: have the buffers of the unit's modules in the dtype that it asks for."""
+def cast_buffers(unit: Unit) -> bool:
+    """Before forward: have the buffers of the unit's modules in the dtype that it asks for.
+
+    Returns whether any was in another.
+    """
+    wrong = _wrong_buffers(unit)
+    for module, name, buffer, wanted in wrong:
+        module._buffers[name] = buffer.to(wanted)
+    return bool(wrong)
+
+
+def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype]]:
+    """(module, name, buffer, the dtype that it should have)"""
+    found: list[tuple[nn.Module, str, Tensor, torch.dtype]] = []
     if unit.mp.buffer_dtype is None:
-        return
+        return found
     for head in unit.modules:
         for module in _own_modules(head):
             own = module.__dict__.setdefault(_BUFFER_DTYPES, {})
@@ -93,10 +108,18 @@ def cast_buffers(unit: Unit) -> None:
                 if buffer is None or not buffer.is_floating_point():
                     continue
                 own.setdefault(name, buffer.dtype)
-                full = unit.computes_in_full_precision
-                wanted = own[name] if full else unit.mp.buffer_dtype
+                wanted = own[name] if unit.asks_for_full_precision else unit.mp.buffer_dtype
                 if buffer.dtype != wanted:
-                    module._buffers[name] = buffer.to(wanted)
+                    found.append((module, name, buffer, wanted))
+    return found
+
+
+def cast_buffers_below(module: nn.Module) -> None:
+    """Before compiled code of `module` runs: as `cast_buffers`, of all units in it."""
+    for each in module.modules():
+        unit = unit_of(each)
+        if unit is not None:
+            cast_buffers(unit)
 
 
 def _own_modules(head: nn.Module) -> list[nn.Module]:

@@ -124,10 +124,14 @@ class Unit:
         for param in self.params:
             param.describe()
 
-    def gathered_member(self, param: ShardedParam) -> Member:
-        """`param` as forward computes with it."""
+    def gathered_member(
+        self, param: ShardedParam, *, in_full_precision: bool | None = None
+    ) -> Member:
+        """`param` as forward computes with it, now or as told."""
         own, wanted = param.member.dtype, self.mp.param_dtype
-        if wanted is None or not own.is_floating_point or self.computes_in_full_precision:
+        if in_full_precision is None:
+            in_full_precision = self.computes_in_full_precision
+        if wanted is None or not own.is_floating_point or in_full_precision:
             return param.member
         return Member(wanted, param.member.size, param.member.dim)
 
@@ -137,10 +141,14 @@ class Unit:
             dtype = self.mp.reduce_dtype
         return Member(dtype, param.member.size, param.member.dim)
 
+    @property
+    def asks_for_full_precision(self) -> bool:
+        """Whether a forward that begins now, in this mode, is to compute in full precision."""
+        return self.mp.full_precision_in_eval and not self.modules[0].training
+
     def note_mode(self) -> None:
         """A forward begins: it, and its backward, compute as the mode says that it is in now."""
-        training = self.modules[0].training
-        self.computes_in_full_precision = self.mp.full_precision_in_eval and not training
+        self.computes_in_full_precision = self.asks_for_full_precision
 
     def check_may_wait(self) -> None:
         """Raise RuntimeError if its gradients can't wait for a later backward to be reduced."""
@@ -190,14 +198,8 @@ class Unit:
 
     def why_not_compiled(self) -> str | None:
         """What compiled code can't do of what the unit asks for; the eager runtime does it."""
-        if self.mp.buffer_dtype is not None:
-            return "a dtype for buffers"
-        if self.mp.keep_low_precision_grads or self.mp.full_precision_in_eval:
-            return "keep_low_precision_grads, or full_precision_in_eval"
         if type(self.offload) is not OffloadPolicy:
             return "offloading"
-        if any(param.tp is not None for param in self.params):
-            return "tensor-parallel parameters"
         if any(map(is_extended, self.params)):
             return "all-gather extensions"
         return None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.models import Block, Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, sgd, train
+from support.training import adamw, assert_same, in_both_forms, in_form, sgd, train
 from torch import Tensor, nn
 
 import autoshard
@@ -79,27 +79,29 @@ def test_dtypes(rank: int, compile: bool) -> None:
     assert seen(param_dtype=BF16, cast_forward_inputs=False)["input"] == full
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @on_ranks(2)
-def test_dtypes_of_what_runs_eagerly(rank: int) -> None:
+def test_dtypes_of_buffers_kept_gradients_and_eval(rank: int, compile: bool) -> None:
     """A1, A63, D-56."""
     full, i64 = torch.float32, torch.int64
     plain = dict.fromkeys(("input", "weight", "scale", "gather", "reduce", "output", "grad"), full)
     low = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16)
     everywhere = dict.fromkeys(plain, BF16)
-    assert dtypes_of(low) == {**everywhere, "grad": full, "index": i64}
+    assert dtypes_of(low, compile=compile) == {**everywhere, "grad": full, "index": i64}
     kept = MixedPrecisionPolicy(param_dtype=BF16, keep_low_precision_grads=True)
-    assert dtypes_of(kept)["grad"] == BF16
+    assert dtypes_of(kept, compile=compile)["grad"] == BF16
     in_eval = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16, full_precision_in_eval=True)
-    assert dtypes_of(in_eval, train=False) == {**plain, "index": i64}
-    assert dtypes_of(in_eval) == {**everywhere, "grad": full, "index": i64}
-    assert dtypes_of(low, train=False)["weight"] == BF16
+    assert dtypes_of(in_eval, train=False, compile=compile) == {**plain, "index": i64}
+    assert dtypes_of(in_eval, compile=compile) == {**everywhere, "grad": full, "index": i64}
+    assert dtypes_of(low, train=False, compile=compile)["weight"] == BF16
 
 
+@in_both_forms
 @on_ranks(2)
-def test_eval_and_back(rank: int) -> None:
+def test_eval_and_back(rank: int, form: str) -> None:
     """A63: buffers and parameters follow the mode, also where whole parameters are kept."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16, full_precision_in_eval=True)
-    model = fully_shard(Seen(), mp_policy=policy)
+    model = in_form(fully_shard(Seen(), mp_policy=policy), form)
     model.set_reshard_after_backward(False)
     for training in (True, False, True):
         model.train(training)

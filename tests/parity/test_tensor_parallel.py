@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.issue import counts
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, replicated, train
+from support.training import adamw, assert_same, in_both_forms, in_form, replicated, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -78,12 +78,13 @@ def truth(data: int, steps: int) -> nn.Module:
     return model
 
 
+@in_both_forms
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
 @on_ranks(4)
-def test_parity(rank: int, shape: tuple[int, int]) -> None:
+def test_parity(rank: int, shape: tuple[int, int], form: str) -> None:
     """A48: values as on one rank, but for the order in which parts of a product are added."""
     mesh = grid(*shape)
-    model = parallel(mesh)
+    model = in_form(parallel(mesh), form)
     assert model.layers[0].up.weight.device_mesh.mesh_dim_names == ("data", "tensor")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     for step in range(3):
