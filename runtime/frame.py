@@ -316,7 +316,7 @@ class _LocalShards(torch.autograd.Function):
         left_out.note_backward()
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
             sharded.check_unwritten(stamp)
-        steps.close_compiled(ctx.root)
+        is_left = bool(reduce.units_that_wait)
         handed_on: list[Tensor | None] = []
         used: set[ShardedParam] = set()
         leaves = (node for node, _ in ctx.next_functions)
@@ -325,7 +325,7 @@ class _LocalShards(torch.autograd.Function):
         ):
             if sharded.is_withheld or grad is None:
                 sharded.is_withheld = False
-                sharded.hooks.set_aside(sharded.param)  # they are for gradients
+                is_left |= sharded.hooks.set_aside(sharded.param)  # they are for gradients
                 handed_on.append(None)
                 continue
             if _torch.accumulates_gradient(leaf):
@@ -334,6 +334,8 @@ class _LocalShards(torch.autograd.Function):
             if kept_as is not None:  # exact: it was reduced in that dtype
                 sharded.param.grad_dtype, grad = kept_as, grad.to(kept_as)
             handed_on.append(sharded.grad_from(grad))
+        if is_left:
+            steps.close_compiled(ctx.root)
         for unit in {sharded.unit for sharded in used}:
             reduce.fill_unused(unit, used)
         return None, None, *handed_on

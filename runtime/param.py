@@ -43,13 +43,14 @@ class Hooks:
     def __init__(self) -> None:
         self._aside: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
-    def set_aside(self, param: Tensor) -> None:
-        """Until `put_back()`, autograd finds none at `param`."""
+    def set_aside(self, param: Tensor) -> bool:
+        """Until `put_back()`, autograd finds none at `param`. Returns whether there are any."""
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(param, name, None)
             if hooks:
                 self._aside.append((hooks, dict(hooks)))
                 hooks.clear()
+        return bool(self._aside)
 
     def put_back(self) -> None:
         """As they were, but for what was registered since, which comes last."""

@@ -22,6 +22,7 @@ kernels, which count no version, is not seen; torch's optimizers empty it unless
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,7 @@ class Reduction:
                 return
         seen = tuple(map(Seen.now, self._params))
         self._reducer.partial[self._params] = Partial(self._flight.receive, seen)
+        units_that_wait.add(self._unit)
         self._wanted = set()
 
     def _take_partial(self) -> Tensor | None:
@@ -325,6 +327,10 @@ class Seen:
         return False
 
 
+units_that_wait: weakref.WeakSet[Unit] = weakref.WeakSet()
+"""Of some parameters of these gradients wait, or did until lately."""
+
+
 def hold(
     param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
 ) -> None:
@@ -341,6 +347,7 @@ def hold(
     else:
         total, owned = total + grad, True
     param.pending = Pending(total, owned, Seen.now(param))
+    units_that_wait.add(param.unit)
 
 
 def _version(grad: Tensor) -> int:

@@ -371,6 +371,9 @@ class Step:
         for unit in self._trained:
             for param in unit.params:
                 param.hooks.put_back()  # of those that got no gradient
+        for unit in units_below(self.owner):
+            if not unit.reducer.partial and all(param.pending is None for param in unit.params):
+                reduce.units_that_wait.discard(unit)
         for unit in list(self._backward):
             self._end(unit)
         for unit in self._run_again:  # fetched ahead, and not run again after all
