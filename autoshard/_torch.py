@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +58,9 @@ all_gather_flat: Callable[..., Any] = (
 reduce_scatter_flat: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_APPLY_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
@@ -119,6 +124,18 @@ def graph_task() -> int:
 def in_backward() -> bool:
     """Whether this thread is inside a backward."""
     return graph_task() != -1
+
+
+def in_nested_backward() -> bool:
+    """Whether a node of another backward has started the running one, as a reentrant checkpoint
+    does."""
+    calls, outermost = 0, sys._getframe()
+    frame: FrameType | None = outermost
+    while frame is not None:
+        calls += frame.f_code is _RUN_BACKWARD
+        outermost, frame = frame, frame.f_back
+    # Threads of a device are autograd's own: the call that woke them stands in another one.
+    return calls > (outermost.f_code is not _APPLY_BACKWARD)
 
 
 def will_run(node: Any) -> bool:

@@ -3,7 +3,7 @@
 Inductor may reorder nodes three times: in its own graph passes, in its scheduler,
 and, from torch 2.14, in a pass that overlaps collectives by itself. So
 
-- the passes that move collectives or chase peak memory are switched off (SETTINGS);
+- the passes that move collectives, or chase locality or peak memory, are switched off (SETTINGS);
 - the planned order is applied again to the last graph before lowering, and launches
   and waits are chained by control dependencies. Compute is never chained: that would
   cost fusion;
@@ -28,6 +28,7 @@ from autoshard import _torch
 from autoshard.passes.match import bucket_of, event_of, is_wait, kind_of
 
 SETTINGS = {
+    "reorder_for_locality": False,  # of graphs without gradients; it puts launches before waits
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
     "aten_distributed_optimizations__enable_simple_overlap": False,  # from torch 2.14

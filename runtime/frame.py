@@ -30,11 +30,9 @@ from autoshard.passes.give_table import TABLE
 from autoshard.passes.meta import ParamInfo
 from autoshard.runtime import left_out, reduce
 from autoshard.runtime import step as steps
-from autoshard.runtime.access import root_of, unit_of
 from autoshard.runtime.agreement import course
 from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
-from autoshard.runtime.tables import Table
-from autoshard.runtime.unit import Unit
+from autoshard.runtime.tables import Table, Tables
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
 
@@ -46,12 +44,14 @@ class Frame:
     gm:      takes local shards where Dynamo's graph took DTensor parameters.
     inputs:  example inputs for it, fake where they are shards.
     params:  the table: what a marker's last argument indexes.
+    positions: of the inputs that they are.
     local:   input position -> the parameter whose shard goes there.
     """
 
     gm: fx.GraphModule
     inputs: list[Any]
     params: list[ShardedParam] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     local: dict[int, ShardedParam] = field(default_factory=dict)
 
     def table(self) -> tuple[ParamInfo, ...]:
@@ -88,15 +88,15 @@ class Frame:
             return compiled
         positions = list(self.local)
         mesh = self.params[0].axes.mesh
-        root = unit_of(root_of(self.params[0]))
-        assert root is not None
-        table = Table(self.params)
+        in_table = list(self.positions)
+        tables = Tables()
 
         def call(*args: Any) -> Any:
             course.take(name, mesh)
             values = list(args)
+            table = tables.of([_resolved(values[position]) for position in in_table])
             params = [values[position] for position in positions]
-            for position, shard in zip(positions, _shards(params, table, root), strict=True):
+            for position, shard in zip(positions, _shards(params, table), strict=True):
                 values[position] = shard
             return compiled(*values, table.tensor)
 
@@ -152,6 +152,8 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
     numbers: dict[ShardedParam, int] = {}
     _number_markers(gm, known, numbers)
     frame.params = list(numbers)
+    position_of = {known[node]: at for at, node in enumerate(placeholders) if node in known}
+    frame.positions = [position_of[param] for param in frame.params]
     gm.recompile()
     return frame
 
@@ -276,9 +278,15 @@ def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _shards(params: list[Tensor], table: Table, root: Unit) -> Sequence[Tensor]:
+def _resolved(param: Tensor) -> ShardedParam:
+    sharded = resolve(param)
+    assert sharded is not None
+    return sharded
+
+
+def _shards(params: list[Tensor], table: Table) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, root, *params)
+        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, *params)
         return shards
     return [local_tensor(param) for param in params]
 
@@ -297,9 +305,8 @@ class _LocalShards(torch.autograd.Function):
     """All parameters' local tensors at once; their gradients become DTensors on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, table: Table, root: Unit, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, table: Table, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.table = table  # backward looks things up in it
-        ctx.root = root
         ctx.sharded = [resolve(param) for param in params]
         ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
         ctx.kept_as = list(map(_kept_dtype, ctx.sharded))
@@ -335,7 +342,10 @@ class _LocalShards(torch.autograd.Function):
                 sharded.param.grad_dtype, grad = kept_as, grad.to(kept_as)
             handed_on.append(sharded.grad_from(grad))
         if is_left:
-            steps.close_compiled(ctx.root)
+            # A nested backward, a reentrant checkpoint's, is not the end of the others' gradients.
+            units = {sharded.unit for sharded in ctx.sharded}
+            for owner in units if _torch.in_nested_backward() else {ctx.table.root}:
+                steps.close_compiled(owner)
         for unit in {sharded.unit for sharded in used}:
             reduce.fill_unused(unit, used)
-        return None, None, *handed_on
+        return None, *handed_on

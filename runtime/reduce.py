@@ -254,6 +254,7 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
         )
     param = sharded.param
     sharded.hooks.put_back()
+    make_room(sharded)
     if not sharded.unit.mp.keep_low_precision_grads:
         shard = shard.to(sharded.member.dtype)
     elif shard.dtype != sharded.member.dtype:
@@ -264,7 +265,7 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
         replaced = hook(grad)
         grad = grad if replaced is None else replaced
     with torch.no_grad():
-        if param.grad is None or _is_placeholder(param.grad):
+        if param.grad is None:
             param.grad = grad
         else:
             param.grad += grad

@@ -1,41 +1,78 @@
 """How compiled code finds its parameters: by the number of a table, which travels as a tensor.
 
-A graph is the same on every rank and may come out of a cache, so that it can't name objects.
-It gets the number of its frame's table as an input, saves it for backward as it saves shards,
-and hands it to reduces.
+A graph is the same on every rank, may come out of a cache, and runs all blocks that are alike,
+so that it can't name objects. It gets the number of a table as an input, saves it for backward
+as it saves shards, and hands it to reduces.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from autoshard.runtime.access import root_of, unit_of
 from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.unit import Unit
 
 _numbers = itertools.count()
 _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
 
 
 class Table:
-    """The parameters of one frame.
+    """The parameters of one model that a graph runs with; it keeps none of them alive.
 
     tensor: i64[1], its number. On the host, where it is read.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self.params = tuple(params)
+        self._params = [weakref.ref(param) for param in params]
+        self._root: Callable[[], Unit | None] = lambda: None
         number = next(_numbers)
         self.tensor = torch.tensor([number])
         _tables[number] = self
+
+    def __getitem__(self, index: int) -> ShardedParam:
+        param = self._params[index]()
+        assert param is not None
+        return param
+
+    @property
+    def root(self) -> Unit:
+        """The unit of the outermost module that they are in."""
+        known = self._root()
+        if known is None or not known.is_root:
+            known = unit_of(root_of(self[0]))
+            assert known is not None
+            self._root = weakref.ref(known)
+        return known
+
+    def is_of(self, params: Sequence[ShardedParam]) -> bool:
+        """Whether it is a table of these parameters, in this order."""
+        return all(own() is param for own, param in zip(self._params, params, strict=True))
+
+
+class Tables:
+    """Those of one graph: one for each block that it runs."""
+
+    def __init__(self) -> None:
+        self._by_ids: dict[tuple[int, ...], Table] = {}
+
+    def of(self, params: Sequence[ShardedParam]) -> Table:
+        """The table of these parameters, made when they are first met."""
+        key = tuple(map(id, params))
+        table = self._by_ids.get(key)
+        if table is None or not table.is_of(params):  # ids are used again
+            table = self._by_ids[key] = Table(params)
+        return table
 
 
 def look_up(table: Tensor | None, params: Sequence[int]) -> list[ShardedParam]:
     """The parameters at `params` in the table of that number; none if there is no table."""
     if table is None:
         return []
-    known = _tables[int(table.item())].params
+    known = _tables[int(table.item())]
     return [known[number] for number in params]

@@ -15,6 +15,10 @@ PARITY_EXAMPLE = """\
 example, with my_model.py defining build() -> nn.Module and batch(rank, step) -> dict:
 
   autoshard parity my_model:build --batch my_model:batch --ranks 2 --steps 3
+
+autoshard's own models, in random combinations of its options:
+
+  autoshard parity --matrix --samples 25 --seed 0
 """
 
 
@@ -38,10 +42,9 @@ def add_parity(commands: Any) -> None:
         epilog=PARITY_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="package.module:function that returns the model")
+    parser.add_argument("model", nargs="?", help="package.module:function that returns the model")
     parser.add_argument(
         "--batch",
-        required=True,
         help="package.module:function of (rank, step) that returns a batch: a dict of keyword "
         "arguments, a tuple of arguments, or one argument",
     )
@@ -52,13 +55,22 @@ def add_parity(commands: Any) -> None:
     parser.add_argument("--options", default="{}", help="more backend options, as JSON")
     parser.add_argument("--strategy", default="full_shard", help="full_shard or shard_grad_op")
     parser.add_argument("--rtol", type=float, default=1e-5, help="what passes where not bitwise")
-    parser.set_defaults(run=run_parity)
+    parser.add_argument(
+        "--matrix", action="store_true", help="small models in random combinations of options"
+    )
+    parser.add_argument("--samples", type=int, default=25, help="of the matrix (default 25)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first sample (default 0)")
+    parser.set_defaults(run=run_parity, parser=parser)
 
 
 def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
     """Start the ranks unless torchrun did; exit status 1 if a run differs."""
+    if not options.matrix and not (options.model and options.batch):
+        options.parser.error("a model and --batch are required, or --matrix")
     if "RANK" not in os.environ:
         return launch(arguments, options.ranks)
+    if options.matrix:
+        return run_matrix(options)
     from autoshard.tools.parity import parity
 
     rank = int(os.environ["RANK"])
@@ -74,6 +86,22 @@ def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
     if rank == 0:
         print(report.text())
     return 0 if report.ok else 1
+
+
+def run_matrix(options: argparse.Namespace) -> int:
+    """A line a failing sample, and one for all; exit status 1 if one fails."""
+    from autoshard.tools.matrix import try_case
+
+    failed = 0
+    for seed in range(options.seed, options.seed + options.samples):
+        outcome = try_case(seed)
+        failed += outcome.problem is not None
+        if outcome.problem is not None and int(os.environ["RANK"]) == 0:
+            print(f"seed {seed}: {outcome.problem}\n    {outcome.case.text()}", flush=True)
+    if int(os.environ["RANK"]) == 0:
+        passed = options.samples - failed
+        print(f"parity: {passed} of {options.samples} samples pass, from seed {options.seed}")
+    return 1 if failed else 0
 
 
 def launch(arguments: list[str], ranks: int) -> int:

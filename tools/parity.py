@@ -190,7 +190,7 @@ def _run(
         value = loss(call, copy.deepcopy(batch))
         value.backward()  # type: ignore[no-untyped-call]
         if replicated:
-            _average_gradients(model)
+            average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(value.item())
@@ -205,7 +205,8 @@ def _broadcast(model: nn.Module) -> None:
                 dist.broadcast(tensor.detach(), src=0)
 
 
-def _average_gradients(model: nn.Module) -> None:
+def average_gradients(model: nn.Module) -> None:
+    """As replicated training does, by hand."""
     for param in model.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -233,8 +234,22 @@ def _compare(runs: dict[str, _Run], run: str, against: str, rtol: float) -> Comp
     return Comparison(run, against, Difference(name, rank, step, absolute, relative, overall), rtol)
 
 
+def compare_local(got: nn.Module, want: nn.Module, rtol: float) -> str | None:
+    """The first parameter whose part on this rank differs by more than `rtol`, in words.
+
+    want: replicated, or sharded likewise.
+    """
+    theirs = dict(want.named_parameters())
+    for name, param in got.named_parameters():
+        other = theirs[name.replace("_orig_mod.", "")]
+        absolute, relative = _difference(_local(param, param), _local(other, param))
+        if relative > rtol:
+            return f"{name} by {absolute:.3g} ({relative:.3g} relative)"
+    return None
+
+
 def _difference(have: Tensor, want: Tensor) -> tuple[float, float]:
-    if torch.equal(have, want):
+    if torch.equal(have, want) or not want.numel():
         return 0.0, 0.0
     absolute = (have.double() - want.double()).abs().max().item()
     if absolute != absolute:  # NaN in one of them: as different as can be
@@ -250,5 +265,9 @@ def _local(param: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return param
     mesh = like.device_mesh
-    start = first_row(param.shape[0], mesh.size(), mesh.get_local_rank())
-    return param.narrow(0, start, like.to_local().shape[0])
+    for axis, placement in enumerate(like.placements):
+        if placement.is_shard():
+            dim = placement.dim  # type: ignore[attr-defined]
+            start = first_row(param.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            param = param.narrow(dim, start, like.to_local().shape[dim])
+    return param

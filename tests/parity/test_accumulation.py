@@ -429,6 +429,40 @@ def test_two_graphs_lowered_by_inductor(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_what_waits_outside_of_a_nested_backward(rank: int) -> None:
+    """A reentrant checkpoint's backward is over long before that of the embedding, whose
+    gradients wait until it has its last."""
+    want = by_hand(rank)
+    model = autoshard.shard(build(checkpointing="reentrant"))
+    for layer in model.layers:
+        in_form(layer, "compiled")
+    optimizer = adamw(model)
+    for step in range(3):
+        for batch in range(BATCHES):
+            model.set_requires_gradient_sync(batch == BATCHES - 1)
+            net_loss(model, rank, BATCHES * step + batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_blocks_that_share_a_graph(rank: int) -> None:
+    """What waits is found for the block that runs, not for the one that was compiled."""
+    models = []
+    for form in FORMS:
+        model = autoshard.shard(build())
+        for layer in model.layers:
+            in_form(layer, form)
+        optimizer = adamw(model)
+        for step in range(2):
+            sent = micro_batches(model, optimizer, rank, step)
+            assert [each["reduce"] for each in sent] == [0, 0, 0, 4]
+        models.append(model)
+    assert_same(models[1], models[0])
+
+
+@on_ranks(2)
 def test_told_to_wait_or_not_after_forward(rank: int) -> None:
     """Backward does as it is told when it begins, whatever forward was compiled for."""
     models = []

@@ -52,8 +52,10 @@ def test_values_are_true_global_dtensors(rank: int) -> None:
     )
 
 
-@pytest.mark.parametrize("saved", ["eager", "compiled"])
-@pytest.mark.parametrize("loaded", ["eager", "compiled", "uncalled"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("eager", "compiled"), ("compiled", "eager"), ("eager", "uncalled"), ("compiled", "compiled")],
+)
 @on_ranks(2)
 def test_save_and_load(rank: int, saved: str, loaded: str) -> None:
     source, _ = (sharded if saved == "eager" else compiled)(Net, net_loss)

@@ -370,12 +370,9 @@ begin_on = on_ranks(SAVED_ON, timeout=240)(begin)
 resume_on = {world: on_ranks(world, timeout=240)(resume) for world in (1, 2, 4)}
 
 CASES = [
-    Case("dcp_api", 1),
     Case("dcp_api", 4, mixed_precision=True, norm_type=2.0),
-    Case("dtensor_api", 1, explicit_prefetching=True),
-    Case("dtensor_api", 2, norm_type=2.0),
-    Case("sharded", 1, mixed_precision=True, explicit_prefetching=True),
-    Case("sharded", 4, explicit_prefetching=True, norm_type=2.0),
+    Case("dtensor_api", 1, explicit_prefetching=True, norm_type=2.0),
+    Case("sharded", 2, mixed_precision=True, explicit_prefetching=True, norm_type=2.0),
     Case("app", 1, norm_type=2.0),
     Case("app", 2, mixed_precision=True),
 ]

@@ -1,0 +1,45 @@
+"""Random combinations of options; `autoshard parity --matrix` runs as many as one likes."""
+
+from __future__ import annotations
+
+import unittest.mock
+
+import pytest
+import torch
+from support.ranks import on_ranks
+
+from autoshard.runtime import step as steps
+from autoshard.tools.matrix import CHOICES, draw, try_case
+
+
+def test_a_seed_is_a_case() -> None:
+    assert draw(3) == draw(3)
+    drawn = [draw(seed) for seed in range(100)]
+    for name, values in CHOICES.items():
+        assert {getattr(case, name) for case in drawn} == set(values), name
+    assert draw(3).text()
+
+
+@pytest.mark.parametrize("seed", [100, 102])
+@on_ranks(2)
+def test_samples(rank: int, seed: int) -> None:
+    outcome = try_case(seed)
+    assert outcome.problem is None, f"{outcome.problem}\n{outcome.case.text()}"
+
+
+@on_ranks(2)
+def test_a_problem_on_one_rank_is_told_on_all(rank: int) -> None:
+    """A gradient that is lost on rank 1, eagerly: compiled code has it."""
+    original = steps.Step.reduce
+
+    def reduce(self: steps.Step, unit: object, grads: dict[object, object], wanted: object) -> None:
+        if rank == 1:
+            for param, grad in grads.items():
+                grads[param] = None if grad is None else torch.zeros_like(grad)
+        original(self, unit, grads, wanted)
+
+    with unittest.mock.patch.object(steps.Step, "reduce", reduce):
+        outcome = try_case(100)
+    assert outcome.problem is not None
+    assert outcome.problem.startswith("rank ")
+    assert "differ" in outcome.problem

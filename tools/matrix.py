@@ -1,0 +1,322 @@
+"""Random combinations of options, each trained on the eager runtime and compiled, and compared.
+
+Systems of this kind go wrong where modes meet. A case is drawn from a seed alone, so that a
+failing one is named by two numbers: `autoshard parity --matrix --samples 1 --seed 17`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from autoshard.runtime.mesh import device_type, ensure_process_group
+from autoshard.runtime.shard import replicate, shard
+from autoshard.runtime.unit_policies import MixedPrecisionPolicy
+from autoshard.tools.parity import average_gradients, compare_local
+
+STEPS = 3
+F32, BF16 = torch.float32, torch.bfloat16
+
+PRECISIONS: dict[str, MixedPrecisionPolicy | None] = {
+    "float32": None,
+    "bf16": MixedPrecisionPolicy(param_dtype=BF16),
+    "bf16, reduced in f32": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32),
+    "reduced in bf16": MixedPrecisionPolicy(reduce_dtype=BF16),
+    "bf16, gradients kept": MixedPrecisionPolicy(param_dtype=BF16, keep_low_precision_grads=True),
+    "bf16 but in eval": MixedPrecisionPolicy(param_dtype=BF16, full_precision_in_eval=True),
+    "bf16 with buffers": MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16),
+    "bf16, output in f32": MixedPrecisionPolicy(BF16, F32, output_dtype=F32),
+}
+
+CHOICES: dict[str, Sequence[Any]] = {
+    "lowering": ("eager", "eager", "eager", "inductor"),
+    "strategy": (
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+        "hybrid_shard",
+        "hybrid_shard_zero2",
+        "replicate",
+    ),
+    "copies": (1, 2),  # of the shards, on two ranks, in a hybrid strategy
+    "precision": tuple(PRECISIONS),
+    "bucketing": ("auto", "per_unit", "none", (("layers.0", "layers.1"), ("head",))),
+    "accumulation": ("none", "reduced each", "no_sync", "all-reduced last"),
+    "checkpointing": (None, "non-reentrant", "reentrant"),
+    "tied": (False, True),
+    "frozen": ("nothing", "a layer", "half a layer", "in turns"),
+    "used": ("once", "a layer twice", "not all"),
+    "batch": ("fixed", "of other sizes", "of other sizes by rank"),
+    "broken": (False, False, True),  # the graph, in the middle
+    "eval": (False, True),  # a forward without gradients after each step
+    "keeps": (False, True),  # whole parameters after backward
+    "divide_by": (None, None, None, 3.0),
+    "optimizer": ("sgd", "adamw", "foreach adamw", "fused adamw"),
+    "compiled": ("model", "model", "layers"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination; the fields are those of `CHOICES`."""
+
+    lowering: str
+    strategy: str
+    copies: int
+    precision: str
+    bucketing: Any
+    accumulation: str
+    checkpointing: str | None
+    tied: bool
+    frozen: str
+    used: str
+    batch: str
+    broken: bool
+    eval: bool
+    keeps: bool
+    divide_by: float | None
+    optimizer: str
+    compiled: str
+
+    def text(self) -> str:
+        """What differs from the first of each choice."""
+        parts = [
+            f"{name}={value!r}"
+            for name, value in dataclasses.asdict(self).items()
+            if value != CHOICES[name][0]
+        ]
+        return ", ".join(parts) or "all defaults"
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed, the same on every rank and in every process."""
+    source = random.Random(seed)
+    case = Case(**{name: source.choice(values) for name, values in CHOICES.items()})
+    # AdamW divides by a gradient's size, so that rounding may become a step; and torch's takes no
+    # gradients of another dtype than the parameter's.
+    if case.lowering == "inductor" or case.precision == "bf16, gradients kept":
+        case = dataclasses.replace(case, optimizer="sgd")
+    return case
+
+
+class _Layer(nn.Module):
+    """Sizes that two ranks can't share evenly, a buffer, and a bias shorter than the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 6)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.relu(self.up(self.norm(x)))) * self.gain
+        scaled: Tensor = y * self.scale.to(y.dtype)
+        return x + scaled
+
+
+class _Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.embed = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+        self.spare = nn.Linear(3, 3)
+        self.head = nn.Linear(6, 11, bias=False)
+        if case.tied:
+            self.head.weight = self.embed.weight
+        if case.frozen == "a layer":
+            self.layers[1].requires_grad_(False)
+        elif case.frozen == "half a layer":
+            self.layers[1].up.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            x = self._run(layer, x)
+            if number == 1 and self.case.broken:
+                torch._dynamo.graph_break()
+        if self.case.used == "a layer twice":
+            x = self._run(self.layers[0], x)
+        if self.case.used != "not all":
+            x = x.to(self.spare.weight.dtype)  # layers may give another
+            x = x + self.spare(x[..., :3]).sum(-1, keepdim=True)
+        result: Tensor = self.head(x.to(self.head.weight.dtype))
+        return result
+
+    def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if self.case.checkpointing is None or not torch.is_grad_enabled():
+            result: Tensor = layer(x)
+            return result
+        reentrant = self.case.checkpointing == "reentrant"
+        again: Tensor = checkpoint(layer, x, use_reentrant=reentrant)
+        return again
+
+
+def _build(case: Case) -> _Model:
+    torch.manual_seed(0)
+    return _Model(case).to(device_type())
+
+
+def _shard(model: nn.Module, case: Case) -> Any:
+    policy = PRECISIONS[case.precision]
+    if case.strategy == "replicate":
+        for layer in model.layers:  # type: ignore[union-attr]
+            replicate(layer, mp_policy=policy)
+        sharded: Any = replicate(model, mp_policy=policy)
+    else:
+        given: dict[str, Any] = {"strategy": case.strategy, "mp_policy": policy}
+        if case.strategy.startswith("hybrid"):
+            copies = case.copies if dist.get_world_size() % case.copies == 0 else 1
+            shape = (copies, dist.get_world_size() // copies)
+            given["mesh"] = init_device_mesh(
+                device_type(), shape, mesh_dim_names=("replicate", "shard")
+            )
+        sharded = shard(model, **given)
+    sharded.set_reshard_after_backward(not case.keeps)
+    if case.divide_by is not None:
+        sharded.layers[1].set_gradient_divide_factor(case.divide_by)
+    return sharded
+
+
+def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    kind = case.optimizer.partition(" ")[0]
+    foreach, fused = kind == "foreach" or None, kind == "fused" or None
+    return torch.optim.AdamW(params, lr=1e-2, foreach=foreach, fused=fused)
+
+
+def _ids(case: Case, number: int) -> Tensor:
+    rank = dist.get_rank()
+    length = 5
+    if case.batch == "of other sizes":
+        length += number % 4
+    elif case.batch == "of other sizes by rank":
+        length += (number + rank) % 3
+    source = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(0, 11, (length,), generator=source).to(device_type())
+
+
+@contextlib.contextmanager
+def _waiting(model: Any, case: Case, is_last: bool) -> Iterator[None]:
+    if case.accumulation == "no_sync" and not is_last:
+        with model.no_sync():
+            yield
+        return
+    if case.accumulation == "all-reduced last":
+        model.set_requires_all_reduce(is_last)
+    yield
+
+
+def _train(model: nn.Module, call: Any, case: Case, *, replicated: bool = False) -> list[float]:
+    optimizer = _optimizer(model, case)
+    batches = 1 if case.accumulation == "none" else 3
+    losses: list[float] = []
+    for step in range(STEPS):
+        if case.frozen == "in turns":
+            for number, layer in enumerate(model.layers):  # type: ignore[arg-type]
+                layer.requires_grad_((number + step) % 2 == 0)
+        for batch in range(batches):
+            is_last = batch == batches - 1
+            context = contextlib.nullcontext() if replicated else _waiting(model, case, is_last)
+            with context:
+                ids = _ids(case, batches * step + batch)
+                loss = functional.cross_entropy(call(ids).float(), ids.roll(-1))
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.item())
+        if replicated:
+            average_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if case.eval:
+            model.eval()
+            with torch.no_grad():
+                losses.append(call(_ids(case, 0)).float().square().mean().item())
+            model.train()
+    return losses
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case; `problem` is None if the runs are as like as they should be."""
+
+    seed: int
+    case: Case
+    problem: str | None
+
+
+def try_case(seed: int) -> Outcome:
+    """Train the case of `seed` on all ranks; every rank returns the same verdict."""
+    ensure_process_group()
+    case = draw(seed)
+    torch._dynamo.reset()
+    # What trains in turns, in batches of several sizes, has a graph for each, and each part of it.
+    limit = torch._dynamo.config.patch(recompile_limit=64)
+    with limit, warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # a frame that was not compiled
+        try:
+            problem = _compare_runs(case)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    first = next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), None)
+    return Outcome(seed, case, first)
+
+
+def _compare_runs(case: Case) -> str | None:
+    eager = _shard(_build(case), case)
+    eager_losses = _train(eager, eager, case)
+    compiled = _shard(_build(case), case)
+    bucketing = case.bucketing if isinstance(case.bucketing, str) else list(case.bucketing)
+    options = {"lowering": case.lowering, "bucketing": bucketing, "strict": True}
+    if case.compiled == "layers":
+        options["bucketing"] = bucketing if isinstance(bucketing, str) else "auto"
+        for layer in compiled.layers:
+            layer.compile(backend="autoshard", options=options)
+    else:
+        compiled.compile(backend="autoshard", options=options)
+    losses = _train(compiled, compiled, case)
+    rtol = _rtol(case)
+    if rtol == 0.0 and losses != eager_losses:
+        return f"losses differ: compiled {losses}, eager {eager_losses}"
+    problem = compare_local(compiled, eager, rtol)
+    if problem is not None:
+        return f"compiled and eager differ: {problem}"
+    if PRECISIONS[case.precision] is None and case.divide_by is None:
+        plain = _build(case)
+        _train(plain, plain, case, replicated=True)
+        # Sums of gradients that are reduced one by one are taken over ranks first.
+        exact = case.accumulation in ("none", "no_sync")
+        problem = compare_local(eager, plain, 0.0 if exact else 1e-4)
+        if problem is not None:
+            return f"eager and replicated differ: {problem}"
+    return None
+
+
+def _rtol(case: Case) -> float:
+    """How far compiled may be from eager, over a parameter's largest element.
+
+    Inductor keeps more bits between fused operations. And of a layer used twice, both gradients
+    are added before the sum over ranks, but after it where each use has a backward, or a graph, of
+    its own: in reentrant checkpoints that run eagerly; and in compiled parts of a model.
+    """
+    has_parts = case.compiled == "layers" or case.broken or case.checkpointing == "reentrant"
+    if case.lowering == "eager" and not (case.used == "a layer twice" and has_parts):
+        return 0.0
+    return 1e-4 if PRECISIONS[case.precision] is None else 2.0**-5
