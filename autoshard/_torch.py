@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
@@ -285,20 +285,23 @@ def is_to_local(node: torch.fx.Node) -> bool:
 
 
 @contextlib.contextmanager
-def one_more_input(graph: torch.fx.Graph, name: str, example: torch.Tensor) -> Iterator[None]:
-    """Inside, `graph`, which Dynamo made, has one more input, the last, that it does not read.
+def more_inputs(graph: torch.fx.Graph, examples: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, `graph`, which Dynamo made, has more inputs behind the others, by their names.
 
-    Dynamo, whose variables are behind the others, is not to see it.
+    Dynamo, whose variables are behind the others, is not to see them.
     """
     last = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last):
-        added = graph.placeholder(name)
-    added.meta["example_value"] = example
-    added._dynamo_source = None  # type: ignore[attr-defined]
+    added: list[torch.fx.Node] = []
+    for name, example in examples.items():
+        with graph.inserting_after(added[-1] if added else last):
+            added.append(graph.placeholder(name))
+        added[-1].meta["example_value"] = example
+        added[-1]._dynamo_source = None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        graph.erase_node(added)
+        for node in added:
+            graph.erase_node(node)
 
 
 def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:

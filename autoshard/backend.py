@@ -24,6 +24,7 @@ from autoshard.passes.lower_inductor import lower_inductor
 from autoshard.passes.match import is_gradient, is_marker, table_of
 from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
+from autoshard.passes.plan_buckets import INNER
 from autoshard.passes.text import render
 from autoshard.runtime import access, first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
@@ -145,11 +146,13 @@ class Compilation:
         pairs = list(zip(frame.params, self.table, strict=True))
         self.axes = {param.group: info.axis for param, info in pairs}
         self.axes |= {param.reduce_group: info.reduce_axis for param, info in pairs}
+        smaller = (param.unit.smaller for param in frame.params)
+        self.axes |= {axes.shard_group: INNER for axes in smaller if axes is not None}
         self.plans: list[Plan] = []  # filled as graphs are compiled
 
     def compile(self) -> Callable[..., Any]:
         """A callable with the inputs and outputs of the frame's graph."""
-        with self.frame.with_table():
+        with self.frame.with_more_inputs():
             if self.options.lowering == "eager":
                 return self._compile_eagerly()
             return self._compile_inductor()

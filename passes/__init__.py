@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from autoshard.passes.cut_smaller import cut_smaller as cut_smaller
 from autoshard.passes.drop_dead_markers import drop_dead_markers as drop_dead_markers
 from autoshard.passes.drop_local_markers import drop_local_markers as drop_local_markers
 from autoshard.passes.give_table import give_table as give_table
@@ -20,9 +21,12 @@ from autoshard.passes.pipeline import run as run
 from autoshard.passes.plan_buckets import Bucketing as Bucketing
 from autoshard.passes.plan_buckets import plan_buckets as plan_buckets
 from autoshard.passes.tag_recompute import tag_recompute as tag_recompute
+from autoshard.passes.use_kept import use_kept as use_kept
 
 JOINT: tuple[Pass, ...] = (
+    use_kept,  # what is there already is not gathered, nor recomputed
     merge_markers,  # first: a tag below must hold for every use of a parameter
+    cut_smaller,  # a tag below keeps what it cuts
     give_table,  # backward is to have it among its inputs
     tag_recompute,  # last: what the partitioner, next in line, obeys
 )
@@ -32,7 +36,8 @@ JOINT: tuple[Pass, ...] = (
 def pipeline(table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing) -> tuple[Pass, ...]:
     """The passes over one graph after partitioning: "forward", "backward" or "inference"."""
     return (
-        merge_markers,  # an inference graph comes here without having been through JOINT
+        use_kept,  # an inference graph comes here without having been through JOINT
+        merge_markers,  # nor has it been through this
         drop_dead_markers,  # nothing below should plan for what nobody reads
         drop_local_markers,  # nor for groups of one rank
         part_markers,  # a plan stands on what is computed between markers

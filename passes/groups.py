@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from autoshard import _torch
+from autoshard.passes.layout import Member
 
 
 def join(shard_group: str, replicate_group: str) -> str:
@@ -50,6 +51,11 @@ def shard_rank(group: str) -> int:
     """Which of them is this rank's."""
     name = shard_part(group)
     return _torch.group_rank(name) if name else 0
+
+
+def local_size(member: Member, group: str) -> tuple[int, ...]:
+    """The size of what this rank holds of `member`."""
+    return member.local_size(shards(group), shard_rank(group))
 
 
 def _size(name: str) -> int:

@@ -56,6 +56,28 @@ def table_of(node: fx.Node) -> fx.Node | None:
     return table
 
 
+AGAIN, _CUT = "again", "cut:"
+
+
+def stays_whole(node: fx.Node) -> bool:
+    """Whether the runtime has what an `unshard` marker wants, and keeps it."""
+    return "stay" in _flags(node)
+
+
+def is_again(node: fx.Node) -> bool:
+    """Whether an `unshard` marker gathers over fewer ranks what was cut in forward."""
+    return AGAIN in _flags(node)
+
+
+def smaller_group(node: fx.Node) -> str:
+    """The group over which backward is to gather what an `unshard` marker wants; "" for its own."""
+    return next((flag.removeprefix(_CUT) for flag in _flags(node) if flag.startswith(_CUT)), "")
+
+
+def _flags(unshard: fx.Node) -> list[str]:
+    return str(unshard.kwargs.get("reduce", "")).split(" ")[:-2]
+
+
 def kind_of(node: fx.Node) -> str:
     """ "gather" or "reduce", of a marker, launch, all-reduce or wait."""
     gathers = (ops.unshard, ops.launch_gather, ops.wait_gather)

@@ -3,6 +3,7 @@
     full  = unshard(shard, "f32[7,15]", group, keep, param)  marker: wanted whole, here
     shard = reduce_grad(grad, "f32[7,15]", group, param)     marker: its gradient, here
     _     = hold_grad(grad, "f32[7,15]", group, param)       its gradient waits, here
+    part  = cut(full, "f32[7,15]", group)                    this rank's part, over fewer ranks
 
     ticket   = launch_gather([shard, ...], "f32[7,15] f32[7]", group, bucket)
     [full..] = wait_gather(ticket, "f32[7,15] f32[7]", group, bucket)
@@ -17,8 +18,9 @@ A member's dtype is that on the wire: a gather casts a shard to it where it is c
 reduce casts a gradient to it there, and to the shard's ("bf16[7]->f32") where it is copied
 out. `group` names process groups, see `groups.py`. `keep` says that the whole parameter is
 kept for backward (`reshard_after_forward=False`). `reduce`, if not empty, is the member and
-the group of its gradient's reduce, where these are not those of the gather, and "hold" and
-these if its gradients are to wait. `param`
+the group of its gradient's reduce, where these are not those of the gather; before them "hold"
+if its gradient is to wait, "stay" if the runtime has it whole, and keeps it so, and "cut:2" if
+backward is to gather it over the group "2". `param`
 indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
 numbers the buckets of one graph. A ticket is one byte: what is in flight is held
 by the runtime, where no compiler can reuse its memory. No argument depends on the
@@ -58,6 +60,10 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
+    "cut(Tensor whole, str members, str group) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
     "all_reduce(Tensor ticket, str members, str group, int bucket) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -90,6 +96,11 @@ def _fake_reduce_grad(
     return _reduced(grad, members, group)[0]
 
 
+def _fake_cut(whole: Tensor, members: str, group: str) -> Tensor:
+    (member,) = read_members(members)
+    return whole.new_empty(groups.local_size(member, group))
+
+
 def _fake_hold_grad(
     grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
 ) -> Tensor:
@@ -100,9 +111,8 @@ def nothing(like: Tensor, members: str, group: str) -> list[Tensor]:
     """What stands for gradients that are not there: shards of zeros, on the device of `like`,
     in the memory of one element each.
     """
-    world, rank = groups.shards(group), groups.shard_rank(group)
     return [
-        like.new_zeros((), dtype=m.shard_dtype or m.dtype).expand(m.local_size(world, rank))
+        like.new_zeros((), dtype=m.shard_dtype or m.dtype).expand(groups.local_size(m, group))
         for m in read_members(members)
     ]
 
@@ -132,15 +142,15 @@ def _fake_wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> 
 
 def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
     """Empty shards, of this rank's rows, on the device of `like`."""
-    world, rank = groups.shards(group), groups.shard_rank(group)
     return [
-        like.new_empty(m.local_size(world, rank), dtype=m.shard_dtype or m.dtype)
+        like.new_empty(groups.local_size(m, group), dtype=m.shard_dtype or m.dtype)
         for m in read_members(members)
     ]
 
 
 torch.library.register_fake("autoshard::unshard", _fake_unshard, lib=library)
 torch.library.register_fake("autoshard::reduce_grad", _fake_reduce_grad, lib=library)
+torch.library.register_fake("autoshard::cut", _fake_cut, lib=library)
 torch.library.register_fake("autoshard::hold_grad", _fake_hold_grad, lib=library)
 torch.library.register_fake("autoshard::launch_gather", _fake_launch, lib=library)
 torch.library.register_fake("autoshard::launch_reduce", _fake_launch, lib=library)
@@ -154,9 +164,9 @@ def _save_for_unshard(
 ) -> None:
     _, members, group, _, param = inputs
     reduce = keyword_only_inputs["reduce"]
-    *hold, reduced, reduce_group = reduce.split(" ") if reduce else (members, group)
+    *flags, reduced, reduce_group = reduce.split(" ") if reduce else (members, group)
     ctx.arguments = reduced, reduce_group, param
-    ctx.holds = bool(hold)
+    ctx.holds = "hold" in flags
 
 
 def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -171,6 +181,7 @@ torch.library.register_autograd(
 
 unshard = torch.ops.autoshard.unshard.default
 reduce_grad = torch.ops.autoshard.reduce_grad.default
+cut = torch.ops.autoshard.cut.default
 hold_grad = torch.ops.autoshard.hold_grad.default
 launch_gather = torch.ops.autoshard.launch_gather.default
 wait_gather = torch.ops.autoshard.wait_gather.default

@@ -22,6 +22,7 @@ from autoshard.passes import groups
 from autoshard.passes.layout import read_members
 from autoshard.passes.match import (
     group_of,
+    is_again,
     is_marker,
     is_reduce_grad,
     is_unshard,
@@ -31,6 +32,8 @@ from autoshard.passes.match import (
 )
 from autoshard.passes.meta import PARAM, PLAN, ParamInfo
 from autoshard.passes.plan import Bucket, Event, Plan
+
+INNER = "inner"  # the axis of groups of neighbours, along the one that shards
 
 Bucketing = str | Sequence[str | Sequence[str]]
 """`"per_unit"`, `"none"`, `"auto"`, or lists of module names."""
@@ -79,9 +82,11 @@ class _Draft:
 
     def bucket(self) -> Bucket:
         infos = [_info(marker) for marker in self.markers]
+        first = self.markers[0]
+        axis = infos[0].axis if is_unshard(first) else infos[0].reduce_axis
         return Bucket(
-            kind=kind_of(self.markers[0]),
-            axis=infos[0].axis if is_unshard(self.markers[0]) else infos[0].reduce_axis,
+            kind=kind_of(first),
+            axis=INNER if is_unshard(first) and is_again(first) else axis,
             unit=self.unit,
             names=tuple(info.name for info in infos),
             params=tuple(map(param_of, self.markers)),

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autoshard._torch import CheckpointPolicy
+from autoshard.passes import ops
 from autoshard.passes.match import is_kept, is_unshard
 
 REGION = 100_000
@@ -38,6 +39,8 @@ def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
                 freed.add(node)
                 _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
                 _tag_way_to(node)
+        elif node.target is ops.cut:
+            _tag(node, CheckpointPolicy.MUST_SAVE)
         elif node.all_input_nodes and all(n in freed for n in node.all_input_nodes):
             if _is_random(node):
                 continue
@@ -50,6 +53,8 @@ def _tag_way_to(marker: fx.Node) -> None:
     """Tag the views between an input and its marker."""
     node = marker.args[0]
     while isinstance(node, fx.Node) and node.op == "call_function" and node.all_input_nodes:
+        if node.target is ops.cut:
+            return
         _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         node = node.all_input_nodes[0]
 

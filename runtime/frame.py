@@ -27,12 +27,14 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.passes.give_table import TABLE
+from autoshard.passes.match import stays_whole
 from autoshard.passes.meta import ParamInfo
 from autoshard.runtime import left_out, reduce
 from autoshard.runtime import step as steps
 from autoshard.runtime.agreement import course
 from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
 from autoshard.runtime.tables import Table, Tables
+from autoshard.runtime.whole import Whole
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
 
@@ -45,6 +47,7 @@ class Frame:
     inputs:  example inputs for it, fake where they are shards.
     params:  the table: what a marker's last argument indexes.
     positions: of the inputs that they are.
+    stays:   numbers of those that are kept whole: inputs too.
     local:   input position -> the parameter whose shard goes there.
     """
 
@@ -52,6 +55,7 @@ class Frame:
     inputs: list[Any]
     params: list[ShardedParam] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    stays: list[int] = field(default_factory=list)
     local: dict[int, ShardedParam] = field(default_factory=dict)
 
     def table(self) -> tuple[ParamInfo, ...]:
@@ -62,22 +66,27 @@ class Frame:
         )
 
     @contextlib.contextmanager
-    def with_table(self) -> Iterator[None]:
-        """Inside, graph and inputs have the table of parameters in the last place; see
-        `tables.py`."""
+    def with_more_inputs(self) -> Iterator[None]:
+        """Inside, graph and inputs have two kinds of inputs more that no variable of the user's is
+        behind: whole parameters that are kept, and the table of parameters; see `tables.py`."""
         if not self.params:
             yield
             return
         fake = next(value for value in self.inputs if isinstance(value, FakeTensor))
+        more: dict[str, Tensor] = {}
         with fake.fake_mode:
-            example = torch.empty(1, dtype=torch.int64)
-        with _torch.one_more_input(self.gm.graph, TABLE, example):
+            for number in self.stays:
+                param = self.params[number]
+                more[f"whole_{number}"] = _example_of_whole(param)
+            more[TABLE] = torch.empty(1, dtype=torch.int64)
+        before = list(self.inputs)
+        with _torch.more_inputs(self.gm.graph, more):
             self.gm.recompile()
-            self.inputs.append(example)
+            self.inputs.extend(more.values())
             try:
                 yield
             finally:
-                self.inputs.pop()
+                self.inputs = before
 
     def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`compiled`, over local shards, with the signature of Dynamo's graph.
@@ -89,16 +98,21 @@ class Frame:
         positions = list(self.local)
         mesh = self.params[0].axes.mesh
         in_table = list(self.positions)
+        stays = list(self.stays)
         tables = Tables()
 
         def call(*args: Any) -> Any:
             course.take(name, mesh)
             values = list(args)
             table = tables.of([_resolved(values[position]) for position in in_table])
+            if table.root.post_optim_event is not None:
+                table.root.post_optim_event.wait()
+                table.root.post_optim_event = None
+            kept = _kept_whole([table[number] for number in stays])
             params = [values[position] for position in positions]
             for position, shard in zip(positions, _shards(params, table), strict=True):
                 values[position] = shard
-            return compiled(*values, table.tensor)
+            return compiled(*values, *kept, table.tensor)
 
         return call
 
@@ -150,10 +164,12 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
                 f"unit {param.unit.name!r} asks for {reason}, which isn't compiled yet"
             )
     numbers: dict[ShardedParam, int] = {}
-    _number_markers(gm, known, numbers)
+    staying: set[int] = set()
+    _number_markers(gm, known, numbers, staying)
     frame.params = list(numbers)
     position_of = {known[node]: at for at, node in enumerate(placeholders) if node in known}
     frame.positions = [position_of[param] for param in frame.params]
+    frame.stays = sorted(staying)
     gm.recompile()
     return frame
 
@@ -188,8 +204,12 @@ def _localize(node: fx.Node) -> Any:
 
 
 def _number_markers(
-    gm: fx.GraphModule, known: dict[fx.Node, ShardedParam], numbers: dict[ShardedParam, int]
+    gm: fx.GraphModule,
+    known: dict[fx.Node, ShardedParam],
+    numbers: dict[ShardedParam, int],
+    staying: set[int],
 ) -> None:
+    """Give each marker its parameter's number; `staying` gets those that are kept whole."""
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _UNSHARD:
             shard = node.args[0]
@@ -201,13 +221,15 @@ def _number_markers(
                 )
             _check_uses(node, param)
             node.args = (*node.args[:-1], numbers.setdefault(param, len(numbers)))
+            if stays_whole(node):
+                staying.add(numbers[param])
         for subgraph in _subgraphs(node):
             inner = {
                 placeholder: known[operand]
                 for placeholder, operand in _operands(node, subgraph)
                 if operand in known
             }
-            _number_markers(subgraph, inner, numbers)
+            _number_markers(subgraph, inner, numbers, staying)
             subgraph.recompile()
 
 
@@ -276,6 +298,29 @@ def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
         for placeholder, operand in _operands(user, subgraph)
         if operand is node
     ]
+
+
+def _example_of_whole(param: ShardedParam) -> Tensor:
+    in_full = param.unit.asks_for_full_precision
+    member = param.unit.gathered_member(param, in_full_precision=in_full)
+    return torch.empty(member.size, dtype=member.dtype, device=param.device)
+
+
+def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
+    """These parameters, whole: there already, or gathered now, to stay if their units say so."""
+    units = list(dict.fromkeys(param.unit for param in params))
+    for unit in units:
+        unit.note_mode()
+        if unit.kept is None or unit.kept.is_stale:
+            unit.kept = Whole(unit)
+    whole = [unit.kept.tensors() for unit in units if unit.kept is not None]
+    of = dict(zip(units, whole, strict=True))
+    kept = [of[param.unit][param] for param in params]
+    for unit in units:
+        if not (unit.keeps_after_backward or unit.is_unsharded_by_user):
+            unit.kept = None  # only this step needs it still
+            unit.describe()
+    return kept
 
 
 def _resolved(param: Tensor) -> ShardedParam:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoshard.passes import groups
-from autoshard.passes.layout import read_members
+from autoshard.passes.layout import first_row, read_members
 from autoshard.passes.ops import library
 from autoshard.runtime import collectives, graph_reduce
 from autoshard.runtime.collectives import InFlight
@@ -48,6 +48,14 @@ def _reduce_grad(
     if groups.replicate_part(group):
         ticket = _all_reduce(ticket, members, group, 0)
     return _wait_reduce(ticket, members, group, 0)[0]
+
+
+def _cut(whole: Tensor, members: str, group: str) -> Tensor:
+    (member,) = read_members(members)
+    world, rank = groups.shards(group), groups.shard_rank(group)
+    start = first_row(member.rows, world, rank)
+    part = whole.narrow(member.dim, start, member.local_rows(world, rank))
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _hold_grad(
@@ -132,6 +140,7 @@ def _mean(group: str) -> collectives.Division:
 for _name, _kernel in (
     ("unshard", _unshard),
     ("reduce_grad", _reduce_grad),
+    ("cut", _cut),
     ("hold_grad", _hold_grad),
     ("launch_gather", _launch_gather),
     ("wait_gather", _wait_gather),

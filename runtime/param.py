@@ -156,9 +156,12 @@ class ShardedParam:
         if reduced.dtype != self.member.dtype:
             reduced = dataclasses.replace(reduced, shard_dtype=self.member.dtype)
         members, reduce = show_members((gathered,)), ""
-        group, holds = self.reduce_group, not self.unit.reducer.syncs
-        if holds or reduced != gathered or group != self.group:
-            reduce = f"{'hold ' if holds else ''}{show_members((reduced,))} {group}"
+        group = self.reduce_group
+        flags = ["stay"] * self.unit.stays + ["hold"] * (not self.unit.reducer.syncs)
+        if self.unit.smaller is not None:
+            flags.append(f"cut:{self.unit.smaller.shard_group}")
+        if flags or reduced != gathered or group != self.group:
+            reduce = " ".join([*flags, show_members((reduced,)), group])
         return members, reduce
 
     @property

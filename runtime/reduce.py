@@ -238,7 +238,7 @@ def fill_unused(unit: Unit, used: set[ShardedParam]) -> None:
     if unit.reducer.sends_unused:
         for param in unit.params:
             if param.param.requires_grad and param.param.grad is None and param not in used:
-                param.param.grad = param.grad_from(torch.zeros_like(param.shard))
+                param.param.grad = _zeros(param)
 
 
 def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
@@ -306,7 +306,7 @@ class Seen:
     def now(param: ShardedParam) -> Seen:
         """As it is, filled with zeros if it was empty."""
         if param.param.grad is None:
-            zeros = param.grad_from(torch.zeros_like(param.shard))
+            zeros = _zeros(param)
             setattr(zeros, _PLACEHOLDER, True)
             param.param.grad = zeros
         return Seen(param.param.grad, _version(param.param.grad))
@@ -330,6 +330,12 @@ class Seen:
 
 units_that_wait: weakref.WeakSet[Unit] = weakref.WeakSet()
 """Of some parameters of these gradients wait, or did until lately."""
+
+
+def _zeros(param: ShardedParam) -> Tensor:
+    """A gradient in the dtype that `.grad` may have."""
+    dtype = param.param.grad_dtype or param.shard.dtype
+    return param.grad_from(torch.zeros_like(param.shard, dtype=dtype))
 
 
 def hold(

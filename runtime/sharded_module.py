@@ -45,6 +45,7 @@ class ShardedModule(nn.Module):
         if unit.kept is None or unit.kept.is_stale:
             unit.kept = Whole(unit)
         unit.is_unsharded_by_user = True
+        unit.describe()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -59,6 +60,7 @@ class ShardedModule(nn.Module):
             unit.kept.check_unwritten()
             unit.kept.drop()
             unit.kept = None
+        unit.describe()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True frees whole parameters after forward, False keeps them for backward.
@@ -69,6 +71,7 @@ class ShardedModule(nn.Module):
         for unit in _units(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.smaller = None
+            unit.describe()
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -77,6 +80,7 @@ class ShardedModule(nn.Module):
         _expect_bool("reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
+            unit.describe()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward needs no parameter of this unit (an embedding's), so none is prefetched.

@@ -93,6 +93,12 @@ class Unit:
         return not self.reshard_after_backward or not (self.reshards or self.reducer.syncs)
 
     @property
+    def stays(self) -> bool:
+        """Whether compiled code finds its whole parameters there, or is to leave them there."""
+        is_kept = self.is_unsharded_by_user or self.kept is not None
+        return self.world > 1 and (self.keeps_after_backward or is_kept)
+
+    @property
     def world(self) -> int:
         """Over how many ranks its parameters are cut."""
         return self.axes.shard_world

@@ -197,6 +197,7 @@ BOTH = {"form", "compile", "kind"}
 """Parameters of tests that run eagerly and compiled in turn."""
 COMPILED = {"lowering", "route"}
 """Parameters of tests that run compiled only."""
+SAMPLER = "autoshard.tools.matrix"
 
 
 @dataclass(frozen=True)
@@ -222,12 +223,15 @@ def claims(folder: Path) -> Iterator[Claim]:
 def forms_of(test: ast.FunctionDef, module: ast.Module) -> frozenset[str]:
     """Which of "eager" and "compiled" a test of `module` runs.
 
-    A module that imports passes is about graphs. Elsewhere parameters tell (`BOTH`, `COMPILED`,
+    A module that imports passes is about graphs; one that imports the sampler, which trains in both
+    forms, about both. Elsewhere parameters tell (`BOTH`, `COMPILED`,
     or a value "compiled"), or else the words in the test and in what it uses of its module: what
     compiles says so, and what is compared with the eager runtime calls `sharded` or `shard`.
     """
     if any(map(_imports_passes, module.body)):
         return frozenset({"compiled"})
+    if any(isinstance(n, ast.ImportFrom) and n.module == SAMPLER for n in module.body):
+        return frozenset({"eager", "compiled"})
     parameters = _parameters(test)
     values = {
         node.value
@@ -303,6 +307,29 @@ def rows_in(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
+_BEFORE = (
+    "A3 to A6, A15 to A17, A20 to A26, A29, A41, A50, A58, A61, A62, A66, A67, A71 to A76, A79, "
+    "A80, A82, D-4, D-10 to D-13, D-52, D-55"
+)
+_PLANNED = "A9 to A12, A19, A60, D-44"
+_TORCH = "eager only: AOTAutograd, beneath every backend of torch.compile, "
+
+
+NOT_COMPILED: dict[str, str] = {
+    **dict.fromkeys(rows_in(_BEFORE), "done before the first forward, the same for both"),
+    **dict.fromkeys(rows_in(_PLANNED), "eager only: in a graph the plan says what runs when"),
+    "A18": "eager only, until copies to and from the host are nodes of graphs",
+    "A53": "no code at all",
+    "D-8": "no step is involved",
+    "D-17": _TORCH + "gives what it saved to backward, which may run once",
+    "D-23": _TORCH + "refuses create_graph=True with an error of its own",
+    "D-24": _TORCH + "copies what forward writes to",
+    "D-28": "eager only: what is read outside of forward is in no graph",
+    "D-29": "eager only: a graph runs to its end, or not at all",
+}
+"""Why no test shows a row compiled."""
+
+
 def rows_in_name(name: str) -> frozenset[str]:
     """Ids in a test's name.
 
@@ -321,17 +348,24 @@ def table(rows: dict[str, str], found: list[Claim]) -> str:
             "<br>".join(each.test for each in found if row in each.rows and form in each.forms)
             for form in ("eager", "compiled")
         )
+        compiled = compiled or NOT_COMPILED.get(row, "")
         lines.append(f"| {row} | {title} | {NOT_TESTABLE.get(row, eager)} | {compiled} |")
     return "\n".join(lines)
 
 
 def problems(rows: Iterable[str], found: list[Claim]) -> list[str]:
-    """Rows that no test claims, and claims of rows that there are not."""
+    """Rows that no test claims, or shows compiled, and claims of rows that there are not."""
     claimed = {row: claim.test for claim in found for row in claim.rows}
+    compiled = {row for claim in found if "compiled" in claim.forms for row in claim.rows}
     wanted = [row for row in rows if row not in NOT_TESTABLE]
     unknown = sorted({*claimed} - {*wanted})
     return [
         *(f"no test claims {row}" for row in wanted if row not in claimed),
+        *(
+            f"no test shows {row} compiled, and NOT_COMPILED has no reason"
+            for row in wanted
+            if row in claimed and row not in compiled and row not in NOT_COMPILED
+        ),
         *(f"{claimed[row]} claims {row}, which is no row" for row in unknown),
     ]
 

@@ -17,7 +17,12 @@ from autoshard.passes.pipeline import pass_name
 from autoshard.passes.text import parse, render
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-NUM_RANKS = {"shard": 2, "replicate": 2, "alone": 1}  # in the groups that the graphs name
+NUM_RANKS = {
+    "shard": 2,
+    "replicate": 2,
+    "alone": 1,
+    "four": 4,
+}  # in the groups that the graphs name
 NEEDS = {  # what a pass obeys is written by others, which run before the picture is taken
     "plan_buckets": ("name_params",),
     "insert_collectives": ("name_params", "plan_buckets"),
@@ -42,6 +47,7 @@ def test_before_and_after(
     plan. To add a case, write what is above the arrow; EXPECTTEST_ACCEPT=1 writes the rest.
     """
     monkeypatch.setattr(_torch, "group_size", NUM_RANKS.__getitem__)
+    monkeypatch.setattr(_torch, "group_rank", lambda name: 0)
     name = case.partition("/")[0]
     head, body = read(GOLDEN / case)
     gm = fx.GraphModule(nn.Module(), parse(body))

@@ -172,12 +172,13 @@ def test_a_unit_unused_in_the_last_micro_batch(rank: int) -> None:
         assert unit.weight.grad.full_tensor().tolist() == [[3.0] * 4] * 4
 
 
+@in_both_forms
 @on_ranks(2)
-def test_parameters_kept_after_backward(rank: int) -> None:
+def test_parameters_kept_after_backward(rank: int, form: str) -> None:
     """`set_reshard_after_backward`: the next forward gathers nothing, unless they were updated."""
     want, _ = replicated(Net, net_loss, steps=2)
     torch.manual_seed(0)
-    model = autoshard.shard(Net())
+    model = in_form(autoshard.shard(Net()), form)
     model.set_reshard_after_backward(False)
     optimizer = adamw(model)
     gathers = []
@@ -188,8 +189,8 @@ def test_parameters_kept_after_backward(rank: int) -> None:
             gathers.append(seen["gather"])
         optimizer.step()
     # 4 in forward and 3 in backward. Then all are there: forward lets go of the three blocks,
-    # and backward gathers them.
-    assert gathers == [7, 3, 7, 3], gathers
+    # and backward gathers them. Compiled, it has them from forward.
+    assert gathers == ([7, 3, 7, 3] if form == "eager" else [4, 0, 4, 0]), gathers
     assert_same(model, want)
 
 
@@ -406,6 +407,10 @@ def test_two_graphs(rank: int, strategy: str, policy: MixedPrecisionPolicy | Non
             for kind in ("reduce", "all_reduce"):
                 assert [sent[kind] for sent in waiting] == [0, 0, 0]
                 assert last[kind] == once[kind]
+            # The root is kept whole from the first on.
+            root = 1 if strategy == "full_shard" else 0
+            gathers = [sent["gather"] for sent in (*waiting, last)]
+            assert gathers == [once["gather"], *[once["gather"] - root] * 3]
             graphs = len(autoshard.plans(model))
             if step == 0:
                 compiled_so_far = graphs

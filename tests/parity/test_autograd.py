@@ -10,7 +10,7 @@ import torch
 from support.issue import counts, kinds
 from support.models import Block, Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, replicated, sharded
+from support.training import adamw, assert_same, in_both_forms, in_form, replicated, sharded, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,12 +55,14 @@ def multiple_loss(model: Any, rank: int, step: int) -> Tensor:
     return model(torch.randn(2, 4, generator=generator)).square().sum()
 
 
+@in_both_forms
 @on_ranks(2)
-def test_several_outputs(rank: int) -> None:
+def test_several_outputs(rank: int, form: str) -> None:
     """A13, D-14, D-15, D-26: one gather a unit in backward, whatever the outputs are in."""
     want, want_losses = replicated(Multiple, multiple_loss)
-    got, losses = sharded(Multiple, multiple_loss)
-    assert losses == want_losses
+    torch.manual_seed(0)
+    got = in_form(autoshard.shard(Multiple()), form)
+    assert train(got, multiple_loss, adamw(got)) == want_losses
     assert_same(got, want)
     got.zero_grad()
     # Of the first block, whose input needs no gradient, backward needs no weight.
@@ -91,11 +93,14 @@ class WritesToViews(nn.Module):
         return x
 
 
+@in_both_forms
 @on_ranks(2)
-def test_writes_to_views_that_units_return(rank: int) -> None:
+def test_writes_to_views_that_units_return(rank: int, form: str) -> None:
     """D-25."""
     want, _ = replicated(WritesToViews, multiple_loss)
-    got, _ = sharded(WritesToViews, multiple_loss)
+    torch.manual_seed(0)
+    got = in_form(autoshard.shard(WritesToViews()), form)
+    train(got, multiple_loss, adamw(got))
     assert_same(got, want)
 
 
@@ -121,12 +126,13 @@ def test_writes_to_what_is_saved_are_still_found(rank: int) -> None:
     model.reset_iter_state()
 
 
+@in_both_forms
 @on_ranks(2)
-def test_inference_mode_then_training(rank: int) -> None:
+def test_inference_mode_then_training(rank: int, form: str) -> None:
     """D-24."""
     want, _ = replicated(Net, net_loss)
     torch.manual_seed(0)
-    model = autoshard.shard(Net())
+    model = in_form(autoshard.shard(Net()), form)
     with torch.inference_mode():
         net_loss(model, rank, 0)
     optimizer = adamw(model)
@@ -151,8 +157,9 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@in_both_forms
 @on_ranks(2)
-def test_nested_units_checkpointed_twice_forward(rank: int, reentrant: bool) -> None:
+def test_nested_units_checkpointed_twice_forward(rank: int, reentrant: bool, form: str) -> None:
     """D-19, D-21: two forwards before one backward."""
 
     def loss(model: Any, rank: int, step: int) -> Tensor:
@@ -164,7 +171,7 @@ def test_nested_units_checkpointed_twice_forward(rank: int, reentrant: bool) -> 
     model = Nested(reentrant)
     fully_shard(model.outer[0])
     fully_shard(model.outer)
-    fully_shard(model)
+    in_form(fully_shard(model), form)
     optimizer = adamw(model)
     for step in range(4):
         loss(model, rank, step).backward()
@@ -184,8 +191,9 @@ def test_the_root_is_who_is_called_first(rank: int) -> None:
     assert {unit.last_step.owner for unit in units} == {units[0]}
 
 
+@in_both_forms
 @on_ranks(2)
-def test_strategies_mixed_by_unit(rank: int) -> None:
+def test_strategies_mixed_by_unit(rank: int, form: str) -> None:
     """A27, A33: a block that keeps its parameters costs one gather less in backward."""
     want, _ = replicated(Net, net_loss)
     torch.manual_seed(0)
@@ -196,7 +204,7 @@ def test_strategies_mixed_by_unit(rank: int) -> None:
             {"strategy": "shard_grad_op"} if module is keeps else isinstance(module, Block)
         )
     )
-    model = autoshard.shard(model, policy=policy)
+    model = in_form(autoshard.shard(model, policy=policy), form)
     assert counts(model, lambda: net_loss(model, rank, 0)) == (4, 2, 4, 0)
     model.zero_grad()
     optimizer = adamw(model)
@@ -218,13 +226,14 @@ def test_offload(rank: int, pin_memory: bool) -> None:
     assert all(param.to_local().device.type == "cpu" for param in got.parameters())
 
 
+@in_both_forms
 @on_ranks(2)
-def test_no_gather_for_a_frozen_first_block(rank: int) -> None:
+def test_no_gather_for_a_frozen_first_block(rank: int, form: str) -> None:
     """D-38: its inputs need no gradient, so backward never comes to it."""
     model = Net(tied=False)
     model.embed.requires_grad_(False)
     model.layers[0].requires_grad_(False)
-    model = autoshard.shard(model)
+    model = in_form(autoshard.shard(model), form)
     seen = kinds(net_loss(model, rank, 0).backward)
     assert seen.count("gather") == 2  # FSDP2 gathers the frozen block, too
 

@@ -10,7 +10,8 @@ import torch
 from support.issue import counts
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, count, issued
+from support.selection import IS_FULL
+from support.training import adamw, count, in_form, issued
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -131,9 +132,9 @@ TABLE = {
 }
 
 
-def sends(rank: int, row: str) -> None:
+def sends(rank: int, row: str, form: str) -> None:
     shard, micro_batches, _ = TABLE[row]
-    model = shard(Net(tied=False))
+    model = in_form(shard(Net(tied=False)), form)
     for number, (how, expected) in enumerate(micro_batches):
         with how(model):
             got = counts(model, lambda number=number: net_loss(model, rank, number))
@@ -143,10 +144,20 @@ def sends(rank: int, row: str) -> None:
 sends_on = {ranks: on_ranks(ranks)(sends) for ranks in (2, 4)}
 
 
-@pytest.mark.parametrize("row", TABLE)
-def test_what_defines_a_strategy(row: str) -> None:
+# Compiled, what differs from the first row alone.
+COMPILED = ["None", "full_shard, no_sync", "shard_grad_op, no_sync", "hybrid_shard", "replicate"]
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        *((row, "eager") for row in TABLE),
+        *((row, "compiled") for row in (TABLE if IS_FULL else COMPILED)),
+    ],
+)
+def test_what_defines_a_strategy(row: str, form: str) -> None:
     """A.3.2, A52, A57, A68. Ranks compare their order over the store, not by gathers of it."""
-    sends_on[TABLE[row].ranks](row=row)
+    sends_on[TABLE[row].ranks](row=row, form=form)
 
 
 # A checkpointed block is run again with what was gathered for that, or kept.

@@ -64,7 +64,7 @@ def reduces_for_each_graph(name: str) -> bool:
     return name == "t5" and bool(torch._dynamo.utils.counters["graph_break"])
 
 
-@pytest.mark.parametrize("name", HF_MODELS)
+@pytest.mark.parametrize("name", part_of(HF_MODELS, every=2))
 @on_ranks(2)
 def test_hugging_face(rank: int, name: str) -> None:
     build = functools.partial(hf_model, name)

@@ -126,8 +126,9 @@ class Norms(nn.Module):
         return self.inner(x) * self.outer.to(x.dtype)
 
 
+@in_both_forms
 @on_ranks(2)
-def test_buffers(rank: int) -> None:
+def test_buffers(rank: int, form: str) -> None:
     """A1, A2, A55, D-50, D-51: cast under the model's names; a state dict has their own dtypes."""
     model = Norms()
     names = [name for name, _ in model.named_buffers()]
@@ -137,6 +138,7 @@ def test_buffers(rank: int) -> None:
         mp_policy=MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16),
         ignored_modules=[model.alone],
     )
+    in_form(model, form)
     model(torch.ones(2, 3)).sum().backward()
     assert [name for name, _ in model.named_buffers()] == names
     assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
@@ -162,8 +164,9 @@ def test_output_of_the_model_only(rank: int) -> None:
     assert seen == [BF16]
 
 
+@in_both_forms
 @on_ranks(2)
-def test_batch_norm_stays_in_full_precision(rank: int) -> None:
+def test_batch_norm_stays_in_full_precision(rank: int, form: str) -> None:
     """A30, A36, D-53: in a unit of its own."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -172,19 +175,21 @@ def test_batch_norm_stays_in_full_precision(rank: int) -> None:
     model = autoshard.shard(
         model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16), policy=lambda module: False
     )
+    in_form(model, form)
     model(torch.randn(3, 4)).float().sum().backward()
     assert seen == [(BF16, torch.float32)]
     assert model[1].running_mean.dtype == torch.float32
     assert model[0].weight.grad is not None
 
 
+@in_both_forms
 @on_ranks(2)
-def test_dtypes_mixed_in_one_unit(rank: int) -> None:
+def test_dtypes_mixed_in_one_unit(rank: int, form: str) -> None:
     """D-58: each dtype has collectives of its own, or one if the policy casts."""
     for policy, gathers in ((MixedPrecisionPolicy(), 2), (MixedPrecisionPolicy(BF16), 1)):
         model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
         model[1].to(BF16)
-        model = fully_shard(model, mp_policy=policy)
+        model = in_form(fully_shard(model, mp_policy=policy), form)
         model[0].register_forward_hook(lambda _, __, output: output.to(BF16))
         issued = []
         with collectives.observe(issued.append):
@@ -246,10 +251,11 @@ class Appends(nn.Module):
         return outputs[-1]
 
 
+@in_both_forms
 @on_ranks(2)
-def test_forward_may_append_to_its_input(rank: int) -> None:
+def test_forward_may_append_to_its_input(rank: int, form: str) -> None:
     """D-27."""
-    model = fully_shard(Appends(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    model = in_form(fully_shard(Appends(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16)), form)
     outputs = [torch.ones(2, 6, dtype=BF16, requires_grad=True)]
     model(torch.ones(2, 6), outputs).sum().backward()
     assert len(outputs) == 2
@@ -281,10 +287,11 @@ def test_wrong_policy(arguments: dict[str, Any], words: str) -> None:
         MixedPrecisionPolicy(**arguments)
 
 
+@in_both_forms
 @on_ranks(2)
-def test_autocast(rank: int) -> None:
+def test_autocast(rank: int, form: str) -> None:
     """Autocast casts inside: gathered parameters, and their gradients, stay in float32."""
-    model = autoshard.shard(Net())
+    model = in_form(autoshard.shard(Net()), form)
     issued = []
     with collectives.observe(issued.append):
         with torch.autocast("cpu", dtype=BF16):

@@ -141,7 +141,7 @@ def test_past_the_recompile_limit_together(rank: int) -> None:
 
 @on_ranks(2)
 def test_past_the_recompile_limit_alone(rank: int) -> None:
-    """One rank would gather eagerly what the other gathers in a graph."""
+    """D-45: one rank would gather eagerly what the other gathers in a graph."""
     with short_mesh() as mesh, recompile_limit(2):
         options = {"lowering": "eager", "mesh": mesh}
         call = torch.compile(Net(), backend="autoshard", options=options, dynamic=False)

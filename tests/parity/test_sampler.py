@@ -23,6 +23,7 @@ def test_a_seed_is_a_case() -> None:
 @pytest.mark.parametrize("seed", [100, 102])
 @on_ranks(2)
 def test_samples(rank: int, seed: int) -> None:
+    """D-1 to D-3, D-15, D-16, D-19, D-20, D-35, D-38, D-58: whatever a seed brings together."""
     outcome = try_case(seed)
     assert outcome.problem is None, f"{outcome.problem}\n{outcome.case.text()}"
 

@@ -115,13 +115,15 @@ def test_placements_and_counts(rank: int) -> None:
     assert step.num_gathered == 0
 
 
+@in_both_forms
 @on_ranks(4)
-def test_beside_a_plain_model(rank: int) -> None:
+def test_beside_a_plain_model(rank: int, form: str) -> None:
     """A48, D-49: what one model needs is its own business, in either order."""
     for first in ("parallel", "plain"):
         models = {}
         for kind in (first, "plain" if first == "parallel" else "parallel"):
-            models[kind] = parallel(grid(2, 2)) if kind == "parallel" else autoshard.shard(Net())
+            made = parallel(grid(2, 2)) if kind == "parallel" else autoshard.shard(Net())
+            models[kind] = in_form(made, form)
         assert all(isinstance(v, DTensor) for v in models["plain"].state_dict().values())
         net_loss(models["plain"], rank, 0).backward()
         loss_of(models["parallel"], 0, 0).backward()

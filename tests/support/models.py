@@ -61,7 +61,7 @@ def net_loss(model: Any, rank: int, step: int) -> Tensor:
     return functional.cross_entropy(model(ids), ids.roll(-1))
 
 
-HF_MODELS = ("llama", "gpt2", "bert", "t5", "vit")
+HF_MODELS = ("llama", "bert", "gpt2", "vit", "t5")
 
 
 def hf_model(name: str) -> nn.Module:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
+import importlib
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -130,6 +132,10 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    importlib.import_module("torch._inductor.compile_fx")
+    importlib.import_module("autoshard.backend")
+    gc.collect()
+    gc.freeze()  # a million objects of torch's, which each collection would look at in vain
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     modules: dict[str, ModuleType] = {}

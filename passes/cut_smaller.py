@@ -1,0 +1,47 @@
+"""Where a unit keeps shards over fewer ranks from forward to backward, backward gathers those.
+
+before: w' = unshard(w, ..., reduce='cut:inner f32[7] shard'); y = x * w'; dx = dy * w'
+after:  w' = unshard(w, ..., reduce='cut:inner f32[7] shard'); p = cut(w', 'f32[7]', 'inner')
+        w'' = unshard(p, 'f32[7]', 'inner', ...); y = x * w''; dx = dy * w''
+
+The partitioner is told to save `p` and to compute w'' again. In forward the two markers of the
+parameter are one again, as any two are (`merge_markers`).
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.passes import groups, ops
+from autoshard.passes.layout import read_members
+from autoshard.passes.match import AGAIN, is_unshard, members_of, param_of, smaller_group
+
+
+def cut_smaller(gm: fx.GraphModule) -> fx.GraphModule:
+    """Put a cut, and a marker over fewer ranks, behind markers whose units ask for them.
+
+    Nothing to do in a graph that has no backward in it.
+    Numerics: unchanged, bit for bit.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if not any(node.name.startswith("tangents") for node in placeholders):
+        return gm
+    for marker in [node for node in gm.graph.nodes if is_unshard(node)]:
+        group = smaller_group(marker)
+        if not group:
+            continue
+        members = members_of(marker)
+        whole = marker.meta["val"]
+        with gm.graph.inserting_after(marker):
+            part = gm.graph.call_function(ops.cut, (marker, members, group))
+        with gm.graph.inserting_after(part):
+            again = gm.graph.call_function(
+                ops.unshard,
+                (part, members, group, False, param_of(marker)),
+                {"reduce": f"{AGAIN} {members} {group}"},
+            )
+        (member,) = read_members(members)
+        part.meta["val"] = whole.new_empty(groups.local_size(member, group))
+        again.meta["val"] = whole
+        marker.replace_all_uses_with(again, delete_user_cb=lambda user, part=part: user is not part)
+    return gm
