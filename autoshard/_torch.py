@@ -296,7 +296,7 @@ def more_inputs(graph: torch.fx.Graph, examples: Mapping[str, torch.Tensor]) -> 
         with graph.inserting_after(added[-1] if added else last):
             added.append(graph.placeholder(name))
         added[-1].meta["example_value"] = example
-        added[-1]._dynamo_source = None  # type: ignore[attr-defined]
+        added[-1]._dynamo_source = None  # type: ignore[attr-defined]  # Dynamo's, on its own nodes
     try:
         yield
     finally:

@@ -14,7 +14,14 @@ from torch import fx
 
 from autoshard.passes import groups, ops
 from autoshard.passes.layout import read_members
-from autoshard.passes.match import AGAIN, is_unshard, members_of, param_of, smaller_group
+from autoshard.passes.match import (
+    AGAIN,
+    forward_inputs,
+    is_unshard,
+    members_of,
+    param_of,
+    smaller_group,
+)
 
 
 def cut_smaller(gm: fx.GraphModule) -> fx.GraphModule:
@@ -23,8 +30,7 @@ def cut_smaller(gm: fx.GraphModule) -> fx.GraphModule:
     Nothing to do in a graph that has no backward in it.
     Numerics: unchanged, bit for bit.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    if not any(node.name.startswith("tangents") for node in placeholders):
+    if len(forward_inputs(gm.graph)) == len(gm.graph.find_nodes(op="placeholder")):
         return gm
     for marker in [node for node in gm.graph.nodes if is_unshard(node)]:
         group = smaller_group(marker)

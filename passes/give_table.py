@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes.match import is_gradient
+from autoshard.passes.match import forward_inputs, is_gradient
 
 TABLE = "table"  # what the input is called when it has been found
 
@@ -22,8 +22,7 @@ def give_table(gm: fx.GraphModule) -> fx.GraphModule:
 
     Numerics: unchanged, bit for bit.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    inputs = [node for node in placeholders if not node.name.startswith("tangents")]
+    inputs = forward_inputs(gm.graph)
     if inputs and _is_table(inputs[-1]):
         for node in gm.graph.nodes:
             if is_gradient(node):

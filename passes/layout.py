@@ -19,6 +19,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64",
@@ -87,6 +88,13 @@ class Member:
         """The size of what `rank` holds."""
         rows = self.local_rows(world, rank)
         return (*self.size[: self.dim], rows, *self.size[self.dim + 1 :])
+
+
+def part_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
+    """A copy of the rows of `whole`, which `member` describes, that `rank` holds; contiguous."""
+    start = first_row(member.rows, world, rank)
+    part = whole.narrow(member.dim, start, member.local_rows(world, rank))
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def chunk_rows(rows: int, world: int) -> int:

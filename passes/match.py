@@ -49,6 +49,12 @@ def event_of(node: fx.Node) -> str | None:
     return "all_reduce" if is_all_reduce(node) else None
 
 
+def forward_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of `graph` that forward has; in a joint graph the gradients' come after them."""
+    placeholders = graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if not node.name.startswith("tangents")]
+
+
 def table_of(node: fx.Node) -> fx.Node | None:
     """The table that a `reduce_grad` or `hold_grad` looks its parameter up in, if any yet."""
     table = node.kwargs.get("table")

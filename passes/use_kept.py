@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.match import is_unshard, param_of, stays_whole
+from autoshard.passes.match import forward_inputs, is_unshard, param_of, stays_whole
 
 
 def use_kept(gm: fx.GraphModule) -> fx.GraphModule:
@@ -21,8 +21,7 @@ def use_kept(gm: fx.GraphModule) -> fx.GraphModule:
     """
     markers = [node for node in gm.graph.nodes if is_unshard(node) and stays_whole(node)]
     numbers = sorted({param_of(marker) for marker in markers})
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    inputs = [node for node in placeholders if not node.name.startswith("tangents")]
+    inputs = forward_inputs(gm.graph)
     whole = dict(zip(numbers, inputs[-1 - len(numbers) : -1], strict=True))
     for marker in markers:
         kept = whole[param_of(marker)]

@@ -23,7 +23,8 @@ from autoshard.runtime.adopt import adopt_module, modules_named_by
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.names import keep_names
 from autoshard.runtime.optimizers import uncalled_modules, watch_optimizers
-from autoshard.runtime.precision import cast_buffers_below
+from autoshard.runtime.precision import cast_buffers, units_that_cast
+from autoshard.runtime.unit import Unit
 
 ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
 """The backend's options, checked, as the arguments of `shard()`."""
@@ -59,6 +60,7 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
     uncalled_modules.add(module)  # an optimizer that steps it uncalled is told so
     watch_optimizers()
     pending = True
+    casting: list[Unit] = []
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -66,8 +68,10 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
         if pending:
             adopt_module(module, arguments)
             uncalled_modules.discard(module)
+            casting.extend(units_that_cast(module))
             pending = False
-        cast_buffers_below(module)  # Dynamo looks at their dtypes before it runs any hook
+        for unit in casting:  # Dynamo looks at dtypes before it runs any hook
+            cast_buffers(unit)
         return compiled(*args, **kwargs)
 
     return call

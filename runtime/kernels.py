@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoshard.passes import groups
-from autoshard.passes.layout import first_row, read_members
+from autoshard.passes.layout import part_of, read_members
 from autoshard.passes.ops import library
 from autoshard.runtime import collectives, graph_reduce
 from autoshard.runtime.collectives import InFlight
@@ -52,10 +52,7 @@ def _reduce_grad(
 
 def _cut(whole: Tensor, members: str, group: str) -> Tensor:
     (member,) = read_members(members)
-    world, rank = groups.shards(group), groups.shard_rank(group)
-    start = first_row(member.rows, world, rank)
-    part = whole.narrow(member.dim, start, member.local_rows(world, rank))
-    return part.clone(memory_format=torch.contiguous_format)
+    return part_of(whole, member, groups.shards(group), groups.shard_rank(group))
 
 
 def _hold_grad(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoshard.passes.layout import first_row
+from autoshard.passes.layout import part_of
 from autoshard.runtime import access, left_out
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find, is_ignored
@@ -106,9 +106,7 @@ def _cut(value: Any, sharded: ShardedParam) -> Any:
     if not isinstance(value, Tensor) or tuple(value.shape) != sharded.member.size:
         return value
     world, rank, member = sharded.world, sharded.axes.shard_rank, sharded.member
-    start = first_row(member.rows, world, rank)
-    piece = value.narrow(member.dim, start, member.local_rows(world, rank))
-    return sharded.grad_from(piece.clone())
+    return sharded.grad_from(part_of(value, member, world, rank))
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

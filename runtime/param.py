@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from autoshard import _torch
 from autoshard.passes import groups
-from autoshard.passes.layout import Member, first_row, show_members
+from autoshard.passes.layout import Member, part_of, show_members
 from autoshard.runtime.mesh import Axes, mesh_device
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
 
@@ -288,11 +288,9 @@ def shard_parameter(
             f"parameter {name} of size {list(whole.shape)} can't be sharded on dim {dim} over "
             f"{world} ranks: only dim 0 may be uneven; give it Shard(0)"
         )
-    start = first_row(member.rows, world, rank)
     layout = layout_of(axes, member, tp)
     with torch.no_grad():
-        piece = whole.narrow(dim, start, member.local_rows(world, rank))
-        shard = piece.clone(memory_format=torch.contiguous_format)
+        shard = part_of(whole, member, world, rank)
         if isinstance(offload, CPUOffloadPolicy) and shard.device.type not in ("cpu", "meta"):
             shard = shard.cpu()
             shard = shard.pin_memory() if offload.pin_memory else shard

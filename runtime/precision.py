@@ -114,12 +114,10 @@ def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype
     return found
 
 
-def cast_buffers_below(module: nn.Module) -> None:
-    """Before compiled code of `module` runs: as `cast_buffers`, of all units in it."""
-    for each in module.modules():
-        unit = unit_of(each)
-        if unit is not None:
-            cast_buffers(unit)
+def units_that_cast(module: nn.Module) -> list[Unit]:
+    """The units in `module` that ask for a dtype of buffers."""
+    units = (unit_of(each) for each in module.modules())
+    return [unit for unit in units if unit is not None and unit.mp.buffer_dtype is not None]
 
 
 def _own_modules(head: nn.Module) -> list[nn.Module]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoshard.passes.layout import Member, first_row
+from autoshard.passes.layout import Member, part_of
 from autoshard.runtime import collectives, extensions
 from autoshard.runtime.collectives import InFlight
 from autoshard.runtime.extensions import Sent
@@ -118,13 +118,8 @@ class Whole:
     def cut(self, axes: Axes) -> Parts:
         """This rank's parts of what was gathered, over the shard axis of `axes`."""
         world, rank = axes.shard_world, axes.shard_rank
-        tensors = {}
-        for param, tensor in self.tensors().items():
-            member = param.member
-            start = first_row(member.rows, world, rank)
-            piece = tensor.narrow(member.dim, start, member.local_rows(world, rank))
-            tensors[param] = piece.clone(memory_format=torch.contiguous_format)
-        return Parts(axes, tensors)
+        whole = self.tensors().items()
+        return Parts(axes, {p: part_of(tensor, p.member, world, rank) for p, tensor in whole})
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if a whole parameter was written to, which would be lost."""

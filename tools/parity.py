@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from autoshard.passes.layout import first_row
 from autoshard.runtime.mesh import device_type, ensure_process_group
@@ -266,8 +266,8 @@ def _local(param: Tensor, like: Tensor) -> Tensor:
         return param
     mesh = like.device_mesh
     for axis, placement in enumerate(like.placements):
-        if placement.is_shard():
-            dim = placement.dim  # type: ignore[attr-defined]
+        if isinstance(placement, Shard):
+            dim = placement.dim
             start = first_row(param.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
             param = param.narrow(dim, start, like.to_local().shape[dim])
     return param

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from support.models import Block, Net, net_loss
 from support.ranks import on_ranks
-from support.training import sgd
+from support.training import by_hand, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,15 +39,6 @@ class Case(NamedTuple):
 
 def nothing(model: Any) -> None:
     pass
-
-
-def by_hand(apply: Callable[..., Any], **arguments: Any) -> Callable[[Net], Any]:
-    def shard(model: Net) -> Any:
-        for layer in model.layers:
-            apply(layer, **arguments)
-        return apply(model, **arguments)
-
-    return shard
 
 
 def hybrid(model: Net) -> Any:

@@ -11,7 +11,7 @@ from support.issue import counts
 from support.models import Net, net_loss
 from support.ranks import on_ranks
 from support.selection import IS_FULL
-from support.training import adamw, count, in_form, issued
+from support.training import adamw, by_hand, count, in_form, issued
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -61,15 +61,6 @@ def strategy(name: str, *mesh: int) -> Callable[[Net], Any]:
         axes = ("replicate", "shard")
         on = init_device_mesh("cpu", mesh, mesh_dim_names=axes) if mesh else None
         return autoshard.shard(model, strategy=name, mesh=on)
-
-    return shard
-
-
-def by_hand(apply: Callable[..., Any], **arguments: Any) -> Callable[[Net], Any]:
-    def shard(model: Net) -> Any:
-        for layer in model.layers:
-            apply(layer, **arguments)
-        return apply(model, **arguments)
 
     return shard
 

@@ -38,6 +38,17 @@ def in_form(model: Any, form: str, **options: Any) -> Any:
     return model
 
 
+def by_hand(apply: Callable[..., Any], **arguments: Any) -> Callable[[Any], Any]:
+    """What makes units of a model's layers, and of the model, by `apply`."""
+
+    def shard(model: Any) -> Any:
+        for layer in model.layers:
+            apply(layer, **arguments)
+        return apply(model, **arguments)
+
+    return shard
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
