@@ -38,6 +38,7 @@ def pipeline(table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing) ->
     return (
         use_kept,  # an inference graph comes here without having been through JOINT
         merge_markers,  # nor has it been through this
+        give_table,  # nor through this
         drop_dead_markers,  # nothing below should plan for what nobody reads
         drop_local_markers,  # nor for groups of one rank
         part_markers,  # a plan stands on what is computed between markers

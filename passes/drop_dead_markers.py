@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.match import is_unshard
+from autoshard.passes.match import is_preparation, is_unshard
 
 
 def drop_dead_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove `unshard` markers without users. A gradient's reduce is never dropped here:
-    it is an output of the graph, and another rank would wait for it.
+    """Remove `unshard` markers without users, and what only they ask for. A gradient's reduce is
+    never dropped here: it is an output of the graph, and another rank would wait for it.
 
     Numerics: unchanged, bit for bit.
     """
     for node in reversed(list(gm.graph.nodes)):
-        if is_unshard(node) and not node.users:
+        if (is_unshard(node) or is_preparation(node)) and not node.users:
             gm.graph.erase_node(node)
     return gm

@@ -1,7 +1,9 @@
-"""Let reduces find the runtime's table of parameters: an input that nothing in forward reads.
+"""Let ops find the runtime's table of parameters, an input that the model itself doesn't read.
 
 before: in %primals_9: i64[1]; dw = reduce_grad(g, ..., 3)
 after:  in %primals_9: i64[1]; dw = reduce_grad(g, ..., 3, table=%primals_9)
+
+Those are what becomes of gradients, and shards that are asked what to gather for them.
 
 Backward then has the table among what is saved for it, as it does the shards. It is the
 last input of a frame's graph; AOTAutograd keeps inputs in their order.
@@ -12,22 +14,26 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes.match import forward_inputs, is_gradient
+from autoshard.passes.match import forward_inputs, is_before_gather, is_gradient, table_of
 
 TABLE = "table"  # what the input is called when it has been found
 
 
 def give_table(gm: fx.GraphModule) -> fx.GraphModule:
-    """Set the `table` of every `reduce_grad` and `hold_grad` of a joint graph that has one.
+    """Set the `table` of every `reduce_grad`, `hold_grad` and `before_gather` that has none yet.
 
     Numerics: unchanged, bit for bit.
     """
     inputs = forward_inputs(gm.graph)
+    wanting = [node for node in gm.graph.nodes if _looks_up(node) and table_of(node) is None]
     if inputs and _is_table(inputs[-1]):
-        for node in gm.graph.nodes:
-            if is_gradient(node):
-                node.kwargs = {"table": inputs[-1]}
+        for node in wanting:
+            node.kwargs = {"table": inputs[-1]}
     return gm
+
+
+def _looks_up(node: fx.Node) -> bool:
+    return is_gradient(node) or is_before_gather(node)
 
 
 def _is_table(node: fx.Node) -> bool:
@@ -36,5 +42,5 @@ def _is_table(node: fx.Node) -> bool:
         isinstance(value, torch.Tensor)
         and value.dtype == torch.int64
         and tuple(value.shape) == (1,)
-        and all(map(is_gradient, node.users))
+        and all(map(_looks_up, node.users))
     )

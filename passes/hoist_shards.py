@@ -4,14 +4,15 @@ before: x = relu(a); v = view(w); w' = unshard(v)
 after:  v = view(w); x = relu(a); w' = unshard(v)
 
 A gather can be launched no earlier than its shard exists. Shards are inputs, or
-views of inputs, so nothing keeps them from existing at the top.
+views of inputs, so nothing keeps them from existing at the top. What is asked of a shard
+stays: it takes memory, and is put before the launch.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.match import is_unshard
+from autoshard.passes.match import is_preparation, is_unshard
 
 
 def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
@@ -25,6 +26,8 @@ def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
     hoisted: set[fx.Node] = set()
     for marker in [node for node in gm.graph.nodes if is_unshard(node)]:
         for node in _way_from_inputs(marker):
+            if is_preparation(node):
+                break
             if node is body:
                 body = node.next
             elif node not in hoisted:  # moved again, it would land behind its users

@@ -17,7 +17,17 @@ import torch
 from torch import fx
 
 from autoshard.passes import ops
-from autoshard.passes.match import group_of, is_marker, kind_of, param_of, table_of
+from autoshard.passes.match import (
+    asked_of,
+    group_of,
+    is_launch,
+    is_marker,
+    is_preparation,
+    kind_of,
+    members_of,
+    param_of,
+    table_of,
+)
 from autoshard.passes.meta import PLAN, SOURCE
 from autoshard.passes.plan import Bucket, Plan
 
@@ -39,12 +49,13 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     if plan is None or not markers:
         return gm
     members = _members(plan, markers)
-    body = [n for n in graph.nodes if n.op != "placeholder" and not is_marker(n)]  # ends: output
+    body = [n for n in graph.nodes if _is_fixed(n)]  # ends: output
     tickets: dict[int, fx.Node] = {}
     for event in plan.schedule:
         number, bucket = event.bucket, plan.buckets[event.bucket]
         with graph.inserting_before(body[event.position]):
             if event.what == "launch":
+                _prepare(members[number], body[event.position])
                 tickets[number] = _launch(graph, number, bucket, members[number])
             elif event.what == "all_reduce":
                 tickets[number] = _all_reduce(graph, tickets[number], bucket)
@@ -55,14 +66,36 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+def _is_fixed(node: fx.Node) -> bool:
+    return node.op != "placeholder" and not is_marker(node) and not is_preparation(node)
+
+
 def _members(plan: Plan, markers: list[fx.Node]) -> list[list[fx.Node]]:
-    """The markers of each bucket: of several for one parameter, buckets take them in order."""
-    waiting: dict[tuple[str, int], list[fx.Node]] = {}
+    """The markers of each bucket: of several that are alike, buckets take them in order."""
+    waiting: dict[tuple[str, int, str], list[fx.Node]] = {}
     for marker in markers:
-        waiting.setdefault((kind_of(marker), param_of(marker)), []).append(marker)
+        key = kind_of(marker), param_of(marker), members_of(marker)
+        waiting.setdefault(key, []).append(marker)
     return [
-        [waiting[bucket.kind, param].pop(0) for param in bucket.params] for bucket in plan.buckets
+        [
+            waiting[bucket.kind, param, member].pop(0)
+            for param, member in zip(bucket.params, bucket.members.split(), strict=True)
+        ]
+        for bucket in plan.buckets
     ]
+
+
+def _prepare(members: list[fx.Node], before: fx.Node) -> None:
+    """Put what is asked of the members' shards right before their first launch."""
+    for member in members:
+        asked = asked_of(member.all_input_nodes[0])
+        if asked is not None and not _has_launch(asked):
+            for node in (asked, *asked.users):
+                before.prepend(node)
+
+
+def _has_launch(asked: fx.Node) -> bool:
+    return any(is_launch(user) for answer in asked.users for user in answer.users)
 
 
 def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:

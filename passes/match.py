@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
 from autoshard.passes import ops
@@ -78,6 +80,28 @@ def is_again(node: fx.Node) -> bool:
 def smaller_group(node: fx.Node) -> str:
     """The group over which backward is to gather what an `unshard` marker wants; "" for its own."""
     return next((flag.removeprefix(_CUT) for flag in _flags(node) if flag.startswith(_CUT)), "")
+
+
+def asks_shard(node: fx.Node) -> bool:
+    """Whether the shard of an `unshard` marker says itself what is gathered for it."""
+    return "ask" in _flags(node)
+
+
+def is_before_gather(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.before_gather
+
+
+def asked_of(node: fx.Node) -> fx.Node | None:
+    """The `before_gather` that `node`, a marker's input, is a piece of, if it is one."""
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return None
+    source = node.args[0]
+    return source if isinstance(source, fx.Node) and is_before_gather(source) else None
+
+
+def is_preparation(node: fx.Node) -> bool:
+    """Whether `node` is done for a launch, right before it: no compute that a plan counts."""
+    return is_before_gather(node) or asked_of(node) is not None
 
 
 def _flags(unshard: fx.Node) -> list[str]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes.match import is_gradient, is_unshard, param_of
+from autoshard.passes.match import asked_of, is_before_gather, is_gradient, is_unshard, param_of
 
 _ADD = torch.ops.aten.add.Tensor
 
 
 def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Merge equal `unshard` markers, and sums of `reduce_grad`, or `hold_grad`, of one parameter.
+    """Merge equal `unshard` markers, what shards are asked for them, and sums of `reduce_grad`, or
+    `hold_grad`, of one parameter.
 
     Shapes:   unchanged.
     Numerics: reassociates the sum of a shared parameter's gradients over ranks and uses.
@@ -32,13 +33,22 @@ def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _merge_unshards(graph: fx.Graph) -> None:
-    first: dict[int, fx.Node] = {}
+    first: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if is_unshard(node):
-            kept = first.setdefault(param_of(node), node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                graph.erase_node(node)
+            piece = node.args[0]
+            assert isinstance(piece, fx.Node)
+            key: tuple[object, ...] = (param_of(node), piece.args[1] if asked_of(piece) else None)
+        elif is_before_gather(node):
+            key = ("ask", param_of(node))
+        elif asked_of(node):
+            key = ("answer", *node.args)
+        else:
+            continue
+        kept = first.setdefault(key, node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
 
 
 def _merge_one_sum(graph: fx.Graph) -> bool:

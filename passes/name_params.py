@@ -13,7 +13,14 @@ from torch import fx
 
 from autoshard import _torch
 from autoshard.passes.give_table import TABLE
-from autoshard.passes.match import is_hold_grad, is_marker, is_unshard, param_of, table_of
+from autoshard.passes.match import (
+    is_before_gather,
+    is_hold_grad,
+    is_marker,
+    is_unshard,
+    param_of,
+    table_of,
+)
 from autoshard.passes.meta import PARAM, SOURCE, ParamInfo
 
 
@@ -24,7 +31,7 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
     Numerics: unchanged, bit for bit.
     """
     for node in gm.graph.nodes:
-        if not (is_marker(node) or is_hold_grad(node)):
+        if not (is_marker(node) or is_hold_grad(node) or is_before_gather(node)):
             continue
         info = table[param_of(node)]
         PARAM.set(node, info)
@@ -33,7 +40,8 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
         if looked_up_in is not None and looked_up_in.name != TABLE:
             _torch.rename(looked_up_in, TABLE)
         shard = node.args[0]
-        if is_unshard(node) and isinstance(shard, fx.Node) and shard.op == "placeholder":
+        is_read = is_unshard(node) or is_before_gather(node)
+        if is_read and isinstance(shard, fx.Node) and shard.op == "placeholder":
             _torch.rename(shard, _identifier(info.name))
     return gm
 

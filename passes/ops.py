@@ -4,6 +4,7 @@
     shard = reduce_grad(grad, "f32[7,15]", group, param)     marker: its gradient, here
     _     = hold_grad(grad, "f32[7,15]", group, param)       its gradient waits, here
     part  = cut(full, "f32[7,15]", group)                    this rank's part, over fewer ranks
+    [piece..] = before_gather(shard, "u8[4,15] f32[1]", metadata, param)   what to gather for it
 
     ticket   = launch_gather([shard, ...], "f32[7,15] f32[7]", group, bucket)
     [full..] = wait_gather(ticket, "f32[7,15] f32[7]", group, bucket)
@@ -19,8 +20,9 @@ reduce casts a gradient to it there, and to the shard's ("bf16[7]->f32") where i
 out. `group` names process groups, see `groups.py`. `keep` says that the whole parameter is
 kept for backward (`reshard_after_forward=False`). `reduce`, if not empty, is the member and
 the group of its gradient's reduce, where these are not those of the gather; before them "hold"
-if its gradient is to wait, "stay" if the runtime has it whole, and keeps it so, and "cut:2" if
-backward is to gather it over the group "2". `param`
+if its gradient is to wait, "stay" if the runtime has it whole, and keeps it so, "cut:2" if
+backward is to gather it over the group "2", and "ask" if the shard says itself what is gathered
+for it: then a `before_gather` asks it, and each piece has a marker. `param`
 indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
 numbers the buckets of one graph. A ticket is one byte: what is in flight is held
 by the runtime, where no compiler can reuse its memory. No argument depends on the
@@ -64,6 +66,11 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
+    "before_gather(Tensor shard, str pieces, str metadata, int param, *, Tensor? table=None)"
+    " -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
     "all_reduce(Tensor ticket, str members, str group, int bucket) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -99,6 +106,12 @@ def _fake_reduce_grad(
 def _fake_cut(whole: Tensor, members: str, group: str) -> Tensor:
     (member,) = read_members(members)
     return whole.new_empty(groups.local_size(member, group))
+
+
+def _fake_before_gather(
+    shard: Tensor, pieces: str, metadata: str, param: int, *, table: Tensor | None = None
+) -> list[Tensor]:
+    return [shard.new_empty(piece.size, dtype=piece.dtype) for piece in read_members(pieces)]
 
 
 def _fake_hold_grad(
@@ -152,6 +165,7 @@ torch.library.register_fake("autoshard::unshard", _fake_unshard, lib=library)
 torch.library.register_fake("autoshard::reduce_grad", _fake_reduce_grad, lib=library)
 torch.library.register_fake("autoshard::cut", _fake_cut, lib=library)
 torch.library.register_fake("autoshard::hold_grad", _fake_hold_grad, lib=library)
+torch.library.register_fake("autoshard::before_gather", _fake_before_gather, lib=library)
 torch.library.register_fake("autoshard::launch_gather", _fake_launch, lib=library)
 torch.library.register_fake("autoshard::launch_reduce", _fake_launch, lib=library)
 torch.library.register_fake("autoshard::all_reduce", _fake_all_reduce, lib=library)
@@ -163,16 +177,19 @@ def _save_for_unshard(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
 ) -> None:
     _, members, group, _, param = inputs
-    reduce = keyword_only_inputs["reduce"]
-    *flags, reduced, reduce_group = reduce.split(" ") if reduce else (members, group)
-    ctx.arguments = reduced, reduce_group, param
-    ctx.holds = "hold" in flags
+    ctx.arguments = members, group, param, keyword_only_inputs["reduce"]
 
 
 def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    ops = torch.ops.autoshard
-    marker = ops.hold_grad if ctx.holds else ops.reduce_grad
-    return marker(grad, *ctx.arguments), None, None, None, None
+    return gradient(grad, *ctx.arguments), None, None, None, None
+
+
+def gradient(grad: Tensor, members: str, group: str, param: int, reduce: str) -> Tensor:
+    """The marker for `grad`, of what an `unshard` with these arguments gave."""
+    *flags, reduced, reduce_group = reduce.split(" ") if reduce else (members, group)
+    marker = hold_grad if "hold" in flags else reduce_grad
+    shard: Tensor = marker(grad, reduced, reduce_group, param)
+    return shard
 
 
 torch.library.register_autograd(
@@ -182,6 +199,7 @@ torch.library.register_autograd(
 unshard = torch.ops.autoshard.unshard.default
 reduce_grad = torch.ops.autoshard.reduce_grad.default
 cut = torch.ops.autoshard.cut.default
+before_gather = torch.ops.autoshard.before_gather.default
 hold_grad = torch.ops.autoshard.hold_grad.default
 launch_gather = torch.ops.autoshard.launch_gather.default
 wait_gather = torch.ops.autoshard.wait_gather.default

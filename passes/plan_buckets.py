@@ -3,8 +3,8 @@
     forward    launch(1) launch(2) wait(1) ops of 1 | launch(3) wait(2) ops of 2 | ...
     backward   the same for gathers;  ... last gradient of 3 | launch(r3) wait(r4) ...
 
-One bucket a unit. A gather is launched one bucket ahead of its first use, so that it
-runs while the bucket before is computed with, and waited for at its first use. A
+One bucket a unit and dtype. A gather is launched one unit ahead of its first use, so that it
+runs while the unit before is computed with, and waited for at its first use. A
 reduce is launched as soon as its last gradient is there, and waited for when the
 next one has been launched: two are in flight, and their buffers with them. With copies,
 it is all-reduced when the next one is launched, beside that one's reduce-scatter, and
@@ -13,6 +13,7 @@ waited for when the one after that is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +22,11 @@ from torch import fx
 from autoshard.passes import groups
 from autoshard.passes.layout import read_members
 from autoshard.passes.match import (
+    asked_of,
     group_of,
     is_again,
     is_marker,
+    is_preparation,
     is_reduce_grad,
     is_unshard,
     kind_of,
@@ -166,12 +169,17 @@ _Placed = tuple[tuple[int, int, int], Event]
 
 def _gather_events(drafts: list[_Draft]) -> list[_Placed]:
     placed: list[_Placed] = []
-    for number, draft in enumerate(drafts):
-        launch = drafts[number - 1].used if number else draft.ready
-        placed.append(_place(launch, 1, 2 * number, Event("launch", number, launch)))
-        # Where several stand at one position: launch(k + 1) before wait(k), and that
-        # before launch(k + 2).
-        placed.append(_place(draft.used, 1, 2 * number + 3, Event("wait", number, draft.used)))
+    numbers = range(len(drafts))
+    runs = [list(run) for _, run in itertools.groupby(numbers, lambda number: drafts[number].unit)]
+    for at, run in enumerate(runs):  # a unit's buckets, of several dtypes maybe
+        ready = max(drafts[number].ready for number in run)
+        launch = drafts[runs[at - 1][0]].used if at else ready
+        for number in run:
+            used = drafts[number].used
+            placed.append(_place(launch, 1, 2 * at, Event("launch", number, launch)))
+            # Where several stand at one position: launch(k + 1) before wait(k), and that
+            # before launch(k + 2).
+            placed.append(_place(used, 1, 2 * at + 3, Event("wait", number, used)))
     return placed
 
 
@@ -215,7 +223,11 @@ def _ready(marker: fx.Node, position: dict[fx.Node, int]) -> int:
 
 
 def _first_use(marker: fx.Node, position: dict[fx.Node, int], end: int) -> int:
-    return min((position.get(user, end) for user in marker.users), default=end)
+    """Where the first compute node reads `marker`, or what was asked of a shard for it."""
+    piece = marker.all_input_nodes[0]
+    asked = asked_of(piece)
+    read = [marker, *(asked.users if asked is not None else ())]
+    return min((position.get(user, end) for node in read for user in node.users), default=end)
 
 
 def _info(marker: fx.Node) -> ParamInfo:
@@ -226,4 +238,5 @@ def _info(marker: fx.Node) -> ParamInfo:
 
 
 def _is_compute(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output") and not is_marker(node)
+    is_planned = is_marker(node) or is_preparation(node)
+    return node.op not in ("placeholder", "output") and not is_planned

@@ -15,7 +15,7 @@ from torch import fx
 
 from autoshard._torch import CheckpointPolicy
 from autoshard.passes import ops
-from autoshard.passes.match import is_kept, is_unshard
+from autoshard.passes.match import is_before_gather, is_kept, is_unshard
 
 REGION = 100_000
 """The `ac_graph_id` of our tags, above any checkpointed region's. The partitioner saves
@@ -39,6 +39,12 @@ def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
                 freed.add(node)
                 _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
                 _tag_way_to(node)
+        elif is_before_gather(node):
+            if not any(
+                is_unshard(user) and is_kept(user) for got in node.users for user in got.users
+            ):
+                freed.add(node)
+                _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif node.target is ops.cut:
             _tag(node, CheckpointPolicy.MUST_SAVE)
         elif node.all_input_nodes and all(n in freed for n in node.all_input_nodes):

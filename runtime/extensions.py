@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoshard.passes.layout import Member
-from autoshard.runtime.param import ShardedParam
 
 if TYPE_CHECKING:
+    from autoshard.runtime.param import ShardedParam
     from autoshard.runtime.unit import Unit
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -44,16 +44,20 @@ class Sent:
         return [(Member(x.dtype, (world * x.shape[0], *x.shape[1:])), x) for x in tensors]
 
 
-def is_extended(param: ShardedParam) -> bool:
-    """Whether this rank's shard of it has both methods.
+def has_methods(shard: Tensor) -> bool:
+    """Whether `shard` may say what is gathered for it."""
+    return hasattr(shard, _BEFORE) or hasattr(shard, _AFTER)
+
+
+def is_extended(name: str, shard: Tensor) -> bool:
+    """Whether `shard`, of the parameter `name`, has both methods.
 
     Raises TypeError if it has one of them.
     """
-    shard = param.shard
-    has = [hasattr(shard, name) for name in (_BEFORE, _AFTER)]
+    has = [hasattr(shard, method) for method in (_BEFORE, _AFTER)]
     if has[0] != has[1]:
         raise TypeError(
-            f"the local tensor of {param.name}, a {type(shard).__name__}, has "
+            f"the local tensor of {name}, a {type(shard).__name__}, has "
             f"{_BEFORE if has[0] else _AFTER} alone: define both {_BEFORE} and {_AFTER}"
         )
     return has[0]
@@ -94,14 +98,16 @@ def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
 
 
 def after_gather(
-    param: ShardedParam, unit: Unit, sent: Sent, gathered: list[Tensor]
+    param: ShardedParam, sent: Sent, gathered: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The whole parameter, of its true size, and the tensors whose memory it occupies."""
+    """The whole parameter, of its true size, and the tensors whose memory it occupies.
+
+    dtype: in which it is to be computed with.
+    """
     outputs = tuple(
         each.view(source.dtype).view(-1, *source.shape[1:])
         for each, source in zip(gathered, sent.inputs, strict=True)
     )
-    dtype = unit.gathered_member(param).dtype
     whole, memory = getattr(param.shard, _AFTER)(outputs, sent.metadata, dtype)
     if tuple(whole.shape) != param.member.size:  # padded, or flat
         stride = torch.empty(param.member.size, device="meta").stride()

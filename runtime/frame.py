@@ -27,11 +27,12 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.passes.give_table import TABLE
-from autoshard.passes.match import stays_whole
+from autoshard.passes.match import asks_shard, group_of, is_kept, members_of, stays_whole
 from autoshard.passes.meta import ParamInfo
-from autoshard.runtime import left_out, reduce
+from autoshard.runtime import graph_extensions, left_out, reduce
 from autoshard.runtime import step as steps
 from autoshard.runtime.agreement import course
+from autoshard.runtime.extensions import has_methods
 from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
 from autoshard.runtime.tables import Table, Tables
 from autoshard.runtime.whole import Whole
@@ -98,6 +99,7 @@ class Frame:
         positions = list(self.local)
         mesh = self.params[0].axes.mesh
         in_table = list(self.positions)
+        extended = [param.is_extended for param in self.local.values()]
         stays = list(self.stays)
         tables = Tables()
 
@@ -110,6 +112,7 @@ class Frame:
                 table.root.post_optim_event = None
             kept = _kept_whole([table[number] for number in stays])
             params = [values[position] for position in positions]
+            _check_extended(params, extended)
             for position, shard in zip(positions, _shards(params, table), strict=True):
                 values[position] = shard
             return compiled(*values, *kept, table.tensor)
@@ -156,7 +159,7 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
         known[node] = param
         if _only_read_locally(node):
             frame.local[position] = param
-            frame.inputs[position] = _localize(node)
+            frame.inputs[position] = _localize(node, as_stand_in=param.is_extended)
     for param in known.values():
         reason = param.unit.why_not_compiled()
         if reason is not None:
@@ -187,11 +190,14 @@ def _only_read_locally(node: fx.Node) -> bool:
     return True
 
 
-def _localize(node: fx.Node) -> Any:
-    """Make `node` the local tensor itself; returns an example of it."""
+def _localize(node: fx.Node, *, as_stand_in: bool) -> Any:
+    """Make `node` the local tensor itself, or what stands for it; returns an example of it."""
     fake = node.meta["example_value"]
     with torch.no_grad():
-        local = local_tensor(fake).detach().requires_grad_(fake.requires_grad)
+        local = local_tensor(fake).detach()
+        if as_stand_in:
+            local = _example_of_stand_in(local)
+        local.requires_grad_(fake.requires_grad)
     node.meta["example_value"] = local
     for user in list(node.users):
         if _torch.is_to_local(user):
@@ -199,8 +205,19 @@ def _localize(node: fx.Node) -> Any:
             user.graph.erase_node(user)
         else:
             for inner in _inside(user, node):
-                _localize(inner)
+                _localize(inner, as_stand_in=as_stand_in)
     return local
+
+
+def _example_of_stand_in(shard: Tensor) -> Tensor:
+    """`shard`: fake, maybe a subclass whose parts are."""
+    part: Any = shard
+    while not isinstance(part, FakeTensor):
+        part = getattr(part, part.__tensor_flatten__()[0][0])
+    with part.fake_mode:
+        return graph_extensions.stand_in(
+            torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+        )
 
 
 def _number_markers(
@@ -220,9 +237,13 @@ def _number_markers(
                     f"%{node.name} gathers %{source.name}, which is no parameter of the model"
                 )
             _check_uses(node, param)
-            node.args = (*node.args[:-1], numbers.setdefault(param, len(numbers)))
+            number = numbers.setdefault(param, len(numbers))
+            if asks_shard(node):
+                _spell_out(node, param, number)
+                continue
+            node.args = (*node.args[:-1], number)
             if stays_whole(node):
-                staying.add(numbers[param])
+                staying.add(number)
         for subgraph in _subgraphs(node):
             inner = {
                 placeholder: known[operand]
@@ -231,6 +252,23 @@ def _number_markers(
             }
             _number_markers(subgraph, inner, numbers, staying)
             subgraph.recompile()
+
+
+def _spell_out(marker: fx.Node, param: ShardedParam, number: int) -> None:
+    """Replace `marker`, of an extended parameter, by what asks its shard what to gather."""
+    gather = graph_extensions.spell_out(
+        param,
+        members_of(marker),
+        group_of(marker),
+        is_kept(marker),
+        number,
+        str(marker.kwargs["reduce"]),
+    )
+    with marker.graph.inserting_before(marker):
+        whole = marker.graph.call_function(gather, (marker.args[0],))
+    whole.meta = dict(marker.meta)
+    marker.replace_all_uses_with(whole)
+    marker.graph.erase_node(marker)
 
 
 def _check_uses(marker: fx.Node, param: ShardedParam) -> None:
@@ -329,11 +367,26 @@ def _resolved(param: Tensor) -> ShardedParam:
     return sharded
 
 
+def _check_extended(params: list[Tensor], extended: list[bool]) -> None:
+    for param, is_extended in zip(params, extended, strict=True):
+        if has_methods(local_tensor(param)) != is_extended:
+            raise RuntimeError(
+                f"parameter {_resolved(param).name} was given fsdp_pre_all_gather, or lost it, "
+                "after it was compiled: put such methods on before the first forward"
+            )
+
+
 def _shards(params: list[Tensor], table: Table) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
         shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, *params)
         return shards
-    return [local_tensor(param) for param in params]
+    return list(map(_input_for, params))
+
+
+def _input_for(param: Tensor) -> Tensor:
+    """What a graph gets for `param`: its shard, or what stands for one that is asked."""
+    shard = local_tensor(param)
+    return graph_extensions.stand_in(shard) if has_methods(shard) else shard
 
 
 def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
@@ -356,7 +409,7 @@ class _LocalShards(torch.autograd.Function):
         ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
         ctx.kept_as = list(map(_kept_dtype, ctx.sharded))
         ctx.set_materialize_grads(False)
-        shards = tuple(local_tensor(param).detach() for param in params)
+        shards = tuple(_input_for(param).detach() for param in params)
         ctx.mark_non_differentiable(
             *(s for s, p in zip(shards, params, strict=True) if not p.requires_grad)
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 from autoshard.passes import groups
 from autoshard.passes.layout import part_of, read_members
 from autoshard.passes.ops import library
-from autoshard.runtime import collectives, graph_reduce
+from autoshard.runtime import collectives, graph_extensions, graph_reduce
 from autoshard.runtime.collectives import InFlight
 from autoshard.runtime.graph_reduce import UnitReductions
 from autoshard.runtime.streams import on_all_reduce_stream
@@ -53,6 +53,13 @@ def _reduce_grad(
 def _cut(whole: Tensor, members: str, group: str) -> Tensor:
     (member,) = read_members(members)
     return part_of(whole, member, groups.shards(group), groups.shard_rank(group))
+
+
+def _before_gather(
+    shard: Tensor, pieces: str, metadata: str, param: int, *, table: Tensor | None = None
+) -> list[Tensor]:
+    (owner,) = look_up(table, [param])
+    return graph_extensions.ask(owner, pieces, metadata)
 
 
 def _hold_grad(
@@ -138,6 +145,7 @@ for _name, _kernel in (
     ("unshard", _unshard),
     ("reduce_grad", _reduce_grad),
     ("cut", _cut),
+    ("before_gather", _before_gather),
     ("hold_grad", _hold_grad),
     ("launch_gather", _launch_gather),
     ("wait_gather", _wait_gather),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from autoshard import _torch
 from autoshard.passes import groups
 from autoshard.passes.layout import Member, part_of, show_members
+from autoshard.runtime.extensions import has_methods, is_extended
 from autoshard.runtime.mesh import Axes, mesh_device
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
 
@@ -134,6 +135,7 @@ class ShardedParam:
     def __post_init__(self) -> None:
         # What the getter hands to the marker under torch.compile: plain constants to guard on.
         self.usual = self.in_full_precision = ("", "")  # see `describe()`
+        self.is_extended = False  # its shard says what is gathered for it: see extensions.py
         self.group = self.axes.shard_group
         self.world = self.axes.shard_world
         self.device = mesh_device(self.axes.mesh)  # where it is gathered, if not where it lives
@@ -147,6 +149,7 @@ class ShardedParam:
 
     def describe(self) -> None:
         """Write down for markers how its unit gathers and reduces it; see `passes/ops.py`."""
+        self.is_extended = is_extended(self.name, self.shard)
         self.usual = self._description(in_full_precision=False)
         self.in_full_precision = self._description(in_full_precision=True)
 
@@ -157,7 +160,8 @@ class ShardedParam:
             reduced = dataclasses.replace(reduced, shard_dtype=self.member.dtype)
         members, reduce = show_members((gathered,)), ""
         group = self.reduce_group
-        flags = ["stay"] * self.unit.stays + ["hold"] * (not self.unit.reducer.syncs)
+        flags = ["ask"] * self.is_extended
+        flags += ["stay"] * self.unit.stays + ["hold"] * (not self.unit.reducer.syncs)
         if self.unit.smaller is not None:
             flags.append(f"cut:{self.unit.smaller.shard_group}")
         if flags or reduced != gathered or group != self.group:
@@ -213,10 +217,11 @@ class ShardedParam:
     def refresh(self) -> bool:
         """Follow what was done to the modules since: a parameter replaced, or converted.
 
-        As by `load_state_dict(assign=True)`, or `model.to(dtype)`. Returns whether it was.
+        As by `load_state_dict(assign=True)`, or `model.to(dtype)`; or given methods that say what
+        is gathered. Returns whether it was.
         """
         self.hooks.put_back()  # a backward may have broken off
-        before = self.param, self.member.dtype
+        before = self.param, self.member.dtype, self.is_extended
         for module, attribute in self.places:
             param = module._parameters.get(attribute)
             if param is not None and param is not self.param and isinstance(param, DTensor):
@@ -226,7 +231,9 @@ class ShardedParam:
         if dtype != self.member.dtype:
             self.member = Member(dtype, self.member.size, self.member.dim)
             self.describe()
-        return self.param is not before[0] or dtype != before[1]
+        if has_methods(self.shard) != self.is_extended:
+            self.describe()
+        return self.param is not before[0] or (dtype, self.is_extended) != before[1:]
 
     def _replace(self, param: nn.Parameter) -> None:
         """Take `param`, put in a module by somebody else, as the parameter of all places.

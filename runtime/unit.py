@@ -12,7 +12,6 @@ from torch import nn
 
 from autoshard.passes.layout import Member
 from autoshard.runtime.agreement import Agreed, Order
-from autoshard.runtime.extensions import is_extended
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reducer, Reduction, forget
@@ -206,8 +205,6 @@ class Unit:
         """What compiled code can't do of what the unit asks for; the eager runtime does it."""
         if type(self.offload) is not OffloadPolicy:
             return "offloading"
-        if any(map(is_extended, self.params)):
-            return "all-gather extensions"
         return None
 
 

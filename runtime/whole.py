@@ -69,7 +69,7 @@ class Whole:
         if parts is not None:
             return [(member, parts.tensors[param])]
         shard = _on_device(param)
-        if not extensions.is_extended(param):
+        if not param.is_extended:
             return [(member, shard)]
         sent = self._extended[param] = extensions.before_gather(param, self.unit, shard)
         return sent.pieces(self.unit.world)
@@ -107,7 +107,8 @@ class Whole:
             self._sources[param] = (whole,)
             return whole
         arrived = [self._arrived[param, index] for index in range(len(sent.inputs))]
-        whole, self._sources[param] = extensions.after_gather(param, self.unit, sent, arrived)
+        dtype = self.unit.gathered_member(param).dtype
+        whole, self._sources[param] = extensions.after_gather(param, sent, arrived, dtype)
         return whole
 
     def sources(self) -> dict[ShardedParam, tuple[Tensor, ...]]:

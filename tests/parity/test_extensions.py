@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, issued, train
+from support.training import adamw, assert_same, in_both_forms, in_form, issued, train
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -148,7 +148,8 @@ def test_a_subclass_equals_fsdp2(rank: int, reshard: bool) -> None:
 def test_uneven_shards_equal_the_replicated_model(
     rank: int, compile: bool, checkpointing: str | None
 ) -> None:
-    """FSDP2 asks subclasses to pad; here it is done for them. Compiled, they run eagerly."""
+    """FSDP2 asks subclasses to pad; here it is done for them. Where a subclass is made of what is
+    gathered, compiled models run eagerly."""
     want = build(7)
     losses = train(want, net_loss, adamw(want), replicated=True)
     got = autoshard.shard(build(7, checkpointing=checkpointing))
@@ -188,8 +189,9 @@ def test_what_is_sent_and_what_is_kept(rank: int) -> None:
     assert Counter(entry.kind for entry in backward) == {"gather": 6, "reduce": 4}
 
 
+@in_both_forms
 @on_ranks(2)
-def test_methods_put_on_a_local_tensor_after_sharding(rank: int) -> None:
+def test_methods_put_on_a_local_tensor_after_sharding(rank: int, form: str) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(5, 3)
     torch.manual_seed(0)
@@ -197,18 +199,20 @@ def test_methods_put_on_a_local_tensor_after_sharding(rank: int) -> None:
     x = torch.ones(2, 5)
     assert torch.equal(model(x), plain(x))
     extend(model.weight)
+    in_form(model, form)
     assert torch.equal(model(x), functional.linear(x, plain.weight * 3, plain.bias))
     model(x).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((3, 5), 2.0))
 
 
+@in_both_forms
 @on_ranks(1)
-def test_a_world_of_one(rank: int) -> None:
+def test_a_world_of_one(rank: int, form: str) -> None:
     model = autoshard.fully_shard(nn.Linear(5, 3, bias=False))
     x = torch.ones(2, 5)
     before = model(x)
     extend(model.weight)
-    torch.testing.assert_close(model(x), before * 3)
+    torch.testing.assert_close(in_form(model, form)(x), before * 3)
 
 
 @on_ranks(2)
@@ -228,12 +232,155 @@ def test_errors(rank: int) -> None:
         forward(lambda self, mesh: ((torch.ones(7),), None))
 
 
+def quantised(self: Tensor, mesh: Any) -> Any:
+    """Bytes, and this rank's scale; the metadata has a tensor, the same on every rank."""
+    scale = self.abs().max().clamp(min=1e-3) / 100
+    return ((self / scale).round().to(torch.int8), scale), {"unit": torch.ones(()), "ranks": 2}
+
+
+def dequantised(self: Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+    values, scales = outputs
+    parts = zip(values.chunk(metadata["ranks"]), scales, strict=True)
+    whole = torch.cat([part.to(dtype) * scale for part, scale in parts]) * metadata["unit"]
+    return whole, (whole,)
+
+
+def with_bytes(strategy: str, checkpointing: str | None = None) -> Any:
+    """Weights of linear layers travel as bytes, with a scale each, beside biases in float32."""
+    torch.manual_seed(0)
+    model = autoshard.shard(Net(checkpointing=checkpointing), strategy=strategy)
+    for layer in model.layers:
+        for linear in (layer.up, layer.down):
+            extend(linear.weight, quantised, dequantised)
+    return model
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "checkpointing"),
+    [("full_shard", None), ("full_shard", "non-reentrant"), ("shard_grad_op", None)],
+)
 @on_ranks(2)
-def test_not_compiled_yet(rank: int) -> None:
-    model = autoshard.shard(build())
-    call = torch.compile(model, backend="autoshard", options={"strict": True})
-    with pytest.raises(Exception, match=r"unit 'layers\.0' asks for all-gather extensions"):
-        net_loss(call, rank, 0)
+def test_compiled_equals_eager(
+    rank: int, strategy: str, checkpointing: str | None, accumulates: bool
+) -> None:
+    """What is asked of shards, and what is made of it, is in the graph; so is every gather."""
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        if accumulates:
+            with model.no_sync():
+                net_loss(model, rank, step + 10).backward()
+        return net_loss(model, rank, step)
+
+    want = with_bytes(strategy, checkpointing)
+    got = in_form(with_bytes(strategy, checkpointing), "compiled")
+    losses = train(want, loss, adamw(want))
+    assert train(got, loss, adamw(got)) == losses
+    assert_same(got, want)
+    with torch.no_grad():
+        assert torch.equal(net_loss(got, rank, 9), net_loss(want, rank, 9))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_what_compiled_code_sends(rank: int, strategy: str) -> None:
+    """A unit's pieces, as many bytes as eagerly, are launched together; scales with biases."""
+    model = in_form(with_bytes(strategy), "compiled")
+    losses: list[Tensor] = []
+    forward = issued(lambda: losses.append(net_loss(model, rank, 0)))
+    backward = issued(losses[0].backward)
+    sent = Counter(show_members(each.members) for each in forward if each.kind == "gather")
+    assert sent["u8[8,6] u8[6,7]"] == 3
+    assert sent["f32[6] f32[6] f32[2] f32[7] f32[2] f32[6]"] == 3
+    gathers = Counter(each.kind for each in backward)["gather"]
+    assert gathers == (6 if strategy == "full_shard" else 0)
+    plan = next(plan for plan in autoshard.plans(model) if plan.graph == "forward")
+    launched = {e.bucket: e.position for e in plan.schedule if e.what == "launch"}
+    of_unit = [n for n, bucket in enumerate(plan.buckets) if bucket.unit == "layers.1"]
+    assert len({launched[number] for number in of_unit}) == 1
+
+
+@on_ranks(2)
+def test_tied_and_read_twice(rank: int) -> None:
+    """However often a parameter is read, its shard is asked once a graph."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(self.first(x))))
+
+    def made(form: str) -> Any:
+        torch.manual_seed(0)
+        model = autoshard.fully_shard(Twice(), reshard_after_forward=True)
+        extend(model.first.weight, asks, dequantised)
+        return in_form(model, form)
+
+    asked = 0
+
+    def asks(self: Tensor, mesh: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return quantised(self, mesh)
+
+    x = torch.full((2, 6), 1.0 + rank)
+    eager, compiled = made("eager"), made("compiled")
+    compiled(x).sum().backward()
+    asked = 0
+    eager(x).sum().backward()
+    assert asked == 2
+    compiled.zero_grad()
+    asked = 0
+    compiled(x).sum().backward()
+    assert asked == 2
+    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
+@on_ranks(2)
+def test_what_is_not_compiled(rank: int) -> None:
+    def forward(model: nn.Module) -> None:
+        in_form(model, "compiled")(torch.ones(2, 6))
+
+    def extended(pre: Any, post: Any = dequantised) -> nn.Module:
+        model = autoshard.fully_shard(nn.Sequential(nn.Linear(6, 4)))
+        extend(model[0].weight, pre, post)
+        return model
+
+    with pytest.raises(Exception, match=r"layers\.0.* returns a Bf16Weight, a tensor subclass"):
+        net_loss(in_form(autoshard.shard(build()), "compiled"), rank, 0)
+    calls = iter(range(100))
+    with pytest.raises(
+        Exception, match=r"of 0\.weight returns other metadata at each call: 0, then"
+    ):
+        forward(extended(lambda self, mesh: ((self,), next(calls))))
+    wrong = lambda self, outputs, metadata, dtype, out=None: (outputs[0].double(), outputs)  # noqa: E731
+    with pytest.raises(
+        Exception, match=r"of 0\.weight returns torch.float64: expected torch.float3"
+    ):
+        forward(extended(lambda self, mesh: ((self,), None), wrong))
+
+
+@on_ranks(2)
+def test_changes_after_compilation(rank: int) -> None:
+    metadata = 0
+    same = lambda self, outputs, metadata, dtype, out=None: (outputs[0], outputs)  # noqa: E731
+    model = autoshard.fully_shard(nn.Linear(6, 4))
+    extend(model.weight, lambda self, mesh: ((self,), metadata), same)
+    in_form(model, "compiled")
+    model(torch.ones(2, 6))
+    metadata = 1
+    with pytest.raises(RuntimeError, match=r"of weight returned f32\[2,6\] with 1; when .* with 0"):
+        model(torch.ones(2, 6))
+
+    late = in_form(autoshard.fully_shard(nn.Linear(6, 4)), "compiled")
+    late(torch.ones(2, 6))
+    extend(late.weight, lambda self, mesh: ((self,), None), same)
+    with pytest.raises(RuntimeError, match=r"weight was given fsdp_pre_all_gather, or lost it"):
+        late(torch.ones(2, 6))
 
 
 @on_ranks(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,10 +165,10 @@ def readers(value: fx.Node) -> set[fx.Node]:
 @quick
 @given(programs(), BUCKETINGS)
 def test_gathers_follow_first_use_one_ahead(program: Program, bucketing: Any) -> None:
-    """D-65."""
+    """D-65: a unit ahead, which has a bucket a dtype."""
     gm = program.planned(bucketing)
     order = {node: number for number, node in enumerate(gm.graph.nodes)}
-    count = sum(is_launch(node) and kind_of(node) == "gather" for node in gm.graph.nodes)
+    launches = [n for n in gm.graph.nodes if is_launch(n) and kind_of(n) == "gather"]
     buckets = [bucket for what, bucket in events_of(gm, "gather") if what == "launch"]
     waits = [n for n in gm.graph.nodes if is_wait(n) and kind_of(n) == "gather"]
     assert [bucket_of(wait) for wait in waits] == buckets
@@ -176,13 +177,11 @@ def test_gathers_follow_first_use_one_ahead(program: Program, bucketing: Any) ->
     for wait, first_use in zip(waits, first_uses, strict=True):
         between = list(gm.graph.nodes)[order[wait] : first_use]
         assert not any(map(is_compute, between)), "waited for before it is needed"
+    units = [list(map(bucket_of, unit)) for _, unit in itertools.groupby(launches, SOURCE.get)]
     expected: list[tuple[str, int]] = []
-    for n in range(count):
-        expected.append(("launch", buckets[n]))
-        if n:
-            expected.append(("wait", buckets[n - 1]))
-    if count:
-        expected.append(("wait", buckets[-1]))
+    for unit, before in itertools.zip_longest(units, [[], *units]):
+        expected += [("launch", bucket) for bucket in unit or []]
+        expected += [("wait", bucket) for bucket in before]
     assert events_of(gm, "gather") == expected
 
 
@@ -207,7 +206,9 @@ def test_reduces_follow_readiness(program: Program, bucketing: Any) -> None:
 @quick
 @given(programs(), BUCKETINGS)
 def test_at_most_two_are_in_flight(program: Program, bucketing: Any) -> None:
+    """Two reduces, and the gathers of two units, which have a bucket a dtype."""
     gm = program.planned(bucketing)
+    units = {bucket_of(n): SOURCE.get(n) for n in gm.graph.nodes if is_launch(n)}
     for kind in ("gather", "reduce"):
         in_flight: set[int] = set()
         for what, bucket in events_of(gm, kind):
@@ -215,7 +216,7 @@ def test_at_most_two_are_in_flight(program: Program, bucketing: Any) -> None:
                 in_flight.add(bucket)
             else:
                 in_flight.remove(bucket)
-            assert len(in_flight) <= 2
+            assert len({units[each] for each in in_flight} if kind == "gather" else in_flight) <= 2
         assert not in_flight
 
 
