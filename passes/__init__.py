@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from autoshard.passes.copy_shards import copy_shards as copy_shards
 from autoshard.passes.cut_smaller import cut_smaller as cut_smaller
 from autoshard.passes.drop_dead_markers import drop_dead_markers as drop_dead_markers
 from autoshard.passes.drop_local_markers import drop_local_markers as drop_local_markers
@@ -40,7 +41,8 @@ def pipeline(table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing) ->
         merge_markers,  # nor has it been through this
         give_table,  # nor through this
         drop_dead_markers,  # nothing below should plan for what nobody reads
-        drop_local_markers,  # nor for groups of one rank
+        copy_shards,  # from the host and back: for groups of one rank too
+        drop_local_markers,  # nothing below should plan for those
         part_markers,  # a plan stands on what is computed between markers
         partial(name_params, table=table),  # who is who, for all below and for people
         hoist_shards,  # a launch may then stand anywhere

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import re
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +23,8 @@ from autoshard.passes.match import (
     group_of,
     is_launch,
     is_marker,
-    is_preparation,
+    is_planned,
+    is_to_host,
     kind_of,
     members_of,
     param_of,
@@ -50,24 +52,37 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
         return gm
     members = _members(plan, markers)
     body = [n for n in graph.nodes if _is_fixed(n)]  # ends: output
+    to_host = {user.args[0]: user for user in graph.nodes if is_to_host(user)}
     tickets: dict[int, fx.Node] = {}
     for event in plan.schedule:
         number, bucket = event.bucket, plan.buckets[event.bucket]
-        with graph.inserting_before(body[event.position]):
-            if event.what == "launch":
-                _prepare(members[number], body[event.position])
-                tickets[number] = _launch(graph, number, bucket, members[number])
-            elif event.what == "all_reduce":
-                tickets[number] = _all_reduce(graph, tickets[number], bucket)
-            else:
-                _wait(graph, tickets[number], number, bucket, members[number])
+        before = body[event.position]
+        with graph.inserting_before(before):
+            match event.what:
+                case "load":
+                    tickets[number] = _load(graph, number, bucket, members[number])
+                case "loaded":
+                    _loaded(graph, tickets[number], bucket, members[number])
+                case "launch":
+                    _prepare(members[number], before)
+                    tickets[number] = _launch(graph, number, bucket, members[number])
+                case "all_reduce":
+                    tickets[number] = _all_reduce(graph, tickets[number], bucket)
+                case "wait":
+                    _wait(graph, tickets[number], bucket, members[number])
+                case "store":
+                    copies = [to_host[member] for member in members[number]]
+                    tickets[number] = _store(graph, number, bucket, copies)
+                case "stored":
+                    copies = [to_host[member] for member in members[number]]
+                    _stored(graph, tickets[number], bucket, copies)
     for marker in markers:
         graph.erase_node(marker)
     return gm
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    return node.op != "placeholder" and not is_marker(node) and not is_preparation(node)
+    return node.op != "placeholder" and not is_planned(node)
 
 
 def _members(plan: Plan, markers: list[fx.Node]) -> list[list[fx.Node]]:
@@ -125,27 +140,63 @@ def _all_reduce(graph: fx.Graph, launched: fx.Node, bucket: Bucket) -> fx.Node:
     return ticket
 
 
-def _wait(
-    graph: fx.Graph, ticket: fx.Node, number: int, bucket: Bucket, members: list[fx.Node]
-) -> None:
-    results = graph.create_node(
-        "call_function",
-        _WAIT[bucket.kind],
-        (ticket, *ticket.args[1:4]),
-        name=f"wait_{bucket.kind}_{_identifier(bucket.unit)}",
+def _wait(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.Node]) -> None:
+    waited = _call(
+        graph, _WAIT[bucket.kind], (ticket, *ticket.args[1:4]), f"wait_{bucket.kind}", bucket
     )
-    results.meta["val"] = [member.meta["val"] for member in members]
-    SOURCE.set(results, bucket.unit)
-    for index, (member, name) in enumerate(zip(members, bucket.names, strict=True)):
+    _unpack(waited, members, bucket, _RESULT[bucket.kind])
+
+
+def _load(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
+    copies = [member.all_input_nodes[0] for member in members]
+    shards, device = [copy.args[0] for copy in copies], copies[0].args[1]
+    ticket = _call(graph, ops.launch_load, (shards, device, number), "launch_load", bucket)
+    ticket.meta["val"] = copies[0].meta["val"].new_empty(1, dtype=torch.uint8, device="cpu")
+    return ticket
+
+
+def _loaded(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.Node]) -> None:
+    waited = _call(graph, ops.wait_load, (ticket, *ticket.args), "wait_load", bucket)
+    copies = [member.all_input_nodes[0] for member in members]
+    _unpack(waited, copies, bucket, "loaded")
+    for copy in copies:
+        graph.erase_node(copy)
+
+
+def _store(graph: fx.Graph, number: int, bucket: Bucket, copies: list[fx.Node]) -> fx.Node:
+    grads = [copy.args[0] for copy in copies]
+    ticket = _call(graph, ops.launch_store, (grads, number), "launch_store", bucket)
+    ticket.meta["val"] = copies[0].meta["val"].new_empty(1, dtype=torch.uint8, device="cpu")
+    return ticket
+
+
+def _stored(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, copies: list[fx.Node]) -> None:
+    waited = _call(graph, ops.wait_store, (ticket, *ticket.args), "wait_store", bucket)
+    _unpack(waited, copies, bucket, "stored")
+    for copy in copies:
+        graph.erase_node(copy)
+
+
+def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], name: str, bucket: Bucket) -> fx.Node:
+    node = graph.create_node("call_function", op, args, name=f"{name}_{_identifier(bucket.unit)}")
+    SOURCE.set(node, bucket.unit)
+    return node
+
+
+def _unpack(waited: fx.Node, values: list[fx.Node], bucket: Bucket, prefix: str) -> None:
+    """Let what `waited` returns, one a member, stand for `values`."""
+    graph = waited.graph
+    waited.meta["val"] = [value.meta["val"] for value in values]
+    for index, (value, name) in enumerate(zip(values, bucket.names, strict=True)):
         result = graph.create_node(
             "call_function",
             operator.getitem,
-            (results, index),
-            name=f"{_RESULT[bucket.kind]}_{_identifier(name)}",
+            (waited, index),
+            name=f"{prefix}_{_identifier(name)}",
         )
-        result.meta["val"] = member.meta["val"]
+        result.meta["val"] = value.meta["val"]
         SOURCE.set(result, name)
-        member.replace_all_uses_with(result)
+        value.replace_all_uses_with(result)
 
 
 def _identifier(name: str) -> str:

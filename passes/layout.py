@@ -46,17 +46,20 @@ class Member:
 
     Rows are its slices along `dim`. Along a dim other than the first they divide evenly.
     shard_dtype: of what comes out of a reduce, if that is not the dtype in which it is summed.
+    on_host: whether that is to lie in host memory, as the shard of its parameter does.
     """
 
     dtype: torch.dtype
     size: tuple[int, ...]
     dim: int = 0
     shard_dtype: torch.dtype | None = None
+    on_host: bool = False
 
     def __str__(self) -> str:
         text = f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.size))}]"
         text += f"@{self.dim}" if self.dim else ""
-        return text + (f"->{DTYPE_NAMES[self.shard_dtype]}" if self.shard_dtype else "")
+        text += f"->{DTYPE_NAMES[self.shard_dtype]}" if self.shard_dtype else ""
+        return text + ("^host" if self.on_host else "")
 
     @property
     def rows(self) -> int:
@@ -143,9 +146,9 @@ def read_members(text: str) -> tuple[Member, ...]:
 
 
 def _read_member(text: str) -> Member:
-    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\](?:@(\d+))?(?:->(\w+))?", text)
+    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\](?:@(\d+))?(?:->(\w+))?(\^host)?", text)
     if match is None or not {match[1], match[4] or match[1]} <= DTYPES.keys():
         raise ValueError(f"{text!r} is no bucket member; one looks like f32[7,15]")
     size = tuple(int(length) for length in match[2].split(",") if length)
     shard_dtype = DTYPES[match[4]] if match[4] else None
-    return Member(DTYPES[match[1]], size, int(match[3] or 0), shard_dtype)
+    return Member(DTYPES[match[1]], size, int(match[3] or 0), shard_dtype, bool(match[5]))

@@ -25,7 +25,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
-from autoshard.passes.match import bucket_of, event_of, is_wait, kind_of
+from autoshard.passes.match import bucket_of, event_of, kind_of
 
 SETTINGS = {
     "reorder_for_locality": False,  # of graphs without gradients; it puts launches before waits
@@ -58,16 +58,20 @@ Order = list[tuple[str, str, int]]
 """(what, "gather" or "reduce", bucket) of the events of a plan, in program order."""
 
 
+_ARRIVED = {"load": "loaded", "store": "stored"}
+
+
 def planned_order(graph: fx.Graph) -> Order:
-    """The launches, all-reduces and waits of `graph`."""
+    """The launches, all-reduces, waits and copies of `graph`."""
     events = ((event_of(node), node) for node in graph.nodes)
     return [(what, kind_of(node), bucket_of(node)) for what, node in events if what is not None]
 
 
-# members, group and bucket are the second to the fourth argument of each
+# members, group and bucket are the second to the fourth argument of collectives
 _CALL = re.compile(
     r"autoshard\.(launch|wait|all)_(gather|reduce)\.default\(.*, '[^']*', '[^']*', (\d+)"
 )
+_COPY = re.compile(r"autoshard\.(launch|wait)_(load|store)\.default\(.*, (\d+)\)")
 
 
 def check_order(source: str, planned: Order) -> None:
@@ -79,6 +83,9 @@ def check_order(source: str, planned: Order) -> None:
         if match := _CALL.search(line):
             what = "all_reduce" if match[1] == "all" else match[1]
             found.append((what, match[2], int(match[3])))
+        elif match := _COPY.search(line):
+            what = match[2] if match[1] == "launch" else _ARRIVED[match[2]]
+            found.append((what, "gather" if match[2] == "load" else "reduce", int(match[3])))
     if found == planned:
         return
     at = next(
@@ -102,7 +109,7 @@ class KeepOrder(CustomGraphPass):
         keep_order(graph)
 
     def uuid(self) -> str:
-        return "autoshard.keep_order.2"
+        return "autoshard.keep_order.3"
 
 
 def keep_order(graph: fx.Graph) -> None:
@@ -127,7 +134,7 @@ def keep_order(graph: fx.Graph) -> None:
 
 def _as_tensor(event: fx.Node) -> fx.Node:
     """A node to depend on: a wait's first result, since 2.11 does not see a list as one."""
-    if not is_wait(event):
+    if event_of(event) not in ("wait", "loaded", "stored"):
         return event
     result = next(user for user in event.users if user.target is operator.getitem)
     event.append(result)

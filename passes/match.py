@@ -42,13 +42,22 @@ def is_all_reduce(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is ops.all_reduce
 
 
+_EVENTS: dict[object, str] = {
+    ops.launch_load: "load",
+    ops.wait_load: "loaded",
+    ops.launch_gather: "launch",
+    ops.wait_gather: "wait",
+    ops.launch_reduce: "launch",
+    ops.all_reduce: "all_reduce",
+    ops.wait_reduce: "wait",
+    ops.launch_store: "store",
+    ops.wait_store: "stored",
+}
+
+
 def event_of(node: fx.Node) -> str | None:
-    """ "launch", "all_reduce" or "wait", as events of a plan; None for any other node."""
-    if is_launch(node):
-        return "launch"
-    if is_wait(node):
-        return "wait"
-    return "all_reduce" if is_all_reduce(node) else None
+    """What `node` is to a plan, "launch" or "wait" for instance; None for any other node."""
+    return _EVENTS.get(node.target) if node.op == "call_function" else None
 
 
 def forward_inputs(graph: fx.Graph) -> list[fx.Node]:
@@ -99,19 +108,52 @@ def asked_of(node: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and is_before_gather(source) else None
 
 
+def is_to_device(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.to_device
+
+
+def is_to_host(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.to_host
+
+
+def device_of_host_shard(node: fx.Node) -> str:
+    """Where an `unshard` marker gathers a shard that lives on the host; "" for any other."""
+    return ops.host_shard_device(str(node.kwargs.get("reduce", "")))
+
+
 def is_preparation(node: fx.Node) -> bool:
-    """Whether `node` is done for a launch, right before it: no compute that a plan counts."""
+    """Whether `node` is done for a launch, before it: no compute that a plan counts."""
+    if is_to_device(node):
+        return any(map(is_unshard, node.users))
     return is_before_gather(node) or asked_of(node) is not None
+
+
+def copy_of(node: fx.Node) -> fx.Node | None:
+    """What began the copy that `node`, the wait for one, waits for."""
+    begun = node.args[0]
+    if not isinstance(begun, fx.Node) or begun.target not in (ops.launch_load, ops.launch_store):
+        return None
+    is_load = begun.target is ops.launch_load
+    return begun if node.target is (ops.wait_load if is_load else ops.wait_store) else None
+
+
+def is_planned(node: fx.Node) -> bool:
+    """Whether a plan says what becomes of `node`: a marker, what it takes and who takes it."""
+    if is_to_host(node):
+        return is_reduce_grad(node.all_input_nodes[0])
+    return is_marker(node) or is_preparation(node)
 
 
 def _flags(unshard: fx.Node) -> list[str]:
     return str(unshard.kwargs.get("reduce", "")).split(" ")[:-2]
 
 
+_GATHERS = (ops.unshard, ops.launch_load, ops.wait_load, ops.launch_gather, ops.wait_gather)
+
+
 def kind_of(node: fx.Node) -> str:
-    """ "gather" or "reduce", of a marker, launch, all-reduce or wait."""
-    gathers = (ops.unshard, ops.launch_gather, ops.wait_gather)
-    return "gather" if node.target in gathers else "reduce"
+    """ "gather" or "reduce", of a marker, or a node that is an event."""
+    return "gather" if node.target in _GATHERS else "reduce"
 
 
 def members_of(node: fx.Node) -> str:
@@ -124,9 +166,12 @@ def group_of(node: fx.Node) -> str:
     return str(node.args[2])
 
 
+_COPIES = (ops.launch_load, ops.wait_load, ops.launch_store, ops.wait_store)
+
+
 def bucket_of(node: fx.Node) -> int:
-    """The bucket number of a launch, all-reduce or wait."""
-    bucket = node.args[3]
+    """The bucket number of a node that is an event."""
+    bucket = node.args[-1] if node.target in _COPIES else node.args[3]
     assert isinstance(bucket, int)
     return bucket
 

@@ -17,6 +17,7 @@ from autoshard.passes.match import (
     is_before_gather,
     is_hold_grad,
     is_marker,
+    is_to_device,
     is_unshard,
     param_of,
     table_of,
@@ -39,9 +40,13 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
         looked_up_in = table_of(node)
         if looked_up_in is not None and looked_up_in.name != TABLE:
             _torch.rename(looked_up_in, TABLE)
-        shard = node.args[0]
-        is_read = is_unshard(node) or is_before_gather(node)
-        if is_read and isinstance(shard, fx.Node) and shard.op == "placeholder":
+        if not (is_unshard(node) or is_before_gather(node)):
+            continue
+        shard = node.all_input_nodes[0]
+        if is_to_device(shard):
+            SOURCE.set(shard, info.name)
+            shard = shard.all_input_nodes[0]
+        if shard.op == "placeholder":
             _torch.rename(shard, _identifier(info.name))
     return gm
 

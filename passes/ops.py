@@ -12,6 +12,12 @@
     ticket   = all_reduce(ticket, "f32[7,15] f32[7]", group, bucket)   over copies, if there are any
     [shard.] = wait_reduce(ticket, "f32[7,15] f32[7]", group, bucket)
 
+    shard = to_device(shard, device), to_host(shard)         where shards live on the host
+    ticket = launch_load([shard, ...], device, bucket)       the same for a bucket, not waited for
+    [shard.] = wait_load(ticket, [shard, ...], device, bucket)
+    ticket = launch_store([shard, ...], bucket)              and so for gradients' shards
+    [shard.] = wait_store(ticket, [shard, ...], bucket)
+
 The markers say *what*; passes decide *how* by replacing them. They also run, one
 collective each and waited for at once: the slowest correct form of a graph.
 
@@ -21,12 +27,13 @@ out. `group` names process groups, see `groups.py`. `keep` says that the whole p
 kept for backward (`reshard_after_forward=False`). `reduce`, if not empty, is the member and
 the group of its gradient's reduce, where these are not those of the gather; before them "hold"
 if its gradient is to wait, "stay" if the runtime has it whole, and keeps it so, "cut:2" if
-backward is to gather it over the group "2", and "ask" if the shard says itself what is gathered
-for it: then a `before_gather` asks it, and each piece has a marker. `param`
+backward is to gather it over the group "2", "ask" if the shard says itself what is gathered
+for it (then a `before_gather` asks it, and each piece has a marker), and "from_host:cuda" if the
+shard lives on the host, and is gathered on that device; its gradient is then "f32[7]^host". `param`
 indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
 numbers the buckets of one graph. A ticket is one byte: what is in flight is held
-by the runtime, where no compiler can reuse its memory. No argument depends on the
-rank.
+by the runtime, where no compiler can reuse its memory; what a copy reads is an argument of its
+wait for the same reason. No argument depends on the rank.
 
 What a user may change between a graph's forward and its backward (what waits to be added
 to a gradient, hooks, the number to divide by) is no part of a graph. Reduces find it by
@@ -44,7 +51,7 @@ import torch
 from torch import Tensor
 
 from autoshard.passes import groups
-from autoshard.passes.layout import read_members
+from autoshard.passes.layout import Member, read_members
 
 library = torch.library.Library("autoshard", "DEF")
 
@@ -83,6 +90,15 @@ library.define(
     " int[] params=[]) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+for _schema in (
+    "to_device(Tensor shard, str device) -> Tensor",
+    "to_host(Tensor shard) -> Tensor",
+    "launch_load(Tensor[] shards, str device, int bucket) -> Tensor",
+    "wait_load(Tensor ticket, Tensor[] shards, str device, int bucket) -> Tensor[]",
+    "launch_store(Tensor[] shards, int bucket) -> Tensor",
+    "wait_store(Tensor ticket, Tensor[] shards, int bucket) -> Tensor[]",
+):
+    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 for _kind in ("gather", "reduce"):
     library.define(
         f"wait_{_kind}(Tensor ticket, str members, str group, int bucket) -> Tensor[]",
@@ -94,7 +110,18 @@ def _fake_unshard(
     shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
 ) -> Tensor:
     (member,) = read_members(members)
-    return shard.new_empty(member.size, dtype=member.dtype)
+    device = host_shard_device(reduce) or shard.device
+    return shard.new_empty(member.size, dtype=member.dtype, device=device)
+
+
+FROM_HOST = "from_host:"
+
+
+def host_shard_device(reduce: str) -> str:
+    """Where an `unshard` with this `reduce` gathers a shard from the host; "" for any other."""
+    flags = reduce.split(" ")[:-2]
+    found = (flag.removeprefix(FROM_HOST) for flag in flags if flag.startswith(FROM_HOST))
+    return next(found, "")
 
 
 def _fake_reduce_grad(
@@ -125,9 +152,15 @@ def nothing(like: Tensor, members: str, group: str) -> list[Tensor]:
     in the memory of one element each.
     """
     return [
-        like.new_zeros((), dtype=m.shard_dtype or m.dtype).expand(groups.local_size(m, group))
+        like.new_zeros((), dtype=m.shard_dtype or m.dtype, device=_home(m, like)).expand(
+            groups.local_size(m, group)
+        )
         for m in read_members(members)
     ]
+
+
+def _home(member: Member, like: Tensor) -> torch.device:
+    return torch.device("cpu") if member.on_host else like.device
 
 
 def _fake_launch(
@@ -154,23 +187,58 @@ def _fake_wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> 
 
 
 def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
-    """Empty shards, of this rank's rows, on the device of `like`."""
+    """Empty shards, of this rank's rows, on the device of `like`, or on the host."""
     return [
-        like.new_empty(groups.local_size(m, group), dtype=m.shard_dtype or m.dtype)
+        like.new_empty(
+            groups.local_size(m, group), dtype=m.shard_dtype or m.dtype, device=_home(m, like)
+        )
         for m in read_members(members)
     ]
 
 
-torch.library.register_fake("autoshard::unshard", _fake_unshard, lib=library)
-torch.library.register_fake("autoshard::reduce_grad", _fake_reduce_grad, lib=library)
-torch.library.register_fake("autoshard::cut", _fake_cut, lib=library)
-torch.library.register_fake("autoshard::hold_grad", _fake_hold_grad, lib=library)
-torch.library.register_fake("autoshard::before_gather", _fake_before_gather, lib=library)
-torch.library.register_fake("autoshard::launch_gather", _fake_launch, lib=library)
-torch.library.register_fake("autoshard::launch_reduce", _fake_launch, lib=library)
-torch.library.register_fake("autoshard::all_reduce", _fake_all_reduce, lib=library)
-torch.library.register_fake("autoshard::wait_gather", _fake_wait_gather, lib=library)
-torch.library.register_fake("autoshard::wait_reduce", _fake_wait_reduce, lib=library)
+def _fake_to_device(shard: Tensor, device: str) -> Tensor:
+    return shard.new_empty(shard.shape, device=device)
+
+
+def _fake_to_host(shard: Tensor) -> Tensor:
+    return shard.new_empty(shard.shape, device="cpu")
+
+
+def _fake_launch_load(shards: list[Tensor], device: str, bucket: int) -> Tensor:
+    return shards[0].new_empty(1, dtype=torch.uint8, device="cpu")
+
+
+def _fake_wait_load(ticket: Tensor, shards: list[Tensor], device: str, bucket: int) -> list[Tensor]:
+    return [_fake_to_device(shard, device) for shard in shards]
+
+
+def _fake_launch_store(shards: list[Tensor], bucket: int) -> Tensor:
+    return shards[0].new_empty(1, dtype=torch.uint8, device="cpu")
+
+
+def _fake_wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tensor]:
+    return list(map(_fake_to_host, shards))
+
+
+for _name, _fake in (
+    ("unshard", _fake_unshard),
+    ("reduce_grad", _fake_reduce_grad),
+    ("cut", _fake_cut),
+    ("hold_grad", _fake_hold_grad),
+    ("before_gather", _fake_before_gather),
+    ("launch_gather", _fake_launch),
+    ("launch_reduce", _fake_launch),
+    ("all_reduce", _fake_all_reduce),
+    ("wait_gather", _fake_wait_gather),
+    ("wait_reduce", _fake_wait_reduce),
+    ("to_device", _fake_to_device),
+    ("to_host", _fake_to_host),
+    ("launch_load", _fake_launch_load),
+    ("wait_load", _fake_wait_load),
+    ("launch_store", _fake_launch_store),
+    ("wait_store", _fake_wait_store),
+):
+    torch.library.register_fake(f"autoshard::{_name}", _fake, lib=library)
 
 
 def _save_for_unshard(
@@ -206,3 +274,9 @@ wait_gather = torch.ops.autoshard.wait_gather.default
 launch_reduce = torch.ops.autoshard.launch_reduce.default
 all_reduce = torch.ops.autoshard.all_reduce.default
 wait_reduce = torch.ops.autoshard.wait_reduce.default
+to_device = torch.ops.autoshard.to_device.default
+to_host = torch.ops.autoshard.to_host.default
+launch_load = torch.ops.autoshard.launch_load.default
+wait_load = torch.ops.autoshard.wait_load.default
+launch_store = torch.ops.autoshard.launch_store.default
+wait_store = torch.ops.autoshard.wait_store.default

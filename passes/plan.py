@@ -15,6 +15,8 @@ from typing import Any
 
 from autoshard.passes.layout import read_members
 
+SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # the others stand beside one of them
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -46,9 +48,11 @@ class Event:
     """Bucket number `bucket` is launched, or waited for, before compute node `position`.
 
     A reduce whose axis is "shard+replicate" goes on from the first to the second in between.
+    Where shards live on the host, a bucket's are first sent for (load) and there (loaded); and
+    after a reduce's wait they are sent back (store) and there (stored).
     """
 
-    what: str  # "launch", "all_reduce" or "wait"
+    what: str  # "load", "loaded", "launch", "all_reduce", "wait", "store" or "stored"
     bucket: int
     position: int
 
@@ -76,7 +80,7 @@ class Plan:
             f"{self.graph}: {gathers} gathers, {len(self.buckets) - gathers} reduces, "
             f"{self.num_ops} ops, bucketing {self.bucketing}"
         )
-        at = {what: self._positions(what) for what in ("launch", "all_reduce", "wait")}
+        at = {what: self._positions(what) for what in SHOWN}
         events = [what for what, positions in at.items() if positions]
         rows = [["bucket", "kind", "axis", "unit", "params", "bytes", *events]]
         for number, bucket in enumerate(self.buckets):

@@ -9,6 +9,9 @@ reduce is launched as soon as its last gradient is there, and waited for when th
 next one has been launched: two are in flight, and their buffers with them. With copies,
 it is all-reduced when the next one is launched, beside that one's reduce-scatter, and
 waited for when the one after that is.
+
+Shards that live on the host are sent for a unit before their gather is launched. Gradients
+are sent back there as soon as they are reduced, and waited for where they are read.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from autoshard.passes import groups
 from autoshard.passes.layout import read_members
 from autoshard.passes.match import (
     asked_of,
+    device_of_host_shard,
     group_of,
     is_again,
     is_marker,
+    is_planned,
     is_preparation,
     is_reduce_grad,
+    is_to_device,
+    is_to_host,
     is_unshard,
     kind_of,
     members_of,
@@ -171,15 +178,23 @@ def _gather_events(drafts: list[_Draft]) -> list[_Placed]:
     placed: list[_Placed] = []
     numbers = range(len(drafts))
     runs = [list(run) for _, run in itertools.groupby(numbers, lambda number: drafts[number].unit)]
+
+    def put(what: str, number: int, position: int, rank: int) -> None:
+        placed.append(_place(position, 1, rank, Event(what, number, position)))
+
+    starts = [drafts[run[0]].used for run in runs]
     for at, run in enumerate(runs):  # a unit's buckets, of several dtypes maybe
         ready = max(drafts[number].ready for number in run)
-        launch = drafts[runs[at - 1][0]].used if at else ready
+        launch = starts[at - 1] if at else ready
+        load = starts[at - 2] if at > 1 else ready
         for number in run:
-            used = drafts[number].used
-            placed.append(_place(launch, 1, 2 * at, Event("launch", number, launch)))
-            # Where several stand at one position: launch(k + 1) before wait(k), and that
-            # before launch(k + 2).
-            placed.append(_place(used, 1, 2 * at + 3, Event("wait", number, used)))
+            # Where several stand at one position: launch(k + 1), load(k + 2), wait(k), and then
+            # launch(k + 2).
+            if _is_loaded(drafts[number]):
+                put("load", number, load, 8 * at - 3)
+                put("loaded", number, launch, 8 * at + 3)
+            put("launch", number, launch, 8 * at + 4)
+            put("wait", number, drafts[number].used, 8 * at + 14)
     return placed
 
 
@@ -202,10 +217,22 @@ def _reduce_events(drafts: list[_Draft], *, first: int) -> list[_Placed]:
                 put("all_reduce", number, following[0], 4 * (number + 1) - 1)
             else:  # there is no reduce-scatter to wait for
                 put("all_reduce", number, draft.ready, 4 * number + 1)
-            put("wait", number, following[1], 4 * (number + 2) + 1)
+            wait, rank = following[1], 4 * (number + 2) + 1
         else:
-            put("wait", number, following[0], 4 * (number + 1) + 1)
+            wait, rank = following[0], 4 * (number + 1) + 1
+        put("wait", number, wait, rank)
+        if _is_stored(draft.markers[0]):
+            put("store", number, wait, rank)
+            put("stored", number, draft.used, 4 * (number + 3) + 1)
     return placed
+
+
+def _is_loaded(draft: _Draft) -> bool:
+    return is_to_device(draft.markers[0].all_input_nodes[0])
+
+
+def _is_stored(marker: fx.Node) -> bool:
+    return any(map(is_to_host, marker.users))
 
 
 def _place(position: int, kind: int, rank: int, event: Event) -> _Placed:
@@ -213,20 +240,26 @@ def _place(position: int, kind: int, rank: int, event: Event) -> _Placed:
 
 
 def _carrier(name: str, marker: fx.Node) -> tuple[object, ...]:
-    """What one collective can carry together: a bucket name, a group, a dtype."""
+    """What one collective can carry together: a bucket name, a group, a dtype, a place to be."""
     (member,) = read_members(members_of(marker))
-    return name, group_of(marker), member.dtype
+    place = device_of_host_shard(marker) if is_unshard(marker) else _is_stored(marker)
+    return name, group_of(marker), member.dtype, place
 
 
 def _ready(marker: fx.Node, position: dict[fx.Node, int]) -> int:
-    return 1 + max((position.get(node, -1) for node in marker.all_input_nodes), default=-1)
+    """The first position at which what `marker` takes is there."""
+    ready = 0
+    for node in marker.all_input_nodes:
+        prepared = _ready(node, position) if is_preparation(node) else 0
+        ready = max(ready, prepared, 1 + position.get(node, -1))
+    return ready
 
 
 def _first_use(marker: fx.Node, position: dict[fx.Node, int], end: int) -> int:
-    """Where the first compute node reads `marker`, or what was asked of a shard for it."""
-    piece = marker.all_input_nodes[0]
-    asked = asked_of(piece)
-    read = [marker, *(asked.users if asked is not None else ())]
+    """Where the first compute node reads `marker`, what was asked of a shard for it, or its copy
+    on the host."""
+    asked = asked_of(marker.all_input_nodes[0])
+    read = [marker, *(asked.users if asked is not None else filter(is_to_host, marker.users))]
     return min((position.get(user, end) for node in read for user in node.users), default=end)
 
 
@@ -238,5 +271,4 @@ def _info(marker: fx.Node) -> ParamInfo:
 
 
 def _is_compute(node: fx.Node) -> bool:
-    is_planned = is_marker(node) or is_preparation(node)
-    return node.op not in ("placeholder", "output") and not is_planned
+    return node.op not in ("placeholder", "output") and not is_planned(node)

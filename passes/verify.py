@@ -7,6 +7,7 @@ from torch import fx
 from autoshard.passes import groups
 from autoshard.passes.match import (
     bucket_of,
+    copy_of,
     event_of,
     group_of,
     is_all_reduce,
@@ -25,6 +26,7 @@ def verify(gm: fx.GraphModule) -> None:
       an all-reduce where the group has a part for copies, and only there;
     - a ticket goes there and nowhere else;
     - bucket numbers are unique;
+    - every copy that is begun has exactly one wait, with the same tensors;
     - launches and waits stand in the order of the graph's plan, if it has one and
       its buckets are in place.
     """
@@ -38,6 +40,11 @@ def verify(gm: fx.GraphModule) -> None:
         if what == "launch":
             _check_launch(node, launched)
             launched.add(bucket_of(node))
+        elif what in ("load", "store"):
+            _check_copy(node)
+        elif what in ("loaded", "stored"):
+            if copy_of(node) is None:
+                raise ValueError(f"%{node.name} waits for {node.args[0]!r}, which starts no copy")
         else:
             ticket = node.args[0]
             if not (isinstance(ticket, fx.Node) and (is_launch(ticket) or is_all_reduce(ticket))):
@@ -70,6 +77,13 @@ def _check_launch(node: fx.Node, launched: set[int]) -> None:
             raise ValueError(f"%{node.name} must go to one {target} but goes to {names}")
         _check_same(node, users[0])
         node = users[0]
+
+
+def _check_copy(node: fx.Node) -> None:
+    users = list(node.users)
+    if len(users) != 1 or copy_of(users[0]) is not node or users[0].args[1:] != node.args:
+        names = ", ".join(f"%{user.name}" for user in users) or "nothing"
+        raise ValueError(f"%{node.name} must go to one wait of the same tensors, not to {names}")
 
 
 def _check_same(node: fx.Node, following: fx.Node) -> None:

@@ -160,12 +160,6 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
         if _only_read_locally(node):
             frame.local[position] = param
             frame.inputs[position] = _localize(node, as_stand_in=param.is_extended)
-    for param in known.values():
-        reason = param.unit.why_not_compiled()
-        if reason is not None:
-            raise ValueError(
-                f"unit {param.unit.name!r} asks for {reason}, which isn't compiled yet"
-            )
     numbers: dict[ShardedParam, int] = {}
     staying: set[int] = set()
     _number_markers(gm, known, numbers, staying)

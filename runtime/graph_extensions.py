@@ -87,9 +87,13 @@ def spell_out(
 ) -> Callable[[Tensor], Tensor]:
     """What a graph calls in place of an `unshard` marker with these arguments, for `owner`.
 
-    Raises ValueError if it can't be compiled: the shard says something else each time, or a
-    tensor subclass is made of what is gathered.
+    Raises ValueError if it can't be compiled: the shard is on the host, it says something else
+    each time, or a tensor subclass is made of what is gathered.
     """
+    if owner.unit.is_offloaded:
+        raise ValueError(
+            f"{owner.name} is offloaded and has fsdp_pre_all_gather, which isn't compiled yet"
+        )
     spoken, again = Spoken(owner), Spoken(owner)
     if (spoken.pieces, spoken.metadata) != (again.pieces, again.metadata):
         raise ValueError(

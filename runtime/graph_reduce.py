@@ -102,7 +102,7 @@ class UnitReductions:
         shards = ops.nothing(like, members, group)
         for index, owner in enumerate(self._owners):
             if owner in parts:
-                shards[index] = parts[owner].to(shards[index].dtype)
+                shards[index] = parts[owner].to(shards[index])  # its dtype, and where it is to be
             else:
                 owner.is_withheld = True
         return shards

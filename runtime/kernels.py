@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoshard.passes import groups
+from autoshard.passes import groups, ops
 from autoshard.passes.layout import part_of, read_members
 from autoshard.passes.ops import library
-from autoshard.runtime import collectives, graph_extensions, graph_reduce
+from autoshard.runtime import collectives, copies, graph_extensions, graph_reduce
 from autoshard.runtime.collectives import InFlight
+from autoshard.runtime.copies import Copies
 from autoshard.runtime.graph_reduce import UnitReductions
 from autoshard.runtime.streams import on_all_reduce_stream
 from autoshard.runtime.tables import look_up
@@ -25,7 +26,7 @@ from autoshard.runtime.tables import look_up
 @dataclass(frozen=True)
 class _Entry:
     ticket: Tensor
-    flight: InFlight | UnitReductions
+    flight: InFlight | UnitReductions | Copies
     keep: InFlight | None = None  # what it followed upon
 
 
@@ -36,8 +37,9 @@ def _unshard(
     shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
 ) -> Tensor:
     (member,) = read_members(members)
+    shard = shard.detach().to(ops.host_shard_device(reduce) or shard.device)
     if groups.size(group) == 1:  # an op's output may not alias its input
-        return shard.detach().to(member.dtype, copy=True)
+        return shard.to(member.dtype, copy=True)
     return collectives.wait_gather(collectives.launch_gather([shard], (member,), group))[0]
 
 
@@ -47,7 +49,9 @@ def _reduce_grad(
     ticket = _launch_reduce([grad], members, group, 0, table, [param])
     if groups.replicate_part(group):
         ticket = _all_reduce(ticket, members, group, 0)
-    return _wait_reduce(ticket, members, group, 0)[0]
+    (member,) = read_members(members)
+    shard = _wait_reduce(ticket, members, group, 0)[0]
+    return shard.cpu() if member.on_host else shard
 
 
 def _cut(whole: Tensor, members: str, group: str) -> Tensor:
@@ -67,6 +71,30 @@ def _hold_grad(
 ) -> Tensor:
     (owner,) = look_up(table, [param])
     return graph_reduce.hold(owner, grad, members, group)
+
+
+def _to_device(shard: Tensor, device: str) -> Tensor:
+    return shard.detach().to(device, copy=True)
+
+
+def _to_host(shard: Tensor) -> Tensor:
+    return shard.detach().to("cpu", copy=True)
+
+
+def _launch_load(shards: list[Tensor], device: str, bucket: int) -> Tensor:
+    return _copy_ticket(copies.launch_load(shards, torch.device(device)))
+
+
+def _wait_load(ticket: Tensor, shards: list[Tensor], device: str, bucket: int) -> list[Tensor]:
+    return _redeem_copy(ticket).wait_on_device()
+
+
+def _launch_store(shards: list[Tensor], bucket: int) -> Tensor:
+    return _copy_ticket(copies.launch_store(shards))
+
+
+def _wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tensor]:
+    return _redeem_copy(ticket).wait_on_host()
 
 
 def _launch_gather(tensors: list[Tensor], members: str, group: str, bucket: int) -> Tensor:
@@ -119,7 +147,7 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
 
 
 def _ticket(
-    flight: InFlight | UnitReductions, like: Tensor, keep: InFlight | None = None
+    flight: InFlight | UnitReductions | Copies, like: Tensor, keep: InFlight | None = None
 ) -> Tensor:
     ticket = like.new_empty(1, dtype=torch.uint8)
     _in_flight[ticket.data_ptr()] = _Entry(ticket, flight, keep)
@@ -127,6 +155,22 @@ def _ticket(
 
 
 def _redeem(ticket: Tensor) -> InFlight | UnitReductions:
+    flight = _take(ticket)
+    assert not isinstance(flight, Copies)
+    return flight
+
+
+def _copy_ticket(begun: Copies) -> Tensor:
+    return _ticket(begun, torch.empty(0))
+
+
+def _redeem_copy(ticket: Tensor) -> Copies:
+    flight = _take(ticket)
+    assert isinstance(flight, Copies)
+    return flight
+
+
+def _take(ticket: Tensor) -> InFlight | UnitReductions | Copies:
     try:
         entry = _in_flight.pop(ticket.data_ptr())
     except KeyError:
@@ -147,6 +191,12 @@ for _name, _kernel in (
     ("cut", _cut),
     ("before_gather", _before_gather),
     ("hold_grad", _hold_grad),
+    ("to_device", _to_device),
+    ("to_host", _to_host),
+    ("launch_load", _launch_load),
+    ("wait_load", _wait_load),
+    ("launch_store", _launch_store),
+    ("wait_store", _wait_store),
     ("launch_gather", _launch_gather),
     ("wait_gather", _wait_gather),
     ("launch_reduce", _launch_reduce),

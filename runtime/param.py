@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from autoshard import _torch
 from autoshard.passes import groups
 from autoshard.passes.layout import Member, part_of, show_members
+from autoshard.passes.ops import FROM_HOST
 from autoshard.runtime.extensions import has_methods, is_extended
 from autoshard.runtime.mesh import Axes, mesh_device
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
@@ -161,6 +162,9 @@ class ShardedParam:
         members, reduce = show_members((gathered,)), ""
         group = self.reduce_group
         flags = ["ask"] * self.is_extended
+        if self.unit.is_offloaded:
+            flags.append(f"{FROM_HOST}{self.device.type}")
+            reduced = dataclasses.replace(reduced, on_host=True)
         flags += ["stay"] * self.unit.stays + ["hold"] * (not self.unit.reducer.syncs)
         if self.unit.smaller is not None:
             flags.append(f"cut:{self.unit.smaller.shard_group}")

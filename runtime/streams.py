@@ -8,6 +8,8 @@ stop compute, so it is waited for on a stream of its own:
     shard        reduce-scatter k -> gather k-2 -> reduce-scatter k-1
     replicate                     all-reduce k
 
+Copies to the device, and to the host, have a stream each: see `copies.py`.
+
 On a CPU there is nothing to choose: what is called is done.
 """
 
@@ -24,6 +26,12 @@ import torch
 @functools.cache
 def all_reduce_stream(device: torch.device) -> Any:
     """The one stream of `device` on which reduce-scatters are waited for, before all-reduces."""
+    return torch.Stream(device)
+
+
+@functools.cache
+def copy_stream(device: torch.device, direction: str) -> Any:
+    """The stream of `device` for copies to it, "load", or for those to the host, "store"."""
     return torch.Stream(device)
 
 

@@ -187,7 +187,7 @@ class Unit:
         """
         for param in self.params:
             param.refresh()
-        if isinstance(self.offload, CPUOffloadPolicy):
+        if self.is_offloaded:
             off = [p.name for p in self.params if p.shard.device.type not in ("cpu", "meta")]
             if off:
                 raise RuntimeError(
@@ -201,11 +201,10 @@ class Unit:
                 "model.to_empty(device=...) and initialise them before the first forward"
             )
 
-    def why_not_compiled(self) -> str | None:
-        """What compiled code can't do of what the unit asks for; the eager runtime does it."""
-        if type(self.offload) is not OffloadPolicy:
-            return "offloading"
-        return None
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its shards live on the host."""
+        return isinstance(self.offload, CPUOffloadPolicy)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

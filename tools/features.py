@@ -318,7 +318,6 @@ _TORCH = "eager only: AOTAutograd, beneath every backend of torch.compile, "
 NOT_COMPILED: dict[str, str] = {
     **dict.fromkeys(rows_in(_BEFORE), "done before the first forward, the same for both"),
     **dict.fromkeys(rows_in(_PLANNED), "eager only: in a graph the plan says what runs when"),
-    "A18": "eager only, until copies to and from the host are nodes of graphs",
     "A53": "no code at all",
     "D-8": "no step is involved",
     "D-17": _TORCH + "gives what it saved to backward, which may run once",

@@ -61,7 +61,7 @@ def test_after_every_pass(
     )
     call(torch.tensor([0, 3, 6])).sum().backward()
     files = sorted(tmp_path.glob("rank0/*/*.txt"))
-    assert len(files) == 24  # partitioned, ten passes, and the plan, twice
+    assert len(files) == 26  # partitioned, eleven passes, and the plan, twice
     for path in files:
         graph = path.parent.name.partition("_")[2]
         golden(f"transformer/{strategy}/{graph}/{path.name}", path.read_text())

@@ -357,12 +357,13 @@ def test_one_whole_gradient_a_parameter_waits(rank: int, form: str) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
+@in_both_forms
 @on_ranks(2)
-def test_accumulation_beside_offload(rank: int, waits: bool) -> None:
+def test_accumulation_beside_offload(rank: int, form: str, waits: bool) -> None:
     """D-36: FSDP1 refuses it unless gradients wait. (On a CPU, shards are where they were.)"""
     models = []
     for policy in (None, CPUOffloadPolicy()):
-        model = autoshard.shard(build(), offload_policy=policy)
+        model = in_form(autoshard.shard(build(), offload_policy=policy), form)
         optimizer = adamw(model)
         for step in range(3):
             for batch in range(BATCHES):

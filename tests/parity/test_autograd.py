@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from support.issue import counts, kinds
 from support.models import Block, Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, in_both_forms, in_form, replicated, sharded, train
+from support.training import adamw, assert_same, in_both_forms, in_form, replicated, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -216,14 +217,39 @@ def test_strategies_mixed_by_unit(rank: int, form: str) -> None:
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@in_both_forms
 @on_ranks(2)
-def test_offload(rank: int, pin_memory: bool) -> None:
-    """A18: on a CPU, shards are where they would be anyway."""
+def test_offload(rank: int, form: str, strategy: str, pin_memory: bool) -> None:
+    """A18: on a CPU, shards are where they would be anyway; compiled code copies them all the
+    same.
+    """
     policy = CPUOffloadPolicy(pin_memory=pin_memory)
-    want, _ = replicated(Net, net_loss)
-    got, _ = sharded(Net, net_loss, offload_policy=policy)
+    want, losses = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    got = autoshard.shard(Net(), strategy=strategy, offload_policy=policy)
+    assert train(in_form(got, form), net_loss, adamw(got)) == losses
     assert_same(got, want)
     assert all(param.to_local().device.type == "cpu" for param in got.parameters())
+    with torch.no_grad():
+        assert torch.equal(net_loss(got, rank, 5), net_loss(want, rank, 5))
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@on_ranks(2)
+def test_copies_of_offloaded_shards(rank: int, lowering: str) -> None:
+    """A18: a plan has them; each is waited for; gradients arrive where the optimizer is."""
+    model = autoshard.shard(Net(), offload_policy=CPUOffloadPolicy())
+    in_form(model, "compiled", lowering=lowering)
+    net_loss(model, rank, 0).backward()
+    for plan in autoshard.plans(model):
+        counts = Counter(event.what for event in plan.schedule)
+        gathers = sum(bucket.kind == "gather" for bucket in plan.buckets)
+        reduces = len(plan.buckets) - gathers
+        assert counts["load"] == counts["loaded"] == gathers
+        assert counts["store"] == counts["stored"] == reduces
+    for param in model.parameters():
+        assert param.grad.to_local().untyped_storage().nbytes() == param.to_local().nbytes
 
 
 @in_both_forms

@@ -221,6 +221,23 @@ def test_at_most_two_are_in_flight(program: Program, bucketing: Any) -> None:
 
 
 @quick
+@given(programs(), BUCKETINGS)
+def test_copies_surround_collectives(program: Program, bucketing: Any) -> None:
+    """A18: shards are there when their gather is launched, gradients go when they are reduced."""
+    gm = program.planned(bucketing)
+    plan = plan_of(gm)
+    for number, bucket in enumerate(plan.buckets):
+        happens = [event.what for event in plan.schedule if event.bucket == number]
+        on_host = {program.params[n].on_host for n in bucket.params}
+        assert len(on_host) == 1
+        before, after = (["load", "loaded"], ["store", "stored"]) if on_host.pop() else ([], [])
+        is_gather = bucket.kind == "gather"
+        assert happens == [*(before if is_gather else []), "launch", "wait"] + after * (
+            not is_gather
+        )
+
+
+@quick
 @given(programs())
 def test_one_gather_a_unit_and_dtype(program: Program) -> None:
     """D-61, D-64."""
@@ -231,7 +248,7 @@ def test_one_gather_a_unit_and_dtype(program: Program) -> None:
     ]
     plan = plan_of(program.planned("per_unit"))
     gathers = [bucket for bucket in plan.buckets if bucket.kind == "gather"]
-    assert len(gathers) == len({(param.unit, param.dtype) for param in used})
+    assert len(gathers) == len({(param.unit, param.dtype, param.on_host) for param in used})
     plan = plan_of(program.planned("none"))
     gathers = [bucket for bucket in plan.buckets if bucket.kind == "gather"]
     assert len(gathers) == len(used)

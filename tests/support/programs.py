@@ -16,7 +16,14 @@ from torch import fx, nn
 from autoshard import Plan, passes
 from autoshard.passes import ParamInfo
 from autoshard.passes.layout import DTYPES, local_rows
-from autoshard.passes.match import bucket_of, is_launch, is_marker, is_wait, kind_of
+from autoshard.passes.match import (
+    bucket_of,
+    event_of,
+    is_launch,
+    is_planned,
+    is_wait,
+    kind_of,
+)
 from autoshard.passes.meta import PLAN
 from autoshard.passes.text import parse
 
@@ -30,13 +37,16 @@ def group() -> str:
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of a random graph; `viewed` says that its shard comes flat."""
+    """A parameter of a random graph; `viewed` says that its shard comes flat, `on_host` that it
+    lives in host memory.
+    """
 
     unit: int
     dtype: str
     rows: int
     cols: int
     viewed: bool
+    on_host: bool
 
     @property
     def whole(self) -> str:
@@ -95,9 +105,11 @@ class _Writer:
             shard = f"v{n}"
             size = [local_rows(param.rows, WORLD, 0), param.cols]
             self.lines.append(f"%v{n}: {param.shard} = aten.view(%p{n}, {size})")
+        reduce = f"from_host:cpu {param.whole}^host {group()}"
+        told = f", reduce={reduce!r}" if param.on_host else ""
         self.lines.append(
             f"%u{n}: {param.whole} = autoshard.unshard"
-            f"(%{shard}, '{param.whole}', '{group()}', False, {n})"
+            f"(%{shard}, '{param.whole}', '{group()}', False, {n}{told})"
         )
 
     def compute(self, n: int, value: int) -> None:
@@ -154,7 +166,7 @@ class _Writer:
         param = self.params[n]
         self.lines.append(
             f"%r{n}: {param.shard} = autoshard.reduce_grad"
-            f"(%{grad}, '{param.whole}', '{group()}', {n})"
+            f"(%{grad}, '{param.whole}{'^host' if param.on_host else ''}', '{group()}', {n})"
         )
         self.grads.append(f"r{n}")
 
@@ -176,6 +188,7 @@ PARAM = st.builds(
     rows=st.integers(1, 5),
     cols=st.integers(1, 3),
     viewed=st.booleans(),
+    on_host=st.booleans(),
 )
 
 
@@ -239,10 +252,10 @@ def small(text: str, **groups: str) -> fx.GraphModule:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether `node` is neither an input, a marker, nor part of a collective."""
-    if node.op in ("placeholder", "output") or is_marker(node) or is_launch(node) or is_wait(node):
+    """Whether `node` is neither an input, a marker, nor part of a collective or a copy."""
+    if node.op in ("placeholder", "output") or is_planned(node) or event_of(node):
         return False
-    return not (node.target is operator.getitem and is_wait(node.args[0]))  # type: ignore[arg-type]
+    return not (node.target is operator.getitem and event_of(node.all_input_nodes[0]))
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:

@@ -61,13 +61,13 @@ def test_planned_step() -> None:
 autoshard.launch_gather([%first_w], 'f32[7,2]', 'shard', 0)  # first
         %launch_gather_first_1: u8[1] = \
 autoshard.launch_gather([%first_b], 'bf16[8]', 'shard', 1)  # first
+        %launch_gather_second: u8[1] = \
+autoshard.launch_gather([%second_w], 'f32[2,3]', 'shard', 2)  # second
         %wait_gather_first: (f32[7,2]) = \
 autoshard.wait_gather(%launch_gather_first, 'f32[7,2]', 'shard', 0)  # first
         %whole_first_w: f32[7,2] = getitem(%wait_gather_first, 0)  # first.w
         %s0: f32[] = aten.sum(%whole_first_w)
         %a: f32[3] = aten.add.Tensor(%x, %s0)
-        %launch_gather_second: u8[1] = \
-autoshard.launch_gather([%second_w], 'f32[2,3]', 'shard', 2)  # second
         %wait_gather_first_1: (bf16[8]) = \
 autoshard.wait_gather(%launch_gather_first_1, 'bf16[8]', 'shard', 1)  # first
         %whole_first_b: bf16[8] = getitem(%wait_gather_first_1, 0)  # first.b

@@ -1,0 +1,65 @@
+"""Where shards live on the host, copy them to the device, and gradients back.
+
+before: w' = unshard(w, ..., reduce='from_host:cuda f32[7]^host 0')
+        dw = reduce_grad(g, 'f32[7]^host', ...)
+after:  d = to_device(w, 'cuda'); w' = unshard(d, ...)
+        dd = reduce_grad(g, 'f32[7]', ...); dw = to_host(dd)
+
+Each runs as it stands, and is waited for at once. Those beside a gather or a reduce are
+launched and waited for as the plan says, like collectives (`insert_collectives`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from autoshard.passes import groups, ops
+from autoshard.passes.layout import read_members, show_members
+from autoshard.passes.match import (
+    device_of_host_shard,
+    is_again,
+    is_reduce_grad,
+    is_to_device,
+    is_unshard,
+    members_of,
+)
+
+
+def copy_shards(gm: fx.GraphModule) -> fx.GraphModule:
+    """Put copies before the markers of host shards, and behind those of their gradients.
+
+    Numerics: unchanged, bit for bit.
+    """
+    for node in list(gm.graph.nodes):
+        if is_unshard(node):
+            device = device_of_host_shard(node)
+            if device and not is_again(node) and not is_to_device(node.all_input_nodes[0]):
+                _copy_in(node, device)
+        elif is_reduce_grad(node):
+            (member,) = read_members(members_of(node))
+            if member.on_host:
+                _copy_out(node, show_members((replace(member, on_host=False),)))
+    return gm
+
+
+def _copy_in(marker: fx.Node, device: str) -> None:
+    shard = marker.all_input_nodes[0]
+    with marker.graph.inserting_before(marker):
+        copied = marker.graph.call_function(ops.to_device, (shard, device))
+    copied.meta["val"] = shard.meta["val"].new_empty(shard.meta["val"].shape, device=device)
+    marker.replace_input_with(shard, copied)
+
+
+def _copy_out(marker: fx.Node, members: str) -> None:
+    grad, _, *rest = marker.args
+    marker.args = (grad, members, *rest)
+    with marker.graph.inserting_after(marker):
+        copied = marker.graph.call_function(ops.to_host, (marker,))
+    marker.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not copied)
+    copied.meta["val"] = marker.meta["val"]
+    assert isinstance(grad, fx.Node)
+    (member,) = read_members(members)
+    size, dtype = groups.local_size(member, str(rest[0])), member.shard_dtype or member.dtype
+    marker.meta["val"] = grad.meta["val"].new_empty(size, dtype=dtype)
