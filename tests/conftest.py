@@ -31,12 +31,14 @@ def golden() -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def fake_world() -> Iterator[None]:
-    """Rank 0 of 2 in a group that moves no data: for tracing."""
+def fake_world(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rank 0 of 2, or of as many as the fixture's parameter says, in a group that moves no data:
+    for tracing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch._dynamo.reset()
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    world_size = getattr(request, "param", 2)
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     yield
     dist.destroy_process_group()
     torch._dynamo.reset()
