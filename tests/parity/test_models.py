@@ -1,13 +1,20 @@
 """Replicated, eager and compiled training of the same model on the same data."""
 
 import functools
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-from support.models import HF_MODELS, Net, hf_loss, hf_model, net_loss
+import torch.distributed as dist
+from support.architectures import ARCHITECTURES, EXPERTS, architecture, architecture_loss
+from support.models import Net, net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import part_of
 from support.training import assert_same, compiled, replicated, sgd, sharded
+from torch import nn
+
+from autoshard.runtime.collectives import Issued, observe
 
 # Inductor fuses and reassociates: float32 sums of a few hundred terms, over a few steps.
 INDUCTOR_RTOL = 1e-5
@@ -64,42 +71,96 @@ def reduces_for_each_graph(name: str) -> bool:
     return name == "t5" and bool(torch._dynamo.utils.counters["graph_break"])
 
 
-@pytest.mark.parametrize("name", part_of(HF_MODELS, every=2))
+@pytest.mark.parametrize("name", part_of(ARCHITECTURES, every=2))
 @on_ranks(2)
-def test_hugging_face(rank: int, name: str) -> None:
-    build = functools.partial(hf_model, name)
+def test_architecture(rank: int, name: str) -> None:
+    build = functools.partial(architecture, name)
 
     def loss(model: object, rank: int, step: int) -> torch.Tensor:
-        return hf_loss(model, name, rank, step)
+        return architecture_loss(model, name, rank, step)
 
-    want, want_losses = replicated(build, loss)
-    eager, eager_losses = sharded(build, loss)
+    want, want_losses = replicated(build, loss, steps=5)
+    eager, eager_losses = sharded(build, loss, steps=5)
     assert eager_losses == want_losses
     assert_same(eager, want)
     # What AOTAutograd makes of the unsharded model is eager torch bit for bit, but for Llama
-    # on torch 2.11, where it rounds otherwise.
-    aot, aot_losses = replicated(build, loss, backend="aot_eager")
+    # and Mixtral on torch 2.11, where it rounds otherwise.
+    aot, aot_losses = replicated(build, loss, steps=5, backend="aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    got, losses = compiled(build, loss)
+    got, losses = compiled(build, loss, steps=5)
     if reduces_for_each_graph(name):
         assert_same(got, aot, rtol=1e-5)
         return
     assert losses == aot_losses
     assert_same(got, aot)
-    if (name, torch.__version__[:4]) != ("llama", "2.11"):
+    if name not in ("llama", "mixtral") or torch.__version__[:4] != "2.11":
         assert losses == want_losses
         assert_same(got, want)
 
 
+def routed(model: nn.Module, ids: torch.Tensor) -> list[set[int]]:
+    """The experts that each layer of a Mixtral sends `ids` to."""
+    found: list[set[int]] = []
+
+    def note(router: nn.Module, args: Any, output: Any) -> None:
+        found.append(set(output[2].flatten().tolist()))
+
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    handles = [router.register_forward_hook(note) for router in routers]
+    model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+# By default those of `transformers`' own choice.
+@pytest.mark.parametrize("experts", part_of(EXPERTS, every=len(EXPERTS)))
+@on_ranks(2)
+def test_experts(rank: int, experts: str) -> None:
+    """Two tokens hit not all experts, and other ones on the other rank; the collectives are the
+    same on both, and in each step.
+    """
+
+    def build() -> nn.Module:
+        return architecture("mixtral", experts=experts)
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        ids = tokens(rank, step, length=2, vocab=97)[None]
+        return model(input_ids=ids, labels=ids).loss
+
+    torch.manual_seed(0)
+    here, there = (routed(build(), tokens(each, 0, length=2, vocab=97)[None]) for each in (0, 1))
+    assert here != there
+
+    want, want_losses = replicated(build, loss)
+    steps: list[list[Issued]] = []
+
+    def counted(model: Any, rank: int, step: int) -> torch.Tensor:
+        steps.append([])
+        return loss(model, rank, step)
+
+    with observe(lambda issued: steps[-1].append(issued)):
+        got, losses = compiled(build, counted)
+    assert losses == want_losses
+    assert_same(got, want)
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, [[(i.kind, i.members) for i in step] for step in steps])
+    assert of_ranks[0] == of_ranks[1]
+    # Eagerly, as a loop over experts runs, the first step knows no order to prefetch in.
+    first, *others = map(Counter, of_ranks[0])
+    assert first
+    assert all(step == first for step in others)
+
+
 # Llama alone by default: Inductor takes the better part of a minute a model.
-@pytest.mark.parametrize("name", part_of(HF_MODELS, every=len(HF_MODELS)))
+@pytest.mark.parametrize("name", part_of(ARCHITECTURES, every=len(ARCHITECTURES)))
 @on_ranks(2, timeout=280)
-def test_hugging_face_inductor(rank: int, name: str) -> None:
-    build = functools.partial(hf_model, name)
+def test_architecture_with_inductor(rank: int, name: str) -> None:
+    build = functools.partial(architecture, name)
 
     def loss(model: object, rank: int, step: int) -> torch.Tensor:
-        return hf_loss(model, name, rank, step)
+        return architecture_loss(model, name, rank, step)
 
     # Inductor fuses the sharded and the unsharded model alike: sharding itself changes no bit.
     want, want_losses = replicated(build, loss, steps=3, backend="inductor")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.models import Block, Net, hf_model
+from support.architectures import architecture
+from support.models import Block, Net
 from torch import Tensor, nn
 
 from autoshard.runtime.wrap import ModuleWrapPolicy, Policy, find_units
@@ -220,7 +221,7 @@ def test_policy_with_a_shared_block() -> None:
     ("name", "cls", "count"), [("llama", "LlamaDecoderLayer", 2), ("t5", "T5Block", 4)]
 )
 def test_hugging_face(name: str, cls: str, count: int) -> None:
-    assert [type(unit).__name__ for unit in find_units(hf_model(name), None)] == [cls] * count
+    assert [type(unit).__name__ for unit in find_units(architecture(name), None)] == [cls] * count
 
 
 def test_list_of_hugging_face_wins_over_repetition() -> None:
