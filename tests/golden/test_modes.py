@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard import MixedPrecisionPolicy
+from autoshard import CPUOffloadPolicy, MixedPrecisionPolicy
 
 Build = Callable[[], Any]
 Run = Callable[[Any], None]
@@ -100,6 +100,11 @@ CASES = {
         "one gather for embedding and head, one sum of their gradients; none for the frozen layer",
         lambda: in_units(Tied(), "layer"),
         one_step_of_tokens,
+    ),
+    "offload": Case(
+        "shards on the host are sent for a unit before their gather; here the device is a CPU, too",
+        lambda: in_units(Net(), "first", "second", offload_policy=CPUOffloadPolicy()),
+        one_step,
     ),
     "dynamic_batch": Case(
         "one plan for all batch sizes",

@@ -230,11 +230,11 @@ def test_copies_surround_collectives(program: Program, bucketing: Any) -> None:
         happens = [event.what for event in plan.schedule if event.bucket == number]
         on_host = {program.params[n].on_host for n in bucket.params}
         assert len(on_host) == 1
-        before, after = (["load", "loaded"], ["store", "stored"]) if on_host.pop() else ([], [])
-        is_gather = bucket.kind == "gather"
-        assert happens == [*(before if is_gather else []), "launch", "wait"] + after * (
-            not is_gather
-        )
+        want = ["launch", "wait"]
+        if on_host.pop():
+            is_gather = bucket.kind == "gather"
+            want = ["load", "loaded", *want] if is_gather else [*want, "store", "stored"]
+        assert happens == want
 
 
 @quick
