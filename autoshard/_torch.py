@@ -192,6 +192,11 @@ def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
 
+def is_recomputation_hook(pack: Callable[..., Any]) -> bool:
+    """Whether it is what it installs when it runs a part of forward again."""
+    return is_checkpoint_hook(pack) and pack.__qualname__.startswith("_recomputation_hook.")
+
+
 def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """`gm`'s generated code, taking its inputs as a list that it empties.
 

@@ -1,14 +1,14 @@
 """Decide: which markers share a collective, and when each is launched and waited for.
 
     forward    launch(1) launch(2) wait(1) ops of 1 | launch(3) wait(2) ops of 2 | ...
-    backward   the same for gathers;  ... last gradient of 3 | launch(r3) wait(r4) ...
+    backward   the same for gathers;  ... last gradient of 3 | wait(r4) launch(r3) ...
 
 One bucket a unit and dtype. A gather is launched one unit ahead of its first use, so that it
 runs while the unit before is computed with, and waited for at its first use. A
 reduce is launched as soon as its last gradient is there, and waited for when the
-next one has been launched: two are in flight, and their buffers with them. With copies,
-it is all-reduced when the next one is launched, beside that one's reduce-scatter, and
-waited for when the one after that is.
+next one is about to be: more in flight would only hold memory. With copies, it is
+all-reduced when the next one is launched, beside that one's reduce-scatter, and waited
+for when the one after that is about to be.
 
 Shards that live on the host are sent for a unit before their gather is launched. Gradients
 are sent back there as soon as they are reduced, and waited for where they are read.
@@ -205,8 +205,8 @@ def _reduce_events(drafts: list[_Draft], *, first: int) -> list[_Placed]:
         placed.append(_place(position, 0, rank, Event(what, first + number, position)))
 
     for number, draft in enumerate(drafts):
-        # Where several stand at one position: all_reduce(k - 1), launch(k), wait(k - 1), or
-        # wait(k - 2) with copies.
+        # Where several stand at one position: wait(k - 1), or wait(k - 2) with copies;
+        # all_reduce(k - 1), launch(k).
         put("launch", number, draft.ready, 4 * number)
         following = [min(draft.used, each.ready) for each in drafts[number + 1 : number + 3]]
         following += [draft.used] * (2 - len(following))
@@ -217,9 +217,9 @@ def _reduce_events(drafts: list[_Draft], *, first: int) -> list[_Placed]:
                 put("all_reduce", number, following[0], 4 * (number + 1) - 1)
             else:  # there is no reduce-scatter to wait for
                 put("all_reduce", number, draft.ready, 4 * number + 1)
-            wait, rank = following[1], 4 * (number + 2) + 1
+            wait, rank = following[1], 4 * (number + 2) - 2
         else:
-            wait, rank = following[0], 4 * (number + 1) + 1
+            wait, rank = following[0], 4 * (number + 1) - 2
         put("wait", number, wait, rank)
         if _is_stored(draft.markers[0]):
             put("store", number, wait, rank)

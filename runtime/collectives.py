@@ -53,7 +53,8 @@ class InFlight:
 
     issued: Issued
     work: dist.Work | None  # None: nothing was sent
-    send: Tensor  # gather: [numel of one rank's pieces], reduce: [world * that], 1D
+    send: Tensor  # gather: [numel of one rank's pieces], its part of receive or a shard; reduce:
+    # [world * that], 1D
     receive: Tensor  # gather: [world * send.numel()], reduce: [numel of one rank's pieces], 1D
     world: int
     rank: int
@@ -61,14 +62,15 @@ class InFlight:
     def wait(self) -> InFlight:
         """On a CPU until it has ended; elsewhere what the device is given next waits for it.
 
-        Returns itself as of then, with nothing to wait for: gloo copies results out at every
-        wait, so that a second one would undo what was written to `receive` since the first.
+        Returns itself as of then, with nothing to wait for, and without what was sent: gloo
+        copies results out at every wait, so that a second one would undo what was written to
+        `receive` since the first.
         """
         if self.work is not None:
             self.work.wait()
             for _, waited in _observers:
                 waited(self.issued)
-        return replace(self, work=None)
+        return replace(self, work=None, send=self.receive)
 
 
 Observer = Callable[[Issued], None]
@@ -98,8 +100,7 @@ def launch_gather(shards: list[Tensor], members: tuple[Member, ...], group: str)
     world, rank = process_group.size(), process_group.rank()
     issued = Issued("gather", members, group)
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
-        send = _pack_shards(shards, members, world)
-        receive = send.new_empty(world * send.numel())
+        send, receive = _pack_shards(shards, members, world, rank)
         _announce(issued)
         work = _torch.all_gather_flat(receive, send, group=process_group, async_op=True)
     return InFlight(issued, work, send, receive, world, rank)
@@ -210,14 +211,14 @@ def run_hook(
     return InFlight(issued, None, send, receive, world, rank)
 
 
-def wait_reduce(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
+def split_reduced(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
     """This rank's part of the summed gradients, divided, each in a storage of its own.
 
+    flight: has been waited for, so that what it sent is freed.
     In the dtype in which they are summed, but for a member with a `shard_dtype`.
     """
     members, world, rank = flight.issued.members, flight.world, flight.rank
-    with record_function(f"autoshard::wait_reduce {flight.issued.group}"), torch.no_grad():
-        flight.wait()
+    with record_function(f"autoshard::split_reduced {flight.issued.group}"), torch.no_grad():
         # The division is also the copy out of the shared buffer: an op's outputs may not alias.
         parts = torch._foreach_div(split_pieces(flight.receive, members, world, rank), divisor)
         return [
@@ -237,17 +238,21 @@ def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: in
     ]
 
 
-def _pack_shards(shards: list[Tensor], members: tuple[Member, ...], world: int) -> Tensor:
-    """One send buffer of whole chunks; the shard itself where it already is one."""
+def _pack_shards(
+    shards: list[Tensor], members: tuple[Member, ...], world: int, rank: int
+) -> tuple[Tensor, Tensor]:
+    """What is sent, whole chunks, and where to receive: the former is this rank's part of the
+    latter, or the shard itself where that is one chunk of the right dtype."""
     first, dtype = shards[0], members[0].dtype
-    if len(members) == 1 and first.numel() == members[0].chunk_numel(world):
-        return first.detach().to(dtype).contiguous().view(-1)
     lengths = [member.chunk_numel(world) for member in members]
-    send = first.new_empty(sum(lengths), dtype=dtype)
+    receive = first.new_empty(world * sum(lengths), dtype=dtype)
+    if lengths == [first.numel()] and first.dtype == dtype:
+        return first.detach().contiguous().view(-1), receive
+    send = receive.narrow(0, rank * sum(lengths), sum(lengths))
     for piece, shard in zip(send.split(lengths), shards, strict=True):
         # Padding is never read as data: it stays what the allocator left there.
         piece[: shard.numel()].copy_(shard.detach().reshape(-1))
-    return send
+    return send, receive
 
 
 def _pack_grads(

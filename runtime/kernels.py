@@ -143,7 +143,8 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
     flight = _redeem(ticket)
     if isinstance(flight, UnitReductions):
         return flight.wait(ticket, members, group)
-    return collectives.wait_reduce(flight, divisor=_mean(group).after)
+    flight = flight.wait()
+    return collectives.split_reduced(flight, divisor=_mean(group).after)
 
 
 def _ticket(

@@ -194,20 +194,17 @@ class Reduction:
     def wait(self) -> dict[ShardedParam, Tensor]:
         """This rank's part of the mean gradients, of wanted parameters that have one anywhere."""
         self.advance()
-        flight, self._flight = self._flight, None
-        assert flight is not None
+        assert self._flight is not None
+        flight, self._flight = self._flight.wait(), None
+        self._keep = []
         after = self._division.after
         if not self._wanted:
-            flight.wait()
-            self._keep = []
             return {}
         if self._reducer.all_reduce_hook is not None:
-            flight = flight.wait()
             flight.receive.div_(after)
             self._reducer.all_reduce_hook(flight.receive[: -len(self._params)])
             after = 1.0
-        *shards, anywhere = collectives.wait_reduce(flight, divisor=after)
-        self._keep = []
+        *shards, anywhere = collectives.split_reduced(flight, divisor=after)
         parts = zip(self._params, shards, self._has_grad, strict=True)
         return {
             param: shard

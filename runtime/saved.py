@@ -185,6 +185,12 @@ def in_checkpoint() -> bool:
     return hooks is not None and _torch.is_checkpoint_hook(hooks[0])
 
 
+def in_recomputation() -> bool:
+    """Whether what runs now is run again by a non-reentrant checkpoint."""
+    hooks = _torch.saved_tensors_hooks_on_top()
+    return hooks is not None and _torch.is_recomputation_hook(hooks[0])
+
+
 def pop_hooks() -> None:
     """The end of what the latest `push_hooks` began, if that returned True."""
     _torch.pop_saved_tensors_hooks()

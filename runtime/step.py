@@ -24,7 +24,13 @@ from autoshard.runtime import left_out, reduce
 from autoshard.runtime.agreement import course
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reduction
-from autoshard.runtime.saved import Sources, in_checkpoint, pop_hooks, push_hooks
+from autoshard.runtime.saved import (
+    Sources,
+    in_checkpoint,
+    in_recomputation,
+    pop_hooks,
+    push_hooks,
+)
 from autoshard.runtime.tokens import Tokens
 from autoshard.runtime.unit import Unit, units_below
 from autoshard.runtime.whole import Parts, Whole
@@ -158,11 +164,14 @@ class Step:
         return whole
 
     def _is_checkpointed(self, unit: Unit) -> bool:
-        """Whether what reads `unit` now, in forward, seems to be in a checkpoint."""
+        """Whether what reads `unit` now, in forward, seems to be in a checkpoint, to be read again
+        when this step is closed."""
         if not self.has_grad:
             return False
         if not torch.is_grad_enabled():  # as in a reentrant one, or for a teacher, which is frozen
             return any(param.param.requires_grad for param in unit.params)
+        if in_recomputation():  # the last time, unless the next forward finds it there
+            return unit.keeps_after_backward
         return in_checkpoint()
 
     def _launch(self, unit: Unit, where: dict[Unit, Whole]) -> None:

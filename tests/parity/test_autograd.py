@@ -11,6 +11,7 @@ import torch
 from support.issue import counts, kinds
 from support.models import Block, Net, net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import adamw, assert_same, in_both_forms, in_form, replicated, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -216,8 +217,7 @@ def test_strategies_mixed_by_unit(rank: int, form: str) -> None:
     assert_same(model, want)
 
 
-@pytest.mark.parametrize("pin_memory", [True, False])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@each_value(strategy=["full_shard", "shard_grad_op", "no_shard"], pin_memory=[True, False])
 @in_both_forms
 @on_ranks(2)
 def test_offload(rank: int, form: str, strategy: str, pin_memory: bool) -> None:

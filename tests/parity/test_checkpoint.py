@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.models import Net, net_loss, tokens
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import adamw, assert_same, count, issued, replicated, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -179,9 +180,7 @@ def test_full_state_dicts(rank: int, kind: str, build: str) -> None:
     assert_equal_states(whole_state(other, others_optimizer), whole_state(model, optimizer))
 
 
-@pytest.mark.parametrize("saved", ["eager", "compiled"])
-@pytest.mark.parametrize("loaded", ["eager", "compiled", "uncalled"])
-@pytest.mark.parametrize("build", BUILD)
+@each_value(saved=["eager", "compiled"], loaded=["eager", "compiled", "uncalled"], build=BUILD)
 @on_ranks(2)
 def test_save_and_load(rank: int, saved: str, loaded: str, build: str) -> None:
     """A51, D-3: both forms read what either wrote, bit for bit, and train on alike."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support.models import Net, net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import assert_same, average_gradients, local_rows_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,9 +67,7 @@ def same_on_all_ranks(value: Tensor) -> bool:
     return all(torch.equal(value, other) for other in values)
 
 
-@pytest.mark.parametrize("kind", ["eager", "compiled"])
-@pytest.mark.parametrize("norm_type", NORMS)
-@pytest.mark.parametrize("clip", [own, torchs], ids=["own", "torchs"])
+@each_value(kind=["eager", "compiled"], norm_type=NORMS, clip=[own, torchs])
 @on_ranks(2)
 def test_equals_replicated(rank: int, kind: str, norm_type: float, clip: Clip) -> None:
     """D-40: the norm, a plain tensor, and what is left of the gradients; tied, uneven sizes."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.models import Net, net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import adamw, assert_same, in_both_forms, in_form, issued, train
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -267,10 +268,10 @@ def with_bytes(strategy: str, checkpointing: str | None = None) -> Any:
     return model
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize(
-    ("strategy", "checkpointing"),
-    [("full_shard", None), ("full_shard", "non-reentrant"), ("shard_grad_op", None)],
+@each_value(
+    strategy=["full_shard", "shard_grad_op"],
+    checkpointing=[None, "non-reentrant"],
+    accumulates=[False, True],
 )
 @on_ranks(2)
 def test_compiled_equals_eager(

@@ -187,7 +187,7 @@ def sync(model: Any, is_last: bool | None) -> None:
 
 
 def equal_replicated(rank: int, strategy: str, low: bool) -> None:
-    cases = cases_of(strategy, low, {2: 17, 4: 47}[num_ranks(strategy)])
+    cases = cases_of(strategy, low, {2: 31, 4: 71}[num_ranks(strategy)])
     for case in cases:
         # In bfloat16 a last bit of a gradient turns into one of an activation, 2 ** -8, and grows.
         loose = case.is_reduced_twice
@@ -258,7 +258,7 @@ def rtol_to_fsdp2(case: Case, low: bool) -> float:
 
 
 def equal_fsdp2(rank: int, strategy: str, low: bool) -> None:
-    cases = cases_of(strategy, low, {2: 24, 4: 72}[num_ranks(strategy)])
+    cases = cases_of(strategy, low, {2: 41, 4: 72}[num_ranks(strategy)])
     compared = [case for case in cases if why_not_compared(case) is None]
     for case in compared:
         rtol = rtol_to_fsdp2(case, low)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.models import Block, Net, net_loss, tokens
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import adamw, assert_same, compiled, replicated, sharded, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -44,8 +45,9 @@ def eager_scale(model: nn.Module) -> Tensor:
     return 1 + model.embed.weight.mean()
 
 
-@pytest.mark.parametrize("where", ["start", "middle", "loop", "read"])
-@pytest.mark.parametrize("route", ["torch.compile", "model.compile", "function"])
+@each_value(
+    where=["start", "middle", "loop", "read"], route=["torch.compile", "model.compile", "function"]
+)
 @on_ranks(2)
 def test_graph_break(rank: int, where: str, route: str) -> None:
     """D-59."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.architectures import ARCHITECTURES, EXPERTS, architecture, architecture_loss
 from support.models import Net, net_loss, tokens
 from support.ranks import on_ranks
-from support.selection import part_of
+from support.selection import IS_FULL, part_of
 from support.training import assert_same, compiled, replicated, sgd, sharded
 from torch import nn
 
@@ -56,7 +56,7 @@ def test_compiled(
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
+@pytest.mark.parametrize("checkpointing", part_of(["non-reentrant", None], every=2))
 @on_ranks(2)
 def test_inductor(rank: int, checkpointing: str | None) -> None:
     build = functools.partial(Net, checkpointing=checkpointing)
@@ -71,7 +71,8 @@ def reduces_for_each_graph(name: str) -> bool:
     return name == "t5" and bool(torch._dynamo.utils.counters["graph_break"])
 
 
-@pytest.mark.parametrize("name", part_of(ARCHITECTURES, every=2))
+# The one with most ways to its embedding, and the one of our own.
+@pytest.mark.parametrize("name", ARCHITECTURES if IS_FULL else ["t5", "dit"])
 @on_ranks(2)
 def test_architecture(rank: int, name: str) -> None:
     build = functools.partial(architecture, name)
@@ -153,8 +154,8 @@ def test_experts(rank: int, experts: str) -> None:
     assert all(step == first for step in others)
 
 
-# Llama alone by default: Inductor takes the better part of a minute a model.
-@pytest.mark.parametrize("name", part_of(ARCHITECTURES, every=len(ARCHITECTURES)))
+@pytest.mark.skipif(not IS_FULL, reason="Inductor takes the better part of a minute a model")
+@pytest.mark.parametrize("name", ARCHITECTURES)
 @on_ranks(2, timeout=280)
 def test_architecture_with_inductor(rank: int, name: str) -> None:
     build = functools.partial(architecture, name)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from support.models import Net, net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import assert_same, average_gradients, replicated, train
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -41,8 +42,7 @@ def built(
     return model, model
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@each_value(name=OPTIMIZERS, kind=["eager", "compiled"])
 @on_ranks(2)
 def test_foreach_and_fused(rank: int, kind: str, name: str) -> None:
     """D-42: many tensors in one kernel, empty shards among them."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.models import Block, Net, net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import adamw, assert_same, in_both_forms, in_form, sgd, train
 from torch import Tensor, nn
 
@@ -308,9 +309,11 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("policy", COMPILED)
+@each_value(
+    checkpointing=[None, "non-reentrant"],
+    strategy=["full_shard", "shard_grad_op"],
+    policy=COMPILED,
+)
 @on_ranks(2)
 def test_compiled_equals_eager(
     rank: int, policy: str, strategy: str, checkpointing: str | None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.issue import counts
 from support.models import Net, net_loss
 from support.ranks import on_ranks
+from support.selection import part_of
 from support.training import adamw, assert_same, in_both_forms, in_form, replicated, sgd, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -384,7 +385,7 @@ def test_compiled(rank: int, strategy: str, lowering: str) -> None:
     assert_compiled_equals_eager(rank, lowering, strategy=name, mesh=mesh)
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", part_of(["eager", "inductor"], every=2))
 @on_ranks(4)
 def test_compiled_on_four_ranks(rank: int, lowering: str) -> None:
     """A52, A57: pairs of pairs are summed in the same order."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -11,11 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autoshard import _torch
+from autoshard.runtime import kernels
+
 
 class PeakMemory(TorchDispatchMode):
     """`peak`: the most bytes in storages that ops inside have seen, and that are alive, at any op.
 
-    Storages that are resized count by what they have at the time.
+    Storages that are resized count by what they have at the time. Ops of ours are looked into:
+    what is in flight counts.
     """
 
     def __init__(self) -> None:
@@ -24,7 +31,12 @@ class PeakMemory(TorchDispatchMode):
         self._alive: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        if func.namespace == "autoshard":
+            kernel = getattr(kernels, func._schema.name.replace("autoshard::", "_"))
+            with self:
+                output = kernel(*args, **(kwargs or {}))
+        else:
+            output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, output)):
             if _is_plain(tensor):
                 storage = tensor.untyped_storage()
@@ -45,3 +57,42 @@ class PeakMemory(TorchDispatchMode):
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+
+
+class PeakOfGraphs:
+    """The same of compiled code: Dynamo runs none inside of a dispatch mode, so that graphs of the
+    plain lowering, which are compiled inside `compiling()`, enter it themselves.
+    """
+
+    def __init__(self) -> None:
+        self._mode = PeakMemory()
+        self._is_on = False
+
+    @property
+    def peak(self) -> int:
+        return self._mode.peak
+
+    def __enter__(self) -> Any:
+        self._is_on = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_on = False
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        boxed = _torch.boxed
+
+        def looked_into(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+            run = boxed(gm)
+
+            def call(args: list[Any]) -> Any:
+                with self._mode if self._is_on else contextlib.nullcontext():
+                    return run(args)
+
+            call._boxed_call = True  # type: ignore[attr-defined]
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_torch, "boxed", looked_into)
+            yield

@@ -6,9 +6,13 @@ which every value of every option still occurs.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -18,3 +22,26 @@ IS_FULL = os.environ.get("AUTOSHARD_MATRIX") == "full"
 def part_of(cases: Sequence[T], every: int) -> list[T]:
     """Every so many-th of `cases`, or all of them."""
     return list(cases) if IS_FULL else list(cases[::every])
+
+
+def each_value(**options: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize with all combinations of `options`; by default with as many as the longest has
+    values, so that each value of each occurs.
+    """
+    values = [list(each) for each in options.values()]
+    if IS_FULL:
+        cases = list(itertools.product(*values))
+    else:
+        cases = list(zip(*_in_turn(values), strict=True))
+    return pytest.mark.parametrize(tuple(options), cases)
+
+
+def _in_turn(values: list[list[Any]]) -> Iterable[list[Any]]:
+    """Each of `values`, repeated to the length of the longest; those of one length are shifted
+    against one another, so as not to go hand in hand."""
+    longest = max(map(len, values))
+    before: Counter[int] = Counter()
+    for each in values:
+        n, shift = len(each), before[len(each)]
+        before[n] += 1
+        yield [each[(i + shift * (i // n)) % n] for i in range(longest)]
