@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -26,6 +27,7 @@ from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
 from autoshard.passes.plan_buckets import INNER
 from autoshard.passes.text import render
+from autoshard.progress import progress
 from autoshard.runtime import access, first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
 from autoshard.runtime.agreement import Outcome, agree
@@ -149,13 +151,21 @@ class Compilation:
         smaller = (param.unit.smaller for param in frame.params)
         self.axes |= {axes.shard_group: INNER for axes in smaller if axes is not None}
         self.plans: list[Plan] = []  # filled as graphs are compiled
+        self._begins: Callable[[str], None] = lambda graph: None
 
     def compile(self) -> Callable[..., Any]:
         """A callable with the inputs and outputs of the frame's graph."""
-        with self.frame.with_more_inputs():
+        code = _torch.traced_code()
+        with self.frame.with_more_inputs(), progress(code, self._num_graphs()) as self._begins:
             if self.options.lowering == "eager":
                 return self._compile_eagerly()
             return self._compile_inductor()
+
+    def _num_graphs(self) -> int:
+        """Forward and backward, or one for inference."""
+        inputs = (value for value in self.frame.inputs if isinstance(value, torch.Tensor))
+        has_backward = torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
+        return 2 if has_backward else 1
 
     def _compile_eagerly(self) -> Callable[..., Any]:
         def lower(graph: str) -> Callable[..., Any]:
@@ -204,6 +214,7 @@ class Compilation:
         return gm
 
     def _apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
+        self._begins(graph)
         transforms = passes.pipeline(self.table, graph=graph, bucketing=self.options.bucketing)
         gm = passes.run(gm, transforms, after_each=self._dump(gm, graph))
         left = [node.name for node in gm.graph.nodes if is_marker(node)]

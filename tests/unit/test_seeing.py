@@ -1,9 +1,17 @@
 """Logs and structured-trace artifacts."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import progress
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -41,3 +49,18 @@ def test_structured_trace(tmp_path: Path) -> None:
         for what in ("plan", "graph"):
             assert f'"name": "autoshard_0_{graph}_{what}"' in text
     assert "autoshard.launch_gather(" in text
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_long_compilation_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.001)
+    model = autoshard.fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    call = torch.compile(model, backend="autoshard", options={"lowering": "eager"})
+    with caplog.at_level("WARNING", logger="autoshard"):
+        call(torch.ones(2, 3))
+    told = [record.getMessage() for record in caplog.records]
+    line = r"compiling \S+:\d+: (tracing, 0|forward, 1|backward, 2) of 2, \d+ s elapsed"
+    assert told
+    assert all(re.fullmatch(line, each) for each in told), told

@@ -1,0 +1,40 @@
+"""Tell who waits for a long compilation that it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 10.0  # seconds between lines; a compilation shorter than that has none
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Inside, rank 0 logs a line now and then: `compiling <what>: backward, 2 of 2, 30 s elapsed`.
+
+    Gives what is to be called with the name of each graph of `total`, when its turn comes.
+    """
+    begun: list[str] = []
+    is_over = threading.Event()
+    start = time.monotonic()
+
+    def watch() -> None:
+        while not is_over.wait(INTERVAL):
+            graph = f"{begun[-1]}, {len(begun)} of {total}" if begun else f"tracing, 0 of {total}"
+            elapsed = time.monotonic() - start
+            log.warning("compiling %s: %s, %.0f s elapsed", what, graph, elapsed)
+
+    watcher = threading.Thread(target=watch, name="autoshard progress", daemon=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        watcher.start()
+    try:
+        yield begun.append
+    finally:
+        is_over.set()
