@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import types
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.runtime.mesh import device_type, ensure_process_group
+from autoshard.runtime.param import local_tensor
 from autoshard.runtime.shard import replicate, shard
-from autoshard.runtime.unit_policies import MixedPrecisionPolicy
+from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from autoshard.tools.parity import average_gradients, compare_local
 
 STEPS = 3
@@ -65,6 +67,8 @@ CHOICES: dict[str, Sequence[Any]] = {
     "divide_by": (None, None, None, 3.0),
     "optimizer": ("sgd", "adamw", "foreach adamw", "fused adamw"),
     "compiled": ("model", "model", "layers"),
+    "on_host": (False, False, True),  # where shards live
+    "gathered": ("as it is", "as it is", "as bytes"),  # a layer's weight
 }
 
 
@@ -89,6 +93,8 @@ class Case:
     divide_by: float | None
     optimizer: str
     compiled: str
+    on_host: bool
+    gathered: str
 
     def text(self) -> str:
         """What differs from the first of each choice."""
@@ -108,6 +114,8 @@ def draw(seed: int) -> Case:
     # gradients of another dtype than the parameter's.
     if case.lowering == "inductor" or case.precision == "bf16, gradients kept":
         case = dataclasses.replace(case, optimizer="sgd")
+    if case.gathered == "as bytes":  # that is not compiled for shards on the host
+        case = dataclasses.replace(case, on_host=False)
     return case
 
 
@@ -172,13 +180,14 @@ def _build(case: Case) -> _Model:
 
 
 def _shard(model: _Model, case: Case) -> Any:
-    policy = PRECISIONS[case.precision]
+    given: dict[str, Any] = {"mp_policy": PRECISIONS[case.precision]}
+    given["offload_policy"] = CPUOffloadPolicy() if case.on_host else OffloadPolicy()
     if case.strategy == "replicate":
         for layer in model.layers:
-            replicate(layer, mp_policy=policy)
-        sharded: Any = replicate(model, mp_policy=policy)
+            replicate(layer, **given)
+        sharded: Any = replicate(model, **given)
     else:
-        given: dict[str, Any] = {"strategy": case.strategy, "mp_policy": policy}
+        given["strategy"] = case.strategy
         if case.strategy.startswith("hybrid"):
             copies = case.copies if dist.get_world_size() % case.copies == 0 else 1
             shape = (copies, dist.get_world_size() // copies)
@@ -189,7 +198,26 @@ def _shard(model: _Model, case: Case) -> Any:
     sharded.set_reshard_after_backward(not case.keeps)
     if case.divide_by is not None:
         sharded.layers[1].set_gradient_divide_factor(case.divide_by)
+    if case.gathered == "as bytes":
+        shard_of_it = local_tensor(sharded.layers[0].up.weight)
+        for name, method in (("pre", _as_bytes), ("post", _from_bytes)):
+            bound = types.MethodType(method, shard_of_it)
+            setattr(shard_of_it, f"fsdp_{name}_all_gather", bound)
     return sharded
+
+
+def _as_bytes(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+    scale = self.abs().max().clamp(min=1e-3) / 100
+    return ((self / scale).round().to(torch.int8), scale.view(())), None
+
+
+def _from_bytes(
+    self: Tensor, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    values, scales = outputs
+    parts = zip(values.chunk(len(scales)), scales, strict=True)
+    whole = torch.cat([part.to(dtype) * scale.to(dtype) for part, scale in parts])
+    return whole, (whole,)
 
 
 def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
@@ -298,7 +326,8 @@ def _compare_runs(case: Case) -> str | None:
     problem = compare_local(compiled, eager, rtol)
     if problem is not None:
         return f"compiled and eager differ: {problem}"
-    if PRECISIONS[case.precision] is None and case.divide_by is None:
+    changes_values = case.divide_by is not None or case.gathered == "as bytes"
+    if PRECISIONS[case.precision] is None and not changes_values:
         plain = _build(case)
         _train(plain, plain, case, replicated=True)
         # Sums of gradients that are reduced one by one are taken over ranks first.
