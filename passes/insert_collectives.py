@@ -21,9 +21,9 @@ from autoshard.passes import ops
 from autoshard.passes.match import (
     asked_of,
     group_of,
+    is_compute,
     is_launch,
     is_marker,
-    is_planned,
     is_to_host,
     kind_of,
     members_of,
@@ -51,7 +51,7 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     if plan is None or not markers:
         return gm
     members = _members(plan, markers)
-    body = [n for n in graph.nodes if _is_fixed(n)]  # ends: output
+    body = [node for node in graph.nodes if is_compute(node) or node.op == "output"]
     to_host = {user.args[0]: user for user in graph.nodes if is_to_host(user)}
     tickets: dict[int, fx.Node] = {}
     for event in plan.schedule:
@@ -79,10 +79,6 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     for marker in markers:
         graph.erase_node(marker)
     return gm
-
-
-def _is_fixed(node: fx.Node) -> bool:
-    return node.op != "placeholder" and not is_planned(node)
 
 
 def _members(plan: Plan, markers: list[fx.Node]) -> list[list[fx.Node]]:
@@ -115,8 +111,10 @@ def _has_launch(asked: fx.Node) -> bool:
 
 def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
     inputs = [member.args[0] for member in members]
-    arguments = (inputs, bucket.members, group_of(members[0]), number)
+    arguments: tuple[Any, ...] = (inputs, bucket.members, group_of(members[0]), number)
     table = table_of(members[0])
+    if bucket.kind == "gather" and any(map(_is_made_here, members)):
+        arguments = (*arguments, True)
     ticket = graph.create_node(
         "call_function",
         _LAUNCH[bucket.kind],
@@ -126,6 +124,12 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
     ticket.meta["val"] = members[0].meta["val"].new_empty(1, dtype=torch.uint8)
     SOURCE.set(ticket, bucket.unit)
     return ticket
+
+
+def _is_made_here(member: fx.Node) -> bool:
+    """Whether what `member` gathers is a piece or a copy, whose memory a compiler may use again
+    before the gather is over."""
+    return member.all_input_nodes[0].target is operator.getitem
 
 
 def _all_reduce(graph: fx.Graph, launched: fx.Node, bucket: Bucket) -> fx.Node:

@@ -28,6 +28,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float16: "f16",
     torch.float8_e4m3fn: "f8e4m3",
     torch.float8_e5m2: "f8e5m2",
+    torch.float8_e4m3fnuz: "f8e4m3fnuz",
+    torch.float8_e5m2fnuz: "f8e5m2fnuz",
+    torch.float8_e8m0fnu: "f8e8m0",
     torch.complex64: "c64",
     torch.complex128: "c128",
     torch.int64: "i64",
@@ -35,6 +38,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int16: "i16",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
     torch.bool: "b8",
 }
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}

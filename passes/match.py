@@ -73,7 +73,7 @@ def table_of(node: fx.Node) -> fx.Node | None:
     return table
 
 
-AGAIN, _CUT = "again", "cut:"
+AGAIN, _CUT, _ASK = "again", "cut:", "ask:"
 
 
 def stays_whole(node: fx.Node) -> bool:
@@ -93,7 +93,7 @@ def smaller_group(node: fx.Node) -> str:
 
 def asks_shard(node: fx.Node) -> bool:
     """Whether the shard of an `unshard` marker says itself what is gathered for it."""
-    return "ask" in _flags(node)
+    return any(flag.startswith(_ASK) for flag in _flags(node))
 
 
 def is_before_gather(node: fx.Node) -> bool:
@@ -128,7 +128,7 @@ def is_preparation(node: fx.Node) -> bool:
     return is_before_gather(node) or asked_of(node) is not None
 
 
-def copy_of(node: fx.Node) -> fx.Node | None:
+def begun_by(node: fx.Node) -> fx.Node | None:
     """What began the copy that `node`, the wait for one, waits for."""
     begun = node.args[0]
     if not isinstance(begun, fx.Node) or begun.target not in (ops.launch_load, ops.launch_store):
@@ -142,6 +142,11 @@ def is_planned(node: fx.Node) -> bool:
     if is_to_host(node):
         return is_reduce_grad(node.all_input_nodes[0])
     return is_marker(node) or is_preparation(node)
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether a plan counts `node`, and leaves it where it is."""
+    return node.op not in ("placeholder", "output") and not is_planned(node)
 
 
 def _flags(unshard: fx.Node) -> list[str]:

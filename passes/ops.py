@@ -25,15 +25,21 @@ A member's dtype is that on the wire: a gather casts a shard to it where it is c
 reduce casts a gradient to it there, and to the shard's ("bf16[7]->f32") where it is copied
 out. `group` names process groups, see `groups.py`. `keep` says that the whole parameter is
 kept for backward (`reshard_after_forward=False`). `reduce`, if not empty, is the member and
-the group of its gradient's reduce, where these are not those of the gather; before them "hold"
-if its gradient is to wait, "stay" if the runtime has it whole, and keeps it so, "cut:2" if
-backward is to gather it over the group "2", "ask" if the shard says itself what is gathered
-for it (then a `before_gather` asks it, and each piece has a marker), and "from_host:cuda" if the
-shard lives on the host, and is gathered on that device; its gradient is then "f32[7]^host". `param`
-indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
+the group of its gradient's reduce, where these are not those of the gather. Before them come
+
+    "hold"            its gradient is to wait
+    "stay"            the runtime has it whole, and keeps it so
+    "cut:2"           backward is to gather it over the group "2"
+    "ask:7"           its shard says itself what is gathered for it: a `before_gather` asks it, and
+                      each piece has a marker. 7 is the runtime's number for the parameter
+    "from_host:cuda"  its shard lives on the host and is gathered on that device; its gradient is
+                      to go there, too: "f32[7]^host"
+
+`param` indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
 numbers the buckets of one graph. A ticket is one byte: what is in flight is held
-by the runtime, where no compiler can reuse its memory; what a copy reads is an argument of its
-wait for the same reason. No argument depends on the rank.
+by the runtime, where no compiler can reuse its memory. A gather may send a shard that is an input
+of the graph as it is; others it `copies`. What a copy reads is an argument of its wait. No
+argument depends on the rank.
 
 What a user may change between a graph's forward and its backward (what waits to be added
 to a gradient, hooks, the number to divide by) is no part of a graph. Reduces find it by
@@ -44,7 +50,6 @@ Schemas and shapes are here; `runtime/kernels.py` gives the implementations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,7 +87,8 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    "launch_gather(Tensor[] shards, str members, str group, int bucket) -> Tensor",
+    "launch_gather(Tensor[] shards, str members, str group, int bucket, bool copies=False)"
+    " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
@@ -168,8 +174,7 @@ def _fake_launch(
     members: str,
     group: str,
     bucket: int,
-    table: Tensor | None = None,
-    params: Sequence[int] = (),
+    *options: object,
 ) -> Tensor:
     return tensors[0].new_empty(1, dtype=torch.uint8)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from autoshard.passes.layout import read_members
 
-SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # the others stand beside one of them
+SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # loaded: at launch; store: at wait
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@
 One bucket a unit and dtype. A gather is launched one unit ahead of its first use, so that it
 runs while the unit before is computed with, and waited for at its first use. A
 reduce is launched as soon as its last gradient is there, and waited for when the
-next one is about to be: more in flight would only hold memory. With copies, it is
+next one is about to be: the send buffer of one more would be held, for the time that it
+takes to pack the next. With copies, it is
 all-reduced when the next one is launched, beside that one's reduce-scatter, and waited
 for when the one after that is about to be.
 
@@ -29,8 +30,8 @@ from autoshard.passes.match import (
     device_of_host_shard,
     group_of,
     is_again,
+    is_compute,
     is_marker,
-    is_planned,
     is_preparation,
     is_reduce_grad,
     is_to_device,
@@ -61,7 +62,7 @@ def plan_buckets(gm: fx.GraphModule, *, graph: str, bucketing: Bucketing) -> fx.
     """
     if not any(map(is_marker, gm.graph.nodes)):
         return gm
-    ops = [node for node in gm.graph.nodes if _is_compute(node)]
+    ops = [node for node in gm.graph.nodes if is_compute(node)]
     position = {node: number for number, node in enumerate(ops)}
     key = _bucket_key(bucketing)
     gathers = _gather_drafts(gm.graph, position, key, end=len(ops))
@@ -268,7 +269,3 @@ def _info(marker: fx.Node) -> ParamInfo:
     if info is None:
         raise ValueError(f"%{marker.name} has no PARAM: run name_params first")
     return info
-
-
-def _is_compute(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output") and not is_planned(node)

@@ -6,8 +6,8 @@ from torch import fx
 
 from autoshard.passes import groups
 from autoshard.passes.match import (
+    begun_by,
     bucket_of,
-    copy_of,
     event_of,
     group_of,
     is_all_reduce,
@@ -43,7 +43,7 @@ def verify(gm: fx.GraphModule) -> None:
         elif what in ("load", "store"):
             _check_copy(node)
         elif what in ("loaded", "stored"):
-            if copy_of(node) is None:
+            if begun_by(node) is None:
                 raise ValueError(f"%{node.name} waits for {node.args[0]!r}, which starts no copy")
         else:
             ticket = node.args[0]
@@ -81,7 +81,7 @@ def _check_launch(node: fx.Node, launched: set[int]) -> None:
 
 def _check_copy(node: fx.Node) -> None:
     users = list(node.users)
-    if len(users) != 1 or copy_of(users[0]) is not node or users[0].args[1:] != node.args:
+    if len(users) != 1 or begun_by(users[0]) is not node or users[0].args[1:] != node.args:
         names = ", ".join(f"%{user.name}" for user in users) or "nothing"
         raise ValueError(f"%{node.name} must go to one wait of the same tensors, not to {names}")
 

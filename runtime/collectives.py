@@ -53,9 +53,10 @@ class InFlight:
 
     issued: Issued
     work: dist.Work | None  # None: nothing was sent
-    send: Tensor  # gather: [numel of one rank's pieces], its part of receive or a shard; reduce:
-    # [world * that], 1D
-    receive: Tensor  # gather: [world * send.numel()], reduce: [numel of one rank's pieces], 1D
+    # Both 1D. Of a gather, one rank's pieces, which are its part of `receive` or a shard, and those
+    # of all. Of a reduce, the other way about. Once it has been waited for, `send` is `receive`.
+    send: Tensor
+    receive: Tensor
     world: int
     rank: int
 
@@ -91,16 +92,19 @@ def observe(launched: Observer, waited: Observer = lambda issued: None) -> Itera
         _observers.remove(pair)
 
 
-def launch_gather(shards: list[Tensor], members: tuple[Member, ...], group: str) -> InFlight:
+def launch_gather(
+    shards: list[Tensor], members: tuple[Member, ...], group: str, *, copies: bool = False
+) -> InFlight:
     """Start gathering `members` from this rank's `shards`, one dtype for all.
 
     shards: one a member, (local rows, *rest).
+    copies: whether they are copied in any case, as what may be written to meanwhile has to be.
     """
     process_group = _torch.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
     issued = Issued("gather", members, group)
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
-        send, receive = _pack_shards(shards, members, world, rank)
+        send, receive = _pack_shards(shards, members, world, rank, copies=copies)
         _announce(issued)
         work = _torch.all_gather_flat(receive, send, group=process_group, async_op=True)
     return InFlight(issued, work, send, receive, world, rank)
@@ -239,14 +243,14 @@ def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: in
 
 
 def _pack_shards(
-    shards: list[Tensor], members: tuple[Member, ...], world: int, rank: int
+    shards: list[Tensor], members: tuple[Member, ...], world: int, rank: int, *, copies: bool
 ) -> tuple[Tensor, Tensor]:
     """What is sent, whole chunks, and where to receive: the former is this rank's part of the
     latter, or the shard itself where that is one chunk of the right dtype."""
     first, dtype = shards[0], members[0].dtype
     lengths = [member.chunk_numel(world) for member in members]
     receive = first.new_empty(world * sum(lengths), dtype=dtype)
-    if lengths == [first.numel()] and first.dtype == dtype:
+    if lengths == [first.numel()] and first.dtype == dtype and not copies:
         return first.detach().contiguous().view(-1), receive
     send = receive.narrow(0, rank * sum(lengths), sum(lengths))
     for piece, shard in zip(send.split(lengths), shards, strict=True):

@@ -42,7 +42,7 @@ class Copies:
 def launch_load(shards: list[Tensor], device: torch.device) -> Copies:
     """Begin to copy `shards` to `device`: beside compute from pinned memory, at once from other."""
     results = [torch.empty_like(shard, device=device) for shard in shards]
-    return _copy(results, shards, device, "load")
+    return _copy(results, shards, results[0].device, "load")
 
 
 def launch_store(shards: list[Tensor]) -> Copies:

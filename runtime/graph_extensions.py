@@ -1,11 +1,13 @@
-"""All-gather extensions in compiled graphs: what a shard says, written down for one graph.
+"""All-gather extensions in compiled graphs: what a shard asks for, written down for one graph.
 
     pieces = before_gather(shard, ...)       the user's method, at run time, found by the table
     whole pieces = unshard(piece), ...       markers, as of any parameter
     whole = ...                              the user's other method, traced: ops of the graph
 
-The graph gets a stand-in for the shard, of its size, in the memory of one element: what it
-says may not be traceable, what is made of the gathered pieces has to be, and a plain tensor.
+The graph gets a stand-in for the shard, of its size, in the memory of one element: the first
+method may do what can't be traced. The second is traced once, for one parameter: graphs with
+extended parameters are shared by no two. It has to make a plain tensor out of its arguments;
+what else it reads of its shard must stay as it was, and simple values there are looked at.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from torch.utils import _pytree as pytree
 
 from autoshard import _torch
 from autoshard.passes import ops
-from autoshard.passes.layout import Member, read_members, show_members
+from autoshard.passes.layout import DTYPE_NAMES, Member, read_members, show_members
 from autoshard.runtime import extensions
 from autoshard.runtime.extensions import Sent
 from autoshard.runtime.param import ShardedParam
+
+_SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+"""Types whose values are known by their text."""
 
 
 def stand_in(shard: Tensor) -> Tensor:
@@ -31,55 +36,91 @@ def stand_in(shard: Tensor) -> Tensor:
     return torch.zeros((), dtype=shard.dtype, device=shard.device).expand(shard.shape)
 
 
-def ask(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
-    """What the shard of `owner` says at run time: see `Spoken.pieces`.
+def answer(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
+    """What the shard of `owner` asks for at run time: see `Request.pieces`.
 
-    Raises RuntimeError if it is not what it said when the graph was compiled.
+    Raises RuntimeError if it is not what it asked for when the graph was compiled.
     """
-    spoken = Spoken(owner)
-    if (spoken.pieces, spoken.metadata) != (pieces, metadata):
+    request, tensors = ask(owner)
+    if (request.pieces, request.metadata) != (pieces, metadata):
         raise RuntimeError(
-            f"fsdp_pre_all_gather of {owner.name} returned {spoken.pieces} with {spoken.metadata}; "
-            f"when the graph was compiled it was {pieces} with {metadata}: return the same sizes, "
-            "dtypes and metadata at each call, with what changes in tensors"
+            f"fsdp_pre_all_gather of {owner.name} returned {request.pieces} with "
+            f"{request.metadata}; when the graph was compiled it was {pieces} with {metadata}: "
+            "return the same sizes, dtypes and metadata at each call, with what changes in tensors"
         )
     # Copies: what an op returns is the graph's, to write to, and no part of the parameter.
-    return [tensor.clone() for tensor in spoken.tensors]
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+class Request:
+    """What a shard asks to have gathered for it, without the values.
+
+    sent:     as it is, on the meta device.
+    pieces:   dtypes and sizes of what goes on the wire, then of tensors in the metadata.
+    metadata: as text, with what there is in it beside tensors; and simple attributes of the shard.
+    """
+
+    def __init__(self, owner: ShardedParam, sent: Sent, tensors: list[Tensor]) -> None:
+        unnamed = [x.dtype for x in tensors if x.dtype not in DTYPE_NAMES]
+        elsewhere = [x.device for x in tensors if x.device != owner.shard.device]
+        if unnamed or elsewhere:
+            raise ValueError(
+                f"fsdp_pre_all_gather of {owner.name} returns a tensor of {unnamed or elsewhere}, "
+                "which isn't compiled yet"
+            )
+        self.pieces = show_members(tuple(Member(x.dtype, tuple(x.shape)) for x in tensors))
+        self._leaves, self._structure = pytree.tree_flatten(sent.metadata)
+        shown = [_show(owner, leaf) for leaf in self._leaves]
+        simple = {
+            name: value
+            for name, value in vars(owner.shard).items()
+            if isinstance(value, _SIMPLE) and not name.startswith("_")  # Dynamo's own
+        }
+        told = str(pytree.tree_unflatten(shown, self._structure))
+        self.metadata = f"{told} {simple}" if simple else told
+        self.sent = Sent(tuple(x.to("meta") for x in sent.inputs), None)
+
+    def with_metadata(self, tensors: list[Tensor]) -> Sent:
+        """What was asked for, with `tensors` in the metadata."""
+        of = iter(tensors)
+        leaves = [next(of) if isinstance(leaf, _Tensor) else leaf for leaf in self._leaves]
+        return Sent(self.sent.inputs, pytree.tree_unflatten(leaves, self._structure))
 
 
 class _Tensor:
-    """Stands in the text of metadata for a tensor."""
+    """Stands in metadata for a tensor."""
 
     def __repr__(self) -> str:
         return "Tensor"
 
 
-class Spoken:
-    """What a shard says is to be gathered for it.
+def _show(owner: ShardedParam, leaf: Any) -> Any:
+    if isinstance(leaf, (*_SIMPLE, _Tensor)):
+        return leaf
+    raise ValueError(
+        f"fsdp_pre_all_gather of {owner.name} returns metadata with a {type(leaf).__name__}, which "
+        "isn't compiled yet: numbers, texts, dtypes, sizes, devices and tensors are"
+    )
 
-    tensors:  to be gathered, as they are on the wire, then those in the metadata.
-    pieces:   their dtypes and sizes.
-    metadata: as text, with what there is in it beside tensors.
+
+def ask(owner: ShardedParam) -> tuple[Request, list[Tensor]]:
+    """Ask the shard of `owner` what to gather; the tensors are those of `Request.pieces`.
+
+    Raises ValueError if its answer can't be written down.
     """
+    with torch.no_grad():
+        sent = extensions.before_gather(owner, owner.unit, owner.shard)
+        beside: list[Tensor] = []
 
-    def __init__(self, owner: ShardedParam) -> None:
-        with torch.no_grad():
-            sent = extensions.before_gather(owner, owner.unit, owner.shard)
-            leaves, self.structure = pytree.tree_flatten(sent.metadata)
-            self.sent = sent
-            wire = [tensor for _, tensor in sent.pieces(1)]
-            beside = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        self.leaves = leaves
-        self.tensors = [*wire, *beside]
-        self.pieces = show_members(tuple(Member(x.dtype, tuple(x.shape)) for x in self.tensors))
-        static = [_Tensor() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.metadata = repr(pytree.tree_unflatten(static, self.structure))
+        def take(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            beside.append(leaf.detach())
+            return _Tensor()
 
-    def with_metadata(self, tensors: list[Tensor]) -> Sent:
-        """What it said, with `tensors` in the metadata."""
-        of = iter(tensors)
-        leaves = [next(of) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return Sent(self.sent.inputs, pytree.tree_unflatten(leaves, self.structure))
+        metadata = pytree.tree_map(take, sent.metadata)
+        tensors = [*(tensor for _, tensor in sent.pieces(1)), *beside]
+        return Request(owner, Sent(sent.inputs, metadata), tensors), tensors
 
 
 def spell_out(
@@ -87,30 +128,30 @@ def spell_out(
 ) -> Callable[[Tensor], Tensor]:
     """What a graph calls in place of an `unshard` marker with these arguments, for `owner`.
 
-    Raises ValueError if it can't be compiled: the shard is on the host, it says something else
-    each time, or a tensor subclass is made of what is gathered.
+    Raises ValueError if it can't be compiled: the shard is on the host, it asks for something
+    else each time, or a tensor subclass is made of what is gathered.
     """
     if owner.unit.is_offloaded:
         raise ValueError(
             f"{owner.name} is offloaded and has fsdp_pre_all_gather, which isn't compiled yet"
         )
-    spoken, again = Spoken(owner), Spoken(owner)
-    if (spoken.pieces, spoken.metadata) != (again.pieces, again.metadata):
+    (request, tensors), (again, _) = ask(owner), ask(owner)
+    if (request.pieces, request.metadata) != (again.pieces, again.metadata):
         raise ValueError(
             f"fsdp_pre_all_gather of {owner.name} returns other metadata at each call: "
-            f"{spoken.metadata}, then {again.metadata}"
+            f"{request.metadata}, then {again.metadata}"
         )
     (member,) = read_members(members)
-    _check_result(owner, again, member)
-    wire = [piece for piece, _ in spoken.sent.pieces(owner.world)]
+    _try(owner, request, tensors, member)
+    wire = [piece for piece, _ in request.sent.pieces(owner.world)]
 
     def gather(shard: Tensor) -> Tensor:
-        asked = ops.before_gather(shard, spoken.pieces, spoken.metadata, number)
+        asked = ops.before_gather(shard, request.pieces, request.metadata, number)
         whole = [
             ops.unshard(piece, show_members((each,)), group, keep, number)
             for piece, each in zip(asked, wire, strict=False)
         ]
-        sent = spoken.with_metadata(asked[len(wire) :])
+        sent = request.with_metadata(asked[len(wire) :])
         return extensions.after_gather(owner, sent, whole, member.dtype)[0]
 
     def gather_with_gradient(shard: Tensor) -> Tensor:
@@ -134,11 +175,13 @@ class _Gather(torch.autograd.Function):
         return ops.gradient(grad, *ctx.arguments), None, None
 
 
-def _check_result(owner: ShardedParam, spoken: Spoken, member: Member) -> None:
-    """Try on what this rank alone has: the values differ, the type is that of all."""
+def _try(owner: ShardedParam, request: Request, tensors: list[Tensor], member: Member) -> None:
+    """Make a whole of what this rank alone has: its values differ, its type is that of all."""
+    num_pieces = len(request.sent.inputs)
     with torch.no_grad():
-        pieces = [torch.cat([x] * owner.world) for _, x in spoken.sent.pieces(1)]
-        whole, _ = extensions.after_gather(owner, spoken.sent, pieces, member.dtype)
+        pieces = [torch.cat([each] * owner.world) for each in tensors[:num_pieces]]
+        sent = request.with_metadata(tensors[num_pieces:])
+        whole, _ = extensions.after_gather(owner, sent, pieces, member.dtype)
     if type(whole) is not Tensor:
         raise ValueError(
             f"fsdp_post_all_gather of {owner.name} returns a {type(whole).__name__}, a tensor "

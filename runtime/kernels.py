@@ -63,7 +63,7 @@ def _before_gather(
     shard: Tensor, pieces: str, metadata: str, param: int, *, table: Tensor | None = None
 ) -> list[Tensor]:
     (owner,) = look_up(table, [param])
-    return graph_extensions.ask(owner, pieces, metadata)
+    return graph_extensions.answer(owner, pieces, metadata)
 
 
 def _hold_grad(
@@ -74,7 +74,7 @@ def _hold_grad(
 
 
 def _to_device(shard: Tensor, device: str) -> Tensor:
-    return shard.detach().to(device, copy=True)
+    return shard.detach().to(device, copy=True, non_blocking=True)
 
 
 def _to_host(shard: Tensor) -> Tensor:
@@ -97,8 +97,10 @@ def _wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tenso
     return _redeem_copy(ticket).wait_on_host()
 
 
-def _launch_gather(tensors: list[Tensor], members: str, group: str, bucket: int) -> Tensor:
-    flight = collectives.launch_gather(tensors, read_members(members), group)
+def _launch_gather(
+    tensors: list[Tensor], members: str, group: str, bucket: int, copies: bool = False
+) -> Tensor:
+    flight = collectives.launch_gather(tensors, read_members(members), group, copies=copies)
     return _ticket(flight, tensors[0])
 
 

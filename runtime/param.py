@@ -8,6 +8,7 @@ business of `access.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import weakref
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from autoshard.runtime.reduce import Pending
     from autoshard.runtime.unit import Unit
 
+
+_numbers = itertools.count()
 
 Stamp = tuple[int, int, int, int]
 """Tells the values of a parameter from those it had before."""
@@ -137,6 +140,7 @@ class ShardedParam:
         # What the getter hands to the marker under torch.compile: plain constants to guard on.
         self.usual = self.in_full_precision = ("", "")  # see `describe()`
         self.is_extended = False  # its shard says what is gathered for it: see extensions.py
+        self.number = next(_numbers)  # of this one alone: what it says is traced into its graph
         self.group = self.axes.shard_group
         self.world = self.axes.shard_world
         self.device = mesh_device(self.axes.mesh)  # where it is gathered, if not where it lives
@@ -149,7 +153,10 @@ class ShardedParam:
         self.is_updated_by_hook = False  # since forward, when its gradient was accumulated
 
     def describe(self) -> None:
-        """Write down for markers how its unit gathers and reduces it; see `passes/ops.py`."""
+        """Write down for markers how its unit gathers and reduces it; see `passes/ops.py`.
+
+        Raises TypeError if its shard has one of the two methods of an extension.
+        """
         self.is_extended = is_extended(self.name, self.shard)
         self.usual = self._description(in_full_precision=False)
         self.in_full_precision = self._description(in_full_precision=True)
@@ -161,7 +168,7 @@ class ShardedParam:
             reduced = dataclasses.replace(reduced, shard_dtype=self.member.dtype)
         members, reduce = show_members((gathered,)), ""
         group = self.reduce_group
-        flags = ["ask"] * self.is_extended
+        flags = [f"ask:{self.number}"] * self.is_extended
         if self.unit.is_offloaded:
             flags.append(f"{FROM_HOST}{self.device.type}")
             reduced = dataclasses.replace(reduced, on_host=True)

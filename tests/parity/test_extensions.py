@@ -353,6 +353,63 @@ def test_tied_and_read_twice(rank: int) -> None:
         assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def scaled(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+    return outputs[0] * self.factor, outputs
+
+
+@on_ranks(2)
+def test_blocks_that_are_alike_but_for_their_shards(rank: int) -> None:
+    """What is made of the pieces is traced for each, though their code is one; what it reads of
+    the shard is looked at in each step.
+    """
+    torch.manual_seed(0)
+    model = Blocks()
+    for number, block in enumerate(model.blocks):
+        autoshard.fully_shard(block)
+        extend(block.linear.weight, lambda self, mesh: ((self,), None), scaled)
+        block.linear.weight._local_tensor.factor = 2.0 + number
+    x = torch.full((2, 4), 1.0 + rank)
+    want = model(x)
+    for block in model.blocks:
+        in_form(block, "compiled")
+    assert torch.equal(model(x), want)
+    model.blocks[1].linear.weight._local_tensor.factor = 7.0
+    with pytest.raises(RuntimeError, match=r"'factor': 7\.0.* when .*'factor': 3\.0"):
+        model(x)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@on_ranks(2)
+def test_tensors_in_metadata_and_one_piece(rank: int, lowering: str) -> None:
+    """Neither contiguous nor wanted for long: a compiler may write to what was sent."""
+
+    def pre(self: Tensor, mesh: Any) -> Any:
+        return (self * 2,), torch.arange(12.0).view(3, 4).t()
+
+    def post(self: Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        assert not metadata.is_meta
+        return outputs[0] / 2 + metadata.sum(1, keepdim=True), outputs
+
+    torch.manual_seed(0)
+    model = autoshard.fully_shard(Layer(6, 4, bias=False))
+    extend(model.linear.weight, pre, post)
+    x = torch.full((2, 6), 1.0 + rank)
+    want = model(x)
+    in_form(model, "compiled", lowering=lowering)
+    torch.testing.assert_close(model(x), want)
+
+
 @on_ranks(2)
 def test_what_is_not_compiled(rank: int) -> None:
     def forward(model: nn.Module) -> None:
@@ -365,6 +422,8 @@ def test_what_is_not_compiled(rank: int) -> None:
 
     with pytest.raises(Exception, match=r"layers\.0.* returns a Bf16Weight, a tensor subclass"):
         net_loss(in_form(autoshard.shard(build()), "compiled"), rank, 0)
+    with pytest.raises(Exception, match=r"metadata with a object, which isn't compiled yet"):
+        forward(extended(lambda self, mesh: ((self,), object())))
     calls = iter(range(100))
     with pytest.raises(
         Exception, match=r"of linear\.weight returns other metadata at each call: 0, then"

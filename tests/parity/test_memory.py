@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.memory import PeakMemory, PeakOfGraphs
 from support.ranks import on_ranks
-from support.selection import each_value
+from support.selection import IS_FULL, each_value
 from support.training import in_form
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -50,17 +50,23 @@ class Tower(nn.Module):
 
 
 def peak(model: Any, *, keeps: bool, compiled: bool = False) -> int:
-    """Of the third step. keeps: gradients of the step before, as while accumulating."""
+    """The least of the third step and two more: gloo's threads hold what they send a while longer,
+    or don't. keeps: gradients of the step before, as while accumulating.
+    """
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
     memory = PeakOfGraphs() if compiled else PeakMemory()
     with memory.compiling() if isinstance(memory, PeakOfGraphs) else contextlib.nullcontext():
         for _ in range(2):
             model(x).sum().backward()
-    if not keeps:
-        model.zero_grad()
-    with memory:
-        model(x).sum().backward()
-    return memory.peak
+    peaks = []
+    for _ in range(3):
+        if not keeps:
+            model.zero_grad()
+        memory.reset()
+        with memory:
+            model(x).sum().backward()
+        peaks.append(memory.peak)
+    return min(peaks)
 
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid 2x1", "hybrid 1x2", "replicate")
@@ -96,9 +102,13 @@ def test_not_above_fsdp2(rank: int, strategy: str, checkpointing: str | None) ->
     assert ours <= theirs
 
 
-@each_value(strategy=STRATEGIES, checkpointing=(None, "non-reentrant"))
+@each_value(
+    strategy=STRATEGIES if IS_FULL else ("shard_grad_op", "full_shard", "hybrid 2x1"),
+    checkpointing=(None, "non-reentrant"),
+)
 @on_ranks(2)
-def test_compiled(rank: int, strategy: str, checkpointing: str | None) -> None:
+def test_plain_lowering(rank: int, strategy: str, checkpointing: str | None) -> None:
+    """As in training, with gradients empty before the step."""
     model = in_form(build("autoshard", strategy, checkpointing), "compiled")
     ours = peak(model, keeps=False, compiled=True)
     eagerly = peak(build("autoshard", strategy, checkpointing), keeps=False)
@@ -106,5 +116,4 @@ def test_compiled(rank: int, strategy: str, checkpointing: str | None) -> None:
     print(f"{strategy}, {checkpointing}: {ours} bytes, eagerly {eagerly}, FSDP2 {theirs}")
     assert eagerly <= theirs
     assert ours <= theirs
-    # Gloo's copies of what it sends are seen, or not, as threads have it: one is 130 KB.
-    assert ours <= eagerly + 140_000
+    assert ours <= 1.003 * eagerly  # activations of one block more are there at the peak

@@ -27,6 +27,10 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
         self.peak = 0
         self._alive: dict[int, StorageWeakRef] = {}
 
@@ -71,6 +75,9 @@ class PeakOfGraphs:
     @property
     def peak(self) -> int:
         return self._mode.peak
+
+    def reset(self) -> None:
+        self._mode.reset()
 
     def __enter__(self) -> Any:
         self._is_on = True
