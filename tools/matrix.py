@@ -68,7 +68,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "optimizer": ("sgd", "adamw", "foreach adamw", "fused adamw"),
     "compiled": ("model", "model", "layers"),
     "on_host": (False, False, True),  # where shards live
-    "gathered": ("as it is", "as it is", "as bytes"),  # a layer's weight
+    "gathered": ("as it is", "as it is", "in two parts"),  # a layer's weight
 }
 
 
@@ -114,7 +114,7 @@ def draw(seed: int) -> Case:
     # gradients of another dtype than the parameter's.
     if case.lowering == "inductor" or case.precision == "bf16, gradients kept":
         case = dataclasses.replace(case, optimizer="sgd")
-    if case.gathered == "as bytes":  # that is not compiled for shards on the host
+    if case.gathered == "in two parts":  # that is not compiled for shards on the host
         case = dataclasses.replace(case, on_host=False)
     return case
 
@@ -198,20 +198,21 @@ def _shard(model: _Model, case: Case) -> Any:
     sharded.set_reshard_after_backward(not case.keeps)
     if case.divide_by is not None:
         sharded.layers[1].set_gradient_divide_factor(case.divide_by)
-    if case.gathered == "as bytes":
+    if case.gathered == "in two parts":
         shard_of_it = local_tensor(sharded.layers[0].up.weight)
-        for name, method in (("pre", _as_bytes), ("post", _from_bytes)):
+        for name, method in (("pre", _in_two_parts), ("post", _from_two_parts)):
             bound = types.MethodType(method, shard_of_it)
             setattr(shard_of_it, f"fsdp_{name}_all_gather", bound)
     return sharded
 
 
-def _as_bytes(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-    scale = self.abs().max().clamp(min=1e-3) / 100
-    return ((self / scale).round().to(torch.int8), scale.view(())), None
+def _in_two_parts(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+    """Not rounded: what is a last bit before is a step of the rounding after."""
+    scale = self.abs().max().clamp(min=1e-3)
+    return ((self / scale).double(), scale.view(())), None
 
 
-def _from_bytes(
+def _from_two_parts(
     self: Tensor, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     values, scales = outputs
@@ -326,7 +327,7 @@ def _compare_runs(case: Case) -> str | None:
     problem = compare_local(compiled, eager, rtol)
     if problem is not None:
         return f"compiled and eager differ: {problem}"
-    changes_values = case.divide_by is not None or case.gathered == "as bytes"
+    changes_values = case.divide_by is not None or case.gathered == "in two parts"
     if PRECISIONS[case.precision] is None and not changes_values:
         plain = _build(case)
         _train(plain, plain, case, replicated=True)
