@@ -115,14 +115,10 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
     table = table_of(members[0])
     if bucket.kind == "gather" and any(map(_is_made_here, members)):
         arguments = (*arguments, True)
-    ticket = graph.create_node(
-        "call_function",
-        _LAUNCH[bucket.kind],
-        arguments if table is None else (*arguments, table, list(bucket.params)),
-        name=f"launch_{bucket.kind}_{_identifier(bucket.unit)}",
-    )
+    if table is not None:
+        arguments = (*arguments, table, list(bucket.params))
+    ticket = _call(graph, _LAUNCH[bucket.kind], arguments, f"launch_{bucket.kind}", bucket)
     ticket.meta["val"] = members[0].meta["val"].new_empty(1, dtype=torch.uint8)
-    SOURCE.set(ticket, bucket.unit)
     return ticket
 
 
@@ -133,14 +129,8 @@ def _is_made_here(member: fx.Node) -> bool:
 
 
 def _all_reduce(graph: fx.Graph, launched: fx.Node, bucket: Bucket) -> fx.Node:
-    ticket = graph.create_node(
-        "call_function",
-        ops.all_reduce,
-        (launched, *launched.args[1:4]),
-        name=f"all_reduce_{_identifier(bucket.unit)}",
-    )
+    ticket = _call(graph, ops.all_reduce, (launched, *launched.args[1:4]), "all_reduce", bucket)
     ticket.meta["val"] = launched.meta["val"].new_empty(1)
-    SOURCE.set(ticket, bucket.unit)
     return ticket
 
 

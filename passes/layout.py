@@ -152,9 +152,9 @@ def read_members(text: str) -> tuple[Member, ...]:
 
 
 def _read_member(text: str) -> Member:
-    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\](?:@(\d+))?(?:->(\w+))?(\^host)?", text)
+    match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\](?:@(\d+))?(?:->(\w+))?(\^host)?", text)
     if match is None or not {match[1], match[4] or match[1]} <= DTYPES.keys():
         raise ValueError(f"{text!r} is no bucket member; one looks like f32[7,15]")
-    size = tuple(int(length) for length in match[2].split(",") if length)
+    size = tuple(map(int, match[2].split(",")))
     shard_dtype = DTYPES[match[4]] if match[4] else None
     return Member(DTYPES[match[1]], size, int(match[3] or 0), shard_dtype, bool(match[5]))

@@ -73,27 +73,27 @@ def table_of(node: fx.Node) -> fx.Node | None:
     return table
 
 
-AGAIN, _CUT, _ASK = "again", "cut:", "ask:"
+AGAIN = "again"
 
 
 def stays_whole(node: fx.Node) -> bool:
     """Whether the runtime has what an `unshard` marker wants, and keeps it."""
-    return "stay" in _flags(node)
+    return "stay" in ops.flags(_reduce_of(node))
 
 
 def is_again(node: fx.Node) -> bool:
     """Whether an `unshard` marker gathers over fewer ranks what was cut in forward."""
-    return AGAIN in _flags(node)
+    return AGAIN in ops.flags(_reduce_of(node))
 
 
 def smaller_group(node: fx.Node) -> str:
     """The group over which backward is to gather what an `unshard` marker wants; "" for its own."""
-    return next((flag.removeprefix(_CUT) for flag in _flags(node) if flag.startswith(_CUT)), "")
+    return ops.flag(_reduce_of(node), "cut:")
 
 
 def asks_shard(node: fx.Node) -> bool:
     """Whether the shard of an `unshard` marker says itself what is gathered for it."""
-    return any(flag.startswith(_ASK) for flag in _flags(node))
+    return bool(ops.flag(_reduce_of(node), "ask:"))
 
 
 def is_before_gather(node: fx.Node) -> bool:
@@ -118,7 +118,7 @@ def is_to_host(node: fx.Node) -> bool:
 
 def device_of_host_shard(node: fx.Node) -> str:
     """Where an `unshard` marker gathers a shard that lives on the host; "" for any other."""
-    return ops.host_shard_device(str(node.kwargs.get("reduce", "")))
+    return ops.flag(_reduce_of(node), ops.FROM_HOST)
 
 
 def is_preparation(node: fx.Node) -> bool:
@@ -149,8 +149,8 @@ def is_compute(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "output") and not is_planned(node)
 
 
-def _flags(unshard: fx.Node) -> list[str]:
-    return str(unshard.kwargs.get("reduce", "")).split(" ")[:-2]
+def _reduce_of(unshard: fx.Node) -> str:
+    return str(unshard.kwargs.get("reduce", ""))
 
 
 _GATHERS = (ops.unshard, ops.launch_load, ops.wait_load, ops.launch_gather, ops.wait_gather)

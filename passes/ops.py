@@ -116,17 +116,21 @@ def _fake_unshard(
     shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
 ) -> Tensor:
     (member,) = read_members(members)
-    device = host_shard_device(reduce) or shard.device
+    device = flag(reduce, FROM_HOST) or shard.device
     return shard.new_empty(member.size, dtype=member.dtype, device=device)
 
 
 FROM_HOST = "from_host:"
 
 
-def host_shard_device(reduce: str) -> str:
-    """Where an `unshard` with this `reduce` gathers a shard from the host; "" for any other."""
-    flags = reduce.split(" ")[:-2]
-    found = (flag.removeprefix(FROM_HOST) for flag in flags if flag.startswith(FROM_HOST))
+def flags(reduce: str) -> list[str]:
+    """What stands before member and group in the `reduce` of an `unshard`."""
+    return reduce.split(" ")[:-2]
+
+
+def flag(reduce: str, prefix: str) -> str:
+    """What follows `prefix` in the flag that begins with it; "" if there is none."""
+    found = (each.removeprefix(prefix) for each in flags(reduce) if each.startswith(prefix))
     return next(found, "")
 
 
@@ -259,8 +263,8 @@ def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, No
 
 def gradient(grad: Tensor, members: str, group: str, param: int, reduce: str) -> Tensor:
     """The marker for `grad`, of what an `unshard` with these arguments gave."""
-    *flags, reduced, reduce_group = reduce.split(" ") if reduce else (members, group)
-    marker = hold_grad if "hold" in flags else reduce_grad
+    reduced, reduce_group = reduce.split(" ")[-2:] if reduce else (members, group)
+    marker = hold_grad if "hold" in flags(reduce) else reduce_grad
     shard: Tensor = marker(grad, reduced, reduce_group, param)
     return shard
 

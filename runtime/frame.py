@@ -112,8 +112,8 @@ class Frame:
                 table.root.post_optim_event = None
             kept = _kept_whole([table[number] for number in stays])
             params = [values[position] for position in positions]
-            _check_extended(params, extended)
-            for position, shard in zip(positions, _shards(params, table), strict=True):
+            shards = _shards(params, extended, table)
+            for position, shard in zip(positions, shards, strict=True):
                 values[position] = shard
             return compiled(*values, *kept, table.tensor)
 
@@ -361,26 +361,26 @@ def _resolved(param: Tensor) -> ShardedParam:
     return sharded
 
 
-def _check_extended(params: list[Tensor], extended: list[bool]) -> None:
-    for param, is_extended in zip(params, extended, strict=True):
-        if has_methods(local_tensor(param)) != is_extended:
-            raise RuntimeError(
-                f"parameter {_resolved(param).name} was given fsdp_pre_all_gather, or lost it, "
-                "after it was compiled: put such methods on before the first forward"
-            )
+def _input_for(param: Tensor, is_extended: bool) -> Tensor:
+    """What a graph gets for `param`: its shard, or what stands for one that is asked.
 
-
-def _shards(params: list[Tensor], table: Table) -> Sequence[Tensor]:
-    if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, *params)
-        return shards
-    return list(map(_input_for, params))
-
-
-def _input_for(param: Tensor) -> Tensor:
-    """What a graph gets for `param`: its shard, or what stands for one that is asked."""
+    Raises RuntimeError if that is another than when it was compiled.
+    """
     shard = local_tensor(param)
-    return graph_extensions.stand_in(shard) if has_methods(shard) else shard
+    if has_methods(shard) != is_extended:
+        raise RuntimeError(
+            f"parameter {_resolved(param).name} was given fsdp_pre_all_gather, or lost it, after "
+            "it was compiled: put such methods on before the first forward"
+        )
+    return graph_extensions.stand_in(shard) if is_extended else shard
+
+
+def _shards(params: list[Tensor], extended: list[bool], table: Table) -> Sequence[Tensor]:
+    inputs = list(map(_input_for, params, extended))
+    if torch.is_grad_enabled() and any(param.requires_grad for param in params):
+        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, inputs, *params)
+        return shards
+    return inputs
 
 
 def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
@@ -397,13 +397,15 @@ class _LocalShards(torch.autograd.Function):
     """All parameters' local tensors at once; their gradients become DTensors on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, table: Table, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, table: Table, inputs: list[Tensor], *params: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.table = table  # backward looks things up in it
         ctx.sharded = [resolve(param) for param in params]
         ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
         ctx.kept_as = list(map(_kept_dtype, ctx.sharded))
         ctx.set_materialize_grads(False)
-        shards = tuple(_input_for(param).detach() for param in params)
+        shards = tuple(each.detach() for each in inputs)
         ctx.mark_non_differentiable(
             *(s for s, p in zip(shards, params, strict=True) if not p.requires_grad)
         )
@@ -440,4 +442,4 @@ class _LocalShards(torch.autograd.Function):
                 steps.close_compiled(owner)
         for unit in {sharded.unit for sharded in used}:
             reduce.fill_unused(unit, used)
-        return None, *handed_on
+        return None, None, *handed_on

@@ -55,7 +55,6 @@ def answer(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
 class Request:
     """What a shard asks to have gathered for it, without the values.
 
-    sent:     as it is, on the meta device.
     pieces:   dtypes and sizes of what goes on the wire, then of tensors in the metadata.
     metadata: as text, with what there is in it beside tensors; and simple attributes of the shard.
     """
@@ -68,6 +67,7 @@ class Request:
                 f"fsdp_pre_all_gather of {owner.name} returns a tensor of {unnamed or elsewhere}, "
                 "which isn't compiled yet"
             )
+        self._inputs = [(x.shape, x.dtype) for x in sent.inputs]
         self.pieces = show_members(tuple(Member(x.dtype, tuple(x.shape)) for x in tensors))
         self._leaves, self._structure = pytree.tree_flatten(sent.metadata)
         shown = [_show(owner, leaf) for leaf in self._leaves]
@@ -78,20 +78,28 @@ class Request:
         }
         told = str(pytree.tree_unflatten(shown, self._structure))
         self.metadata = f"{told} {simple}" if simple else told
-        self.sent = Sent(tuple(x.to("meta") for x in sent.inputs), None)
 
-    def with_metadata(self, tensors: list[Tensor]) -> Sent:
-        """What was asked for, with `tensors` in the metadata."""
-        of = iter(tensors)
-        leaves = [next(of) if isinstance(leaf, _Tensor) else leaf for leaf in self._leaves]
-        return Sent(self.sent.inputs, pytree.tree_unflatten(leaves, self._structure))
+    def sent(self, tensors: list[Tensor]) -> Sent:
+        """What was asked for, with the last of `tensors`, those of `pieces`, in the metadata;
+        what goes on the wire is on the meta device.
+        """
+        beside = iter(tensors[len(self._inputs) :])
+        leaves = [
+            next(beside).view(leaf.shape) if isinstance(leaf, _Tensor) else leaf
+            for leaf in self._leaves
+        ]
+        inputs = tuple(torch.empty(size, dtype=d, device="meta") for size, d in self._inputs)
+        return Sent(inputs, pytree.tree_unflatten(leaves, self._structure))
 
 
 class _Tensor:
     """Stands in metadata for a tensor."""
 
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+
     def __repr__(self) -> str:
-        return "Tensor"
+        return f"Tensor{list(self.shape)}"
 
 
 def _show(owner: ShardedParam, leaf: Any) -> Any:
@@ -115,8 +123,8 @@ def ask(owner: ShardedParam) -> tuple[Request, list[Tensor]]:
         def take(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            beside.append(leaf.detach())
-            return _Tensor()
+            beside.append(leaf.detach().reshape(leaf.shape or (1,)))  # a member has dims
+            return _Tensor(leaf.shape)
 
         metadata = pytree.tree_map(take, sent.metadata)
         tensors = [*(tensor for _, tensor in sent.pieces(1)), *beside]
@@ -143,7 +151,7 @@ def spell_out(
         )
     (member,) = read_members(members)
     _try(owner, request, tensors, member)
-    wire = [piece for piece, _ in request.sent.pieces(owner.world)]
+    wire = [piece for piece, _ in request.sent(tensors).pieces(owner.world)]
 
     def gather(shard: Tensor) -> Tensor:
         asked = ops.before_gather(shard, request.pieces, request.metadata, number)
@@ -151,8 +159,7 @@ def spell_out(
             ops.unshard(piece, show_members((each,)), group, keep, number)
             for piece, each in zip(asked, wire, strict=False)
         ]
-        sent = request.with_metadata(asked[len(wire) :])
-        return extensions.after_gather(owner, sent, whole, member.dtype)[0]
+        return extensions.after_gather(owner, request.sent(asked), whole, member.dtype)[0]
 
     def gather_with_gradient(shard: Tensor) -> Tensor:
         whole: Tensor = _torch.apply(_Gather, shard, gather, (members, group, number, reduce))
@@ -177,10 +184,9 @@ class _Gather(torch.autograd.Function):
 
 def _try(owner: ShardedParam, request: Request, tensors: list[Tensor], member: Member) -> None:
     """Make a whole of what this rank alone has: its values differ, its type is that of all."""
-    num_pieces = len(request.sent.inputs)
     with torch.no_grad():
-        pieces = [torch.cat([each] * owner.world) for each in tensors[:num_pieces]]
-        sent = request.with_metadata(tensors[num_pieces:])
+        sent = request.sent(tensors)
+        pieces = [torch.cat([each] * owner.world) for each in tensors[: len(sent.inputs)]]
         whole, _ = extensions.after_gather(owner, sent, pieces, member.dtype)
     if type(whole) is not Tensor:
         raise ValueError(

@@ -37,7 +37,7 @@ def _unshard(
     shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
 ) -> Tensor:
     (member,) = read_members(members)
-    shard = shard.detach().to(ops.host_shard_device(reduce) or shard.device)
+    shard = shard.detach().to(ops.flag(reduce, ops.FROM_HOST) or shard.device)
     if groups.size(group) == 1:  # an op's output may not alias its input
         return shard.to(member.dtype, copy=True)
     return collectives.wait_gather(collectives.launch_gather([shard], (member,), group))[0]

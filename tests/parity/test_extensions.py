@@ -429,7 +429,10 @@ def test_what_is_not_compiled(rank: int) -> None:
         Exception, match=r"of linear\.weight returns other metadata at each call: 0, then"
     ):
         forward(extended(lambda self, mesh: ((self,), next(calls))))
-    wrong = lambda self, outputs, metadata, dtype, out=None: (outputs[0].double(), outputs)  # noqa: E731
+
+    def wrong(self: Tensor, outputs: Any, metadata: Any, dtype: Any) -> Any:
+        return outputs[0].double(), outputs
+
     with pytest.raises(Exception, match=r"of linear\.weight returns torch.float64: expected"):
         forward(extended(lambda self, mesh: ((self,), None), wrong))
 
@@ -437,7 +440,10 @@ def test_what_is_not_compiled(rank: int) -> None:
 @on_ranks(2)
 def test_changes_after_compilation(rank: int) -> None:
     metadata = 0
-    same = lambda self, outputs, metadata, dtype, out=None: (outputs[0], outputs)  # noqa: E731
+
+    def same(self: Tensor, outputs: Any, metadata: Any, dtype: Any) -> Any:
+        return outputs[0], outputs
+
     model = autoshard.fully_shard(Layer(6, 4))
     extend(model.linear.weight, lambda self, mesh: ((self,), metadata), same)
     in_form(model, "compiled")

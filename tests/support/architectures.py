@@ -13,6 +13,13 @@ ARCHITECTURES = ("llama", "bert", "gpt2", "vit", "t5", "mixtral", "dit")
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 """How `transformers` computes a mixture of experts; the last loops over those that are hit."""
 
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
 
 def architecture(name: str, *, experts: str = "grouped_mm") -> nn.Module:
     """Random weights, no dropout. experts: Mixtral's, see EXPERTS."""
@@ -23,11 +30,8 @@ def architecture(name: str, *, experts: str = "grouped_mm") -> nn.Module:
     if name == "llama":
         return hf.LlamaForCausalLM(
             hf.LlamaConfig(
+                **_SMALL,
                 vocab_size=97,
-                hidden_size=32,
-                intermediate_size=56,
-                num_hidden_layers=2,
-                num_attention_heads=4,
                 num_key_value_heads=2,
                 max_position_embeddings=64,
             )
@@ -49,11 +53,8 @@ def architecture(name: str, *, experts: str = "grouped_mm") -> nn.Module:
     if name == "bert":
         return hf.BertForMaskedLM(
             hf.BertConfig(
+                **_SMALL,
                 vocab_size=97,
-                hidden_size=32,
-                intermediate_size=56,
-                num_hidden_layers=2,
-                num_attention_heads=4,
                 max_position_embeddings=64,
                 hidden_dropout_prob=0.0,
                 attention_probs_dropout_prob=0.0,
@@ -75,10 +76,7 @@ def architecture(name: str, *, experts: str = "grouped_mm") -> nn.Module:
     if name == "vit":
         return hf.ViTForImageClassification(
             hf.ViTConfig(
-                hidden_size=32,
-                intermediate_size=56,
-                num_hidden_layers=2,
-                num_attention_heads=4,
+                **_SMALL,
                 image_size=16,
                 patch_size=4,
                 num_labels=5,
@@ -90,11 +88,8 @@ def architecture(name: str, *, experts: str = "grouped_mm") -> nn.Module:
     if name == "mixtral":
         return hf.MixtralForCausalLM(
             hf.MixtralConfig(
+                **_SMALL,
                 vocab_size=97,
-                hidden_size=32,
-                intermediate_size=56,
-                num_hidden_layers=2,
-                num_attention_heads=4,
                 num_key_value_heads=2,
                 max_position_embeddings=64,
                 num_local_experts=5,

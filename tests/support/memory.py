@@ -97,7 +97,7 @@ class PeakOfGraphs:
                 with self._mode if self._is_on else contextlib.nullcontext():
                     return run(args)
 
-            call._boxed_call = True  # type: ignore[attr-defined]
+            call._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd looks for it
             return call
 
         with pytest.MonkeyPatch.context() as patch:

@@ -37,8 +37,8 @@ def each_value(**options: Iterable[Any]) -> pytest.MarkDecorator:
 
 
 def _in_turn(values: list[list[Any]]) -> Iterable[list[Any]]:
-    """Each of `values`, repeated to the length of the longest; those of one length are shifted
-    against one another, so as not to go hand in hand."""
+    """Each of `values`, repeated to the length of the longest. Of two of one length, the second is
+    one further each time that the first begins anew: they then meet in other pairs."""
     longest = max(map(len, values))
     before: Counter[int] = Counter()
     for each in values:

@@ -84,6 +84,33 @@ BROKEN = {
         """,
         r"%got waits for ticket, which is no launch",
     ),
+    "copy without a wait": (
+        """
+        in %w: f32[4]
+        %copy: u8[1] = autoshard.launch_load([%w], 'cpu', 0)
+        return [%w]
+        """,
+        r"%copy must go to one wait of the same tensors, not to nothing",
+    ),
+    "wait for a copy of something else": (
+        """
+        in %w: f32[4]
+        in %v: f32[4]
+        %copy: u8[1] = autoshard.launch_store([%w], 0)
+        %got: (f32[4]) = autoshard.wait_store(%copy, [%v], 0)
+        return [%got]
+        """,
+        r"%copy must go to one wait of the same tensors, not to %got",
+    ),
+    "wait for no copy": (
+        """
+        in %w: f32[4]
+        in %ticket: u8[1]
+        %got: (f32[4]) = autoshard.wait_load(%ticket, [%w], 'cpu', 0)
+        return [%got]
+        """,
+        r"%got waits for ticket, which starts no copy",
+    ),
     "bucket launched twice": (
         """
         in %w: f32[4]
