@@ -214,10 +214,8 @@ save_on = {world: on_ranks(world)(save_here) for world in (1, 2, 4)}
 load_on = {world: on_ranks(world)(load_here) for world in (1, 2, 4)}
 
 
-@pytest.mark.parametrize("build", BUILD)
-@pytest.mark.parametrize(
-    ("saved", "on", "loaded", "then_on"),
-    [
+@each_value(
+    case=[
         ("eager", 2, "plain", 1),
         ("compiled", 2, "eager", 1),
         ("eager", 2, "eager", 4),
@@ -225,11 +223,13 @@ load_on = {world: on_ranks(world)(load_here) for world in (1, 2, 4)}
         ("plain", 1, "eager", 2),
         ("eager", 1, "uncalled", 2),
     ],
+    build=BUILD,
 )
 def test_another_number_of_ranks(
-    tmp_path: Path, build: str, saved: str, on: int, loaded: str, then_on: int
+    tmp_path: Path, case: tuple[str, int, str, int], build: str
 ) -> None:
     """A51, D-3: rows move between ranks, no padding is ever saved."""
+    saved, on, loaded, then_on = case
     folder = str(tmp_path / "checkpoint")
     save_on[on](folder=folder, build=build, kind=saved)
     load_on[then_on](folder=folder, build=build, kind=loaded)
@@ -241,8 +241,7 @@ def by_hand(model: Net, **arguments: object) -> Net:
     return fully_shard(model, **arguments)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("reshard", [None, True, False])
+@each_value(reshard=[None, True, False], compile=[False, True])
 @on_ranks(2)
 def test_shards_after_any_forward(rank: int, reshard: bool | None, compile: bool) -> None:
     """D-9, D-48: also while whole parameters wait for backward, and after one that had none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.memory import PeakMemory, PeakOfGraphs
@@ -91,8 +90,7 @@ def build(library: str, strategy: str, checkpointing: str | None) -> nn.Module:
     return shard(model, **arguments)
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(strategy=STRATEGIES, checkpointing=CHECKPOINTING)
 @on_ranks(2)
 def test_not_above_fsdp2(rank: int, strategy: str, checkpointing: str | None) -> None:
     ours, theirs = (

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.issue import counts, kinds
 from support.models import Net, net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import (
     adamw,
     assert_same,
@@ -227,9 +228,9 @@ def test_comm_hook_without_shards(rank: int, form: str) -> None:
     assert_same(model, want)
 
 
-@pytest.mark.parametrize("compress", [None, "fp16", "bf16"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@in_both_forms
+@each_value(
+    compress=[None, "fp16", "bf16"], strategy=["full_shard", "no_shard"], form=["compiled", "eager"]
+)
 @on_ranks(2)
 def test_the_hooks_of_torch(rank: int, strategy: str, compress: str | None, form: str) -> None:
     """A14: with their states, which hold the factors before and after the sum."""

@@ -133,8 +133,7 @@ def test_eager_block_in_a_compiled_model(rank: int, strategy: str) -> None:
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@each_value(checkpointing=[None, "non-reentrant", "reentrant"], lowering=["eager", "inductor"])
 @on_ranks(2)
 def test_compiled_blocks_in_an_eager_model(
     rank: int, checkpointing: str | None, lowering: str
@@ -422,8 +421,7 @@ def drops_loss(model: Any, rank: int, step: int) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("form", ["eager", "compiled"])
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+@each_value(checkpointing=[None, "non-reentrant", "reentrant"], form=["compiled", "eager"])
 @on_ranks(2)
 def test_dropout(rank: int, checkpointing: str | None, form: str) -> None:
     """D-74: forward draws the masks of the replicated model, and recomputing draws them again."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.issue import counts
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.selection import part_of
+from support.selection import each_value, part_of
 from support.training import adamw, assert_same, in_both_forms, in_form, replicated, sgd, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,8 +39,7 @@ def build() -> Net:
 MANY_RANKS_RTOL = 1e-5
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+@each_value(mesh=[(2, 2), (4, 1), (1, 4)], strategy=["hybrid_shard", "hybrid_shard_zero2"])
 @on_ranks(4)
 def test_hybrid_on_four_ranks(rank: int, strategy: str, mesh: tuple[int, int]) -> None:
     """A7, A52, A57, D-1: on every shape of mesh, also where one axis has size 1."""
