@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from support.models import Net, tokens
 from support.ranks import on_ranks
+from support.selection import part_of
 from support.training import assert_same, average_gradients
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -378,7 +379,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.checkpointer} on {case.then_on}")
+@pytest.mark.parametrize(
+    "case", part_of(CASES, every=2), ids=lambda case: f"{case.checkpointer} on {case.then_on}"
+)
 def test_only_the_import_line_changes(tmp_path: Path, case: Case) -> None:
     """A51, D-3, D-7, D-40."""
     begin_on(folder=str(tmp_path), case=case)

@@ -136,6 +136,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     importlib.import_module("autoshard.backend")
     gc.collect()
     gc.freeze()  # a million objects of torch's, which each collection would look at in vain
+    gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     modules: dict[str, ModuleType] = {}
