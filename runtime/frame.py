@@ -15,6 +15,7 @@ number in the table of this frame's parameters.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,9 @@ from autoshard.runtime import step as steps
 from autoshard.runtime.agreement import course
 from autoshard.runtime.extensions import has_methods
 from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
+from autoshard.runtime.saved import in_checkpoint, in_recomputation
 from autoshard.runtime.tables import Table, Tables
+from autoshard.runtime.unit import Unit
 from autoshard.runtime.whole import Whole
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
@@ -349,10 +352,19 @@ def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
     of = dict(zip(units, whole, strict=True))
     kept = [of[param.unit][param] for param in params]
     for unit in units:
-        if not (unit.keeps_after_backward or unit.is_unsharded_by_user):
-            unit.kept = None  # only this step needs it still
-            unit.describe()
+        if unit.keeps_after_backward or unit.is_unsharded_by_user:
+            continue
+        if in_recomputation():  # there may be another one in this backward
+            _torch.queue_backward_callback(functools.partial(_let_go, unit))
+        elif not in_checkpoint():  # else it is run again, by the same graph
+            _let_go(unit)
     return kept
+
+
+def _let_go(unit: Unit) -> None:
+    """Only the step that runs now needs what was kept of `unit`."""
+    unit.kept = None
+    unit.describe()
 
 
 def _resolved(param: Tensor) -> ShardedParam:

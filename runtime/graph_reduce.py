@@ -95,7 +95,9 @@ class UnitReductions:
             reduction.advance()
 
     def wait(self, like: Tensor, members: str, group: str) -> list[Tensor]:
-        """This rank's parts of the gradients; of those that wait still, nothing."""
+        """This rank's parts of the gradients; of those that wait still, zeros: a compiler may
+        count on the strides of what a graph waits for.
+        """
         parts: dict[ShardedParam, Tensor] = {}
         for reduction in self._reductions:
             parts.update(reduction.wait())
@@ -104,6 +106,7 @@ class UnitReductions:
             if owner in parts:
                 shards[index] = parts[owner].to(shards[index])  # its dtype, and where it is to be
             else:
+                shards[index] = shards[index].contiguous()
                 owner.is_withheld = True
         return shards
 

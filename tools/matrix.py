@@ -29,6 +29,7 @@ from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPoli
 from autoshard.tools.parity import average_gradients, compare_local
 
 STEPS = 3
+FLOOR = 0.02  # biases begin at zero, and hold little but rounding after few steps in bfloat16
 F32, BF16 = torch.float32, torch.bfloat16
 
 PRECISIONS: dict[str, MixedPrecisionPolicy | None] = {
@@ -324,19 +325,29 @@ def _compare_runs(case: Case) -> str | None:
     rtol = _rtol(case)
     if rtol == 0.0 and losses != eager_losses:
         return f"losses differ: compiled {losses}, eager {eager_losses}"
-    problem = compare_local(compiled, eager, rtol)
+    problem = compare_local(compiled, eager, rtol, floor=FLOOR)
     if problem is not None:
         return f"compiled and eager differ: {problem}"
     changes_values = case.divide_by is not None or case.gathered == "in two parts"
     if PRECISIONS[case.precision] is None and not changes_values:
         plain = _build(case)
         _train(plain, plain, case, replicated=True)
-        # Sums of gradients that are reduced one by one are taken over ranks first.
-        exact = case.accumulation in ("none", "no_sync")
-        problem = compare_local(eager, plain, 0.0 if exact else 1e-4)
+        problem = compare_local(eager, plain, 0.0 if _is_exact(case) else 1e-4)
         if problem is not None:
             return f"eager and replicated differ: {problem}"
     return None
+
+
+def _is_exact(case: Case) -> bool:
+    """Whether the eager runtime takes the sums of the replicated model, in its order.
+
+    Not of gradients that are reduced one by one, which are summed over ranks first; nor of a layer
+    used twice in reentrant checkpoints, as each use has a backward of its own. And torch's fused
+    AdamW on a CPU rounds an element by where it stands, which is elsewhere in a shard.
+    """
+    twice = case.used == "a layer twice" and case.checkpointing == "reentrant"
+    is_summed_alike = case.accumulation in ("none", "no_sync") and not twice
+    return is_summed_alike and case.optimizer != "fused adamw"
 
 
 def _rtol(case: Case) -> float:

@@ -234,16 +234,19 @@ def _compare(runs: dict[str, _Run], run: str, against: str, rtol: float) -> Comp
     return Comparison(run, against, Difference(name, rank, step, absolute, relative, overall), rtol)
 
 
-def compare_local(got: nn.Module, want: nn.Module, rtol: float) -> str | None:
+def compare_local(
+    got: nn.Module, want: nn.Module, rtol: float, *, floor: float = 0.0
+) -> str | None:
     """The first parameter whose part on this rank differs by more than `rtol`, in words.
 
     want: replicated, or sharded likewise.
+    rtol: of the part's largest element, or of `floor` if that is smaller.
     """
     theirs = dict(want.named_parameters())
     for name, param in got.named_parameters():
         other = theirs[name.replace("_orig_mod.", "")]
         absolute, relative = _difference(_local(param, param), _local(other, param))
-        if relative > rtol:
+        if relative > rtol and absolute > rtol * floor:
             return f"{name} by {absolute:.3g} ({relative:.3g} relative)"
     return None
 

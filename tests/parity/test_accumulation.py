@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from typing import Any
@@ -23,6 +24,7 @@ from support.training import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -432,6 +434,62 @@ def test_two_graphs_lowered_by_inductor(rank: int) -> None:
             assert [each["reduce"] for each in sent] == [0, 0, 0, 4]
         models.append(model)
     assert_same(models[1], models[0], rtol=1e-5)  # Inductor fuses, and rounds less
+
+
+@on_ranks(2)
+def test_sums_that_wait_for_their_all_reduce_lowered_by_inductor(rank: int) -> None:
+    """What a graph waits for, and is not there yet, has the strides that Inductor counts on."""
+    models = []
+    for form in FORMS:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        model = autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh)
+        model = in_form(model, form, lowering="inductor")
+        optimizer = sgd(model)
+        for batch in range(BATCHES):
+            model.set_requires_all_reduce(batch == BATCHES - 1)
+            net_loss(model, rank, batch).backward()
+        optimizer.step()
+        models.append(model)
+    assert_same(models[1], models[0], rtol=1e-5)  # Inductor fuses, and rounds less
+
+
+class RunAgain(Net):
+    """Layers in checkpoints, the first of them used again after the last, maybe."""
+
+    def __init__(self, used_twice: bool) -> None:
+        super().__init__(tied=False, checkpointing="non-reentrant")
+        self.used_twice = used_twice
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in (*self.layers, *self.layers[: int(self.used_twice)]):
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("used_twice", [False, True])
+@on_ranks(2)
+def test_kept_parameters_in_compiled_layers_that_are_run_again(rank: int, used_twice: bool) -> None:
+    """The last micro-batch finds parameters whole, and so does what it runs again in backward."""
+
+    torch.manual_seed(0)
+    want = RunAgain(used_twice)
+    models = [want, autoshard.shard(copy.deepcopy(want), strategy="shard_grad_op")]
+    for layer in models[1].layers:
+        in_form(layer, "compiled")
+    for model in models:
+        optimizer = adamw(model)
+        for step in range(2):
+            for batch in range(BATCHES):
+                if model is not want:
+                    model.set_requires_gradient_sync(batch == BATCHES - 1)
+                net_loss(model, rank, BATCHES * step + batch).backward()
+            if model is want:
+                average_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    # A layer used twice has a graph for each use, and a reduce of each.
+    assert_same(models[1], want, rtol=1e-4 if used_twice else 0.0)
 
 
 @on_ranks(2)
