@@ -1,0 +1,101 @@
+"""The time that no decision can beat, whatever its buckets, order, layout or memory.
+
+Ops 0 to N - 1 take c_i, one after another. A(i) is the time on a link of all that must have been
+gathered before op i, R(j) of all gradients made by op j or later; each is followed, or preceded, by
+at least one start-up alpha. Then no step takes less than
+
+    compute    C(0..N)
+    link       alpha + A(N)  +  alpha + R(0)                           where both use one link
+    start-up   max over i <= j of  alpha + A(i)  +  C(i..j)  +  alpha + R(j)
+
+as each byte read by op i crosses its link before it, ops keep their order, and each byte made by
+op j crosses after it. What a layout costs beside (members of a grouped bucket, copies) is left out,
+as other layouts do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoshard.passes.planner.problem import Item, Problem
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound, and what it comes from: "compute", "link" or "start-up"."""
+
+    time_us: float
+    binding: str
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """The largest of the three bounds; of equal ones, the first."""
+    compute = problem.compute_us[-1]
+    heads = _heads(problem)
+    tails = _tails(problem)
+    link = max(
+        (
+            _total(problem, problem.gathers, name) + _total(problem, problem.reduces, name)
+            for name in _link_names(problem)
+        ),
+        default=0.0,
+    )
+    # Op p does not begin before `reached`: the head of any op up to it, and compute since then.
+    # What is made right before position p is made by op p - 1, and waits for no head of p.
+    reached, path = heads.get(0, 0.0), tails.get(0, 0.0)
+    for position in range(1, problem.num_ops + 1):
+        reached += problem.op_us[position - 1]
+        path = max(path, reached + tails.get(position, 0.0))
+        reached = max(reached, heads.get(position, 0.0))
+    path = max(path, reached)
+    bounds = [(compute, "compute"), (link, "link"), (path, "start-up")]
+    time_us = max(time for time, _ in bounds)
+    # The way through compute alone is one of the path's: rounding must not name it start-up.
+    binding = next(name for time, name in bounds if time >= time_us * (1 - 1e-9))
+    return Bound(time_us, binding)
+
+
+def _link_names(problem: Problem) -> list[str]:
+    return sorted({link.name for links in problem.costs.links.values() for link in links})
+
+
+def _total(problem: Problem, items: Iterable[Item], name: str) -> float:
+    """Of all items that pass link `name`, in one bucket."""
+    alphas, total = [], 0.0
+    for item in items:
+        for link in problem.costs.links[item.carrier]:
+            if link.name == name:
+                alphas.append(link.alpha_us)
+                total += item.num_bytes * link.us_per_byte
+    return total + min(alphas, default=0.0)
+
+
+def _heads(problem: Problem) -> dict[int, float]:
+    """By position: the time in which what is read before it can be gathered at best."""
+    heads: dict[int, float] = {}
+    for name in _link_names(problem):
+        alpha, total = float("inf"), 0.0
+        for item in problem.gathers:
+            for link in problem.costs.links[item.carrier]:
+                if link.name == name:
+                    alpha = min(alpha, link.alpha_us)
+                    total += item.num_bytes * link.us_per_byte
+                    heads[item.used] = max(heads.get(item.used, 0.0), alpha + total)
+    return heads
+
+
+def _tails(problem: Problem) -> dict[int, float]:
+    """By position: the time that reducing what is made right before it, or later, takes at best."""
+    tails: dict[int, float] = {}
+    for name in _link_names(problem):
+        alpha, total = float("inf"), 0.0
+        for item in reversed(problem.reduces):
+            before = 0.0  # the first link's start-up comes before the second's
+            for link in problem.costs.links[item.carrier]:
+                if link.name == name:
+                    alpha = min(alpha, before + link.alpha_us)
+                    total += item.num_bytes * link.us_per_byte
+                    tails[item.ready] = max(tails.get(item.ready, 0.0), alpha + total)
+                before += link.alpha_us
+    return tails

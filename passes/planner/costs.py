@@ -1,0 +1,64 @@
+"""Microseconds of a collective and of the copies around it.
+
+A collective of B whole bytes takes `alpha_us + B * us_per_byte` on its link. In a *packed* bucket
+of several members a gather's shards are copied together before it and the parameters out of it
+after, a reduce's gradients together before; in a *grouped* bucket nothing is copied, and each
+member after the first costs `member_us` on the link. A gather of one member is copied nowhere; nor
+is a reduce, where the collective itself divides the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PACKED, GROUPED = "packed", "grouped"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of collective over one group.
+
+    name: collectives with the same name wait for each other.
+    """
+
+    name: str
+    alpha_us: float
+    us_per_byte: float
+    member_us: float
+
+    def time_us(self, num_bytes: int, num_members: int, layout: str) -> float:
+        extra = (num_members - 1) * self.member_us if layout == GROUPED else 0.0
+        return self.alpha_us + num_bytes * self.us_per_byte + extra
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of every carrier.
+
+    links:            a carrier's collectives, one after another: a reduce over replicas has two.
+    shards:           ranks that a carrier's whole is cut over.
+    copy_us_per_byte: of reading or writing one byte on the device.
+    contention:       how much longer compute takes while a collective runs; at least 1.
+    divides:          whether collectives divide sums.
+    """
+
+    links: Mapping[str, tuple[Link, ...]]
+    shards: Mapping[str, int]
+    copy_us_per_byte: float
+    contention: float = 1.0
+    divides: bool = True
+
+    def copy_in_us(self, kind: str, carrier: str, num_bytes: int, num_members: int) -> float:
+        """Before a packed bucket's launch."""
+        if kind == "gather":
+            part = num_bytes / self.shards[carrier] if num_members > 1 else 0.0
+        else:
+            part = num_bytes if num_members > 1 or not self.divides else 0.0
+        return 2 * part * self.copy_us_per_byte
+
+    def copy_out_us(self, kind: str, num_bytes: int, num_members: int) -> float:
+        """After a packed bucket's wait: reduces hand out views."""
+        if num_members == 1 or kind == "reduce":
+            return 0.0
+        return 2 * num_bytes * self.copy_us_per_byte

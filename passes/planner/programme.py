@@ -1,0 +1,159 @@
+"""The best contiguous buckets of one carrier's gathers, exactly, where memory is no limit.
+
+Items 0 to n - 1 in order of first use; the ops between the first uses of item j and of item j + 1
+take c_j. Bucket k of items i to j - 1 has crossed the link once all before it have; with copies,
+
+    finish(j) = max(finish(i), crossed(j)) + copies(i..j) + c_i + ... + c_(j-1)
+
+This is a flow shop of two machines with set-up times. A state is (items placed, time crossed,
+compute finished): of two with the same items placed, one that is no earlier in either is dropped,
+and so is any that can't beat what is known already. What is left is searched item by item: exact,
+as both times only grow with what went before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.passes.planner.costs import GROUPED, PACKED
+from autoshard.passes.planner.problem import Item, Problem
+
+EFFORT = 200_000  # steps of the search: some 0.2 s
+
+
+@dataclass(frozen=True)
+class Programme:
+    """Where buckets end, in items; the time of the formula; whether no buckets have less."""
+
+    ends: tuple[int, ...]
+    time_us: float
+    is_exact: bool
+
+
+def best_buckets(problem: Problem, items: Sequence[Item], layout: str) -> Programme:
+    """Buckets of `items`, gathers of one carrier in order of first use, all of them in `layout`.
+
+    Beyond `EFFORT` steps only bucket lengths of 1, 2, 3, 4, 6, 8, 12, ... are tried, and
+    `is_exact` is False.
+    """
+    table = _Table(problem, items, layout)
+    known = min(table.capped(), key=lambda found: found.time_us)
+    every_length = list(range(1, len(items) + 1))
+    found = table.search(every_length, known, EFFORT)
+    if found is None:
+        found = table.search(_few(len(items)), known, None)
+        assert found is not None
+        return Programme(found.ends, found.time_us, is_exact=False)
+    return found
+
+
+class _Table:
+    """Prefix sums over items, and the formula."""
+
+    def __init__(self, problem: Problem, items: Sequence[Item], layout: str) -> None:
+        costs, carrier = problem.costs, items[0].carrier
+        (link,) = costs.links[carrier]
+        self.count = len(items)
+        self.alpha = link.alpha_us
+        self.member = link.member_us if layout == GROUPED else 0.0
+        self.is_packed = layout == PACKED
+        self.bytes = [0]
+        for item in items:
+            self.bytes.append(self.bytes[-1] + item.num_bytes)
+        self.crossing = [num_bytes * link.us_per_byte for num_bytes in self.bytes]
+        self.copying = [
+            costs.copy_in_us("gather", carrier, num_bytes, 2)
+            + costs.copy_out_us("gather", num_bytes, 2)
+            for num_bytes in self.bytes
+        ]
+        uses = [item.used for item in items] + [problem.num_ops]
+        self.compute = [problem.compute_us[position] for position in uses]
+
+    def step(self, crossed: float, finished: float, i: int, j: int) -> tuple[float, float]:
+        """Once items i to j - 1, as one bucket, are gathered and computed with."""
+        crossed += self.alpha + self.crossing[j] - self.crossing[i] + (j - i - 1) * self.member
+        copies = self.copying[j] - self.copying[i] if self.is_packed and j - i > 1 else 0.0
+        return crossed, max(finished, crossed) + copies + self.compute[j] - self.compute[i]
+
+    def time_us(self, ends: Sequence[int]) -> float:
+        crossed, finished, i = 0.0, self.compute[0], 0
+        for j in ends:
+            crossed, finished = self.step(crossed, finished, i, j)
+            i = j
+        return finished
+
+    def capped(self) -> list[Programme]:
+        """Buckets filled up to a cap, for caps from the largest item's to all."""
+        found, cap = [], 1
+        while cap < 2 * self.bytes[-1]:
+            ends = []
+            start = 0
+            for j in range(1, self.count + 1):
+                if j == self.count or self.bytes[j + 1] - self.bytes[start] > cap:
+                    ends.append(j)
+                    start = j
+            found.append(Programme(tuple(ends), self.time_us(ends), is_exact=False))
+            cap *= 2
+        return found
+
+    def search(self, lengths: list[int], known: Programme, effort: int | None) -> Programme | None:
+        """The best buckets with such lengths; None if that takes more than `effort` steps."""
+        steps = 0
+        best = known
+        end = self.compute[-1]
+        # By items placed: (crossed, finished, where it came from)
+        states: list[list[_State]] = [[] for _ in range(self.count + 1)]
+        states[0] = [(0.0, self.compute[0], None, 0)]
+        for i in range(self.count):
+            states[i] = _undominated(states[i])
+            for state in states[i]:
+                crossed, finished = state[:2]
+                for length in lengths:
+                    j = i + length
+                    if j > self.count:
+                        break
+                    steps += 1
+                    after = self.step(crossed, finished, i, j)
+                    # With this bucket and nothing in the way of the rest. A longer one is no
+                    # faster, but a bucket of one is not copied.
+                    if after[1] + end - self.compute[j] >= best.time_us:
+                        if length > 1 or not self.is_packed:
+                            break
+                        continue
+                    if j == self.count:
+                        best = Programme(_path(state, j), after[1], is_exact=True)
+                    else:
+                        states[j].append((*after, state, j))
+            if effort is not None and steps > effort:
+                return None
+        return Programme(best.ends, best.time_us, is_exact=True)
+
+
+_State = tuple[float, float, "_State | None", int]
+"""Time crossed, compute finished, the state before, items placed."""
+
+
+def _undominated(states: list[_State]) -> list[_State]:
+    kept: list[_State] = []
+    for state in sorted(states, key=lambda state: state[:2]):
+        if not kept or state[1] < kept[-1][1]:
+            kept.append(state)
+    return kept
+
+
+def _path(state: _State | None, end: int) -> tuple[int, ...]:
+    ends = [end]
+    while state is not None and state[3]:
+        ends.append(state[3])
+        state = state[2]
+    return tuple(reversed(ends))
+
+
+def _few(count: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ... up to `count`."""
+    lengths, step = [1], 2
+    while step <= count:
+        lengths += [step, step * 3 // 2]
+        step *= 2
+    return sorted({length for length in lengths if length <= count} | {count})

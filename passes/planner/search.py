@@ -1,0 +1,221 @@
+"""Find buckets: seeds, then moves that make the simulated time less.
+
+Seeds: one bucket a unit, one an item, buckets filled up to caps (one cap for gathers, one for
+reduces), the forward's exact programme; each packed and grouped. Moves on the best of them: merge
+two neighbours, cut one, shift a boundary, change a layout; every other one where compute stands
+still. A decision is better if it needs less beyond the budget, then if it takes less time, then if
+it has fewer buckets.
+
+All is decided by numbers and by one generator with a fixed seed: every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.passes.planner.bound import Bound, lower_bound
+from autoshard.passes.planner.costs import GROUPED, PACKED
+from autoshard.passes.planner.problem import Item, Problem
+from autoshard.passes.planner.programme import best_buckets
+from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, simulate
+
+EFFORT = 250_000  # moves tried times buckets: one to two seconds
+STEPS = 2000  # moves tried at most
+CAPS = 12  # sizes tried for each kind, from all in one bucket down, by halves
+
+Cut = tuple[tuple[int, str], ...]
+"""Buckets of one carrier: where each ends, counted in items, and its layout."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Buckets and what they take. `timeline.peak_bytes` may be beyond `budget_bytes` where nothing
+    that was tried is not.
+    """
+
+    timeline: Timeline
+    bound: Bound
+    budget_bytes: float
+
+    @property
+    def gap(self) -> float:
+        """Time over lower bound; 1 where both are nothing."""
+        return self.timeline.time_us / self.bound.time_us if self.bound.time_us else 1.0
+
+
+def search(
+    problem: Problem,
+    *,
+    budget_bytes: float,
+    layouts: Sequence[str] = (PACKED, GROUPED),
+    steps: int = STEPS,
+) -> Decision:
+    """The best decision found for `problem`.
+
+    budget_bytes: of all memory; see `simulate`.
+    layouts: those that buckets may have.
+    steps: moves tried at most; fewer where there are many buckets, see `EFFORT`.
+    """
+    space = _Space(problem, budget_bytes)
+    best, timeline = min(
+        (space.evaluate(cuts) for cuts in space.seeds(layouts)), key=lambda found: found[0]
+    )
+    generator = random.Random(0)
+    hot = space.hot(timeline, best[1])
+    for _ in range(min(steps, EFFORT // max(1, best[0][2])) if space.groups else 0):
+        moved = space.move(best[1], generator, layouts, hot)
+        if moved is None:
+            continue
+        found, after = space.evaluate(moved)
+        if found < best:
+            best, timeline = found, after
+            hot = space.hot(timeline, moved)
+    return Decision(timeline, lower_bound(problem), budget_bytes)
+
+
+_Score = tuple[float, float, int]
+_Found = tuple[_Score, tuple[Cut, ...]]
+
+
+class _Space:
+    """All decisions about one problem."""
+
+    def __init__(self, problem: Problem, budget_bytes: float) -> None:
+        self.problem = problem
+        self.budget = budget_bytes
+        self.groups: list[tuple[str, list[Item]]] = []
+        for kind, items in (("gather", problem.gathers), ("reduce", problem.reduces)):
+            carriers: dict[str, list[Item]] = {}
+            for item in items:
+                carriers.setdefault(item.carrier, []).append(item)
+            self.groups += [(kind, each) for each in carriers.values()]
+        self.made: dict[tuple[int, int, int, str], Bucket] = {}
+
+    def evaluate(self, cuts: tuple[Cut, ...]) -> tuple[_Found, Timeline]:
+        timeline = self.simulate(cuts)
+        over = max(0.0, timeline.peak_bytes - self.budget)
+        return ((over, timeline.time_us, sum(map(len, cuts))), cuts), timeline
+
+    def hot(self, timeline: Timeline, cuts: tuple[Cut, ...]) -> list[tuple[int, int]]:
+        """Where compute stands still: (group, number in its cut) of what it waits for, and of the
+        bucket before."""
+        exposed = {id(run.bucket) for run in timeline.runs if run.exposed_us > 0}
+        found = []
+        for group, cut in enumerate(cuts):
+            begin = 0
+            for at, (end, layout) in enumerate(cut):
+                if id(self._bucket(group, begin, end, layout)) in exposed:
+                    found += [(group, at), (group, max(0, at - 1))]
+                begin = end
+        return found
+
+    def simulate(self, cuts: tuple[Cut, ...]) -> Timeline:
+        gathers: list[Bucket] = []
+        reduces: list[Bucket] = []
+        for group, cut in enumerate(cuts):
+            into = gathers if self.groups[group][0] == "gather" else reduces
+            begin = 0
+            for end, layout in cut:
+                into.append(self._bucket(group, begin, end, layout))
+                begin = end
+        gathers.sort(key=lambda bucket: bucket.used)
+        reduces.sort(key=lambda bucket: bucket.ready)
+        return simulate(self.problem, gathers, reduces, budget_bytes=self.budget)
+
+    def _bucket(self, group: int, begin: int, end: int, layout: str) -> Bucket:
+        key = (group, begin, end, layout)
+        if key not in self.made:
+            kind, items = self.groups[group]
+            self.made[key] = make_bucket(self.problem, kind, items[begin:end], layout)
+        return self.made[key]
+
+    # ---- seeds
+
+    def seeds(self, layouts: Sequence[str]) -> Iterator[tuple[Cut, ...]]:
+        for layout in layouts:
+            yield self._all(layout, [_by_unit(items) for _, items in self.groups])
+            yield self._all(layout, [range(1, len(items) + 1) for _, items in self.groups])
+            yield from self._capped(layout)
+            if not self.problem.reduces:
+                yield self._programme(layout)
+
+    def _all(self, layout: str, ends: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
+        return tuple(tuple((end, layout) for end in each) for each in ends)
+
+    def _capped(self, layout: str) -> Iterator[tuple[Cut, ...]]:
+        """Buckets filled up to a cap: the best for one kind, then for the other, and again."""
+        caps = {kind: self._caps(kind) for kind in ("gather", "reduce")}
+        chosen = {kind: found[len(found) // 2] for kind, found in caps.items()}
+        for kind in ("gather", "reduce", "gather"):
+            tried = [
+                (self.evaluate(self._filled(layout, {**chosen, kind: cap}))[0][0], cap)
+                for cap in caps[kind]
+            ]
+            chosen[kind] = min(tried)[1]
+        yield self._filled(layout, chosen)
+
+    def _caps(self, kind: str) -> list[float]:
+        of_kind = (items for each, items in self.groups if each == kind)
+        total = sum(item.num_bytes for items in of_kind for item in items)
+        return [total / 2**step for step in range(CAPS)] if total else [0.0]
+
+    def _filled(self, layout: str, cap: Mapping[str, float]) -> tuple[Cut, ...]:
+        return self._all(layout, [_filled(items, cap[kind]) for kind, items in self.groups])
+
+    def _programme(self, layout: str) -> tuple[Cut, ...]:
+        ends = [best_buckets(self.problem, items, layout).ends for _, items in self.groups]
+        return self._all(layout, ends)
+
+    # ---- moves
+
+    def move(
+        self,
+        cuts: tuple[Cut, ...],
+        generator: random.Random,
+        layouts: Sequence[str],
+        hot: Sequence[tuple[int, int]],
+    ) -> tuple[Cut, ...] | None:
+        """One change, or None where the one that was drawn is impossible."""
+        if hot and generator.random() < 0.5:
+            group, at = generator.choice(hot)
+        else:
+            group = generator.randrange(len(cuts))
+            at = generator.randrange(len(cuts[group]))
+        cut = list(cuts[group])
+        begin = cut[at - 1][0] if at else 0
+        end, layout = cut[at]
+        what = generator.randrange(4)
+        if what == 0 and at + 1 < len(cut):  # merge
+            cut[at : at + 2] = [(cut[at + 1][0], layout)]
+        elif what == 1 and end - begin > 1:  # cut
+            cut.insert(at, (generator.randrange(begin + 1, end), layout))
+        elif what == 2 and at + 1 < len(cut):  # shift
+            by = generator.choice((-3, -2, -1, 1, 2, 3))
+            if not begin < end + by < cut[at + 1][0]:
+                return None
+            cut[at] = (end + by, layout)
+        elif what == 3 and len(layouts) > 1 and end - begin > 1:
+            cut[at] = (end, next(other for other in layouts if other != layout))
+        else:
+            return None
+        return (*cuts[:group], tuple(cut), *cuts[group + 1 :])
+
+
+def _by_unit(items: Sequence[Item]) -> list[int]:
+    units = [item.unit for item in items]
+    ends = [end for end in range(1, len(units)) if units[end] != units[end - 1]]
+    return [*ends, len(units)]
+
+
+def _filled(items: Sequence[Item], cap: float) -> list[int]:
+    """Buckets filled up to `cap` bytes; what is larger stands alone."""
+    ends: list[int] = []
+    filled = 0
+    for number, item in enumerate(items):
+        if filled and filled + item.num_bytes > cap:
+            ends.append(number)
+            filled = 0
+        filled += item.num_bytes
+    return [*ends, len(items)]

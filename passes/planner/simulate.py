@@ -1,0 +1,355 @@
+"""Play one decision through: where each bucket is launched and waited for, when, in what memory.
+
+    compute  |copy in|  ops of 1  |wait|copy out|  ops of 2  | ...
+    link        |----- gather 2 -----|------ gather 3 ------|
+
+Compute is one stream and keeps its order; copies are on it. Every link is one queue. A collective
+starts once compute has come to its launch, and its link has done what was launched before.
+
+Who places launches and waits, by what is known at each position:
+
+- a gather, if else the gather before it would have begun, and none be waiting, at the next
+  position: a link never runs dry. It needs room under the budget; at its first use it is launched
+  without;
+- a reduce, as soon as its last gradient is there;
+- the wait of a gather, at its first use; of a reduce, once it is over, so that it costs nothing, or
+  where a gather lacks the room that it holds, or at the end.
+
+Memory is counted by position: what lives at an op, what is gathered from launch to last use, what
+is reduced from its birth to its wait; a packed bucket is there twice while it is copied.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autoshard.passes.planner.costs import PACKED
+from autoshard.passes.planner.problem import Item, Problem
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Items of one carrier that share a collective, and what that costs."""
+
+    kind: str  # "gather" or "reduce"
+    carrier: str
+    items: tuple[Item, ...]
+    layout: str
+    num_bytes: int
+    ready: int
+    used: int
+    freed: int
+    links: tuple[tuple[str, float], ...]  # in turn, each with its time
+    copy_in_us: float
+    copy_out_us: float
+    shard_bytes: int
+
+    @cached_property
+    def is_copied(self) -> bool:
+        return self.layout == PACKED and len(self.items) > 1
+
+    @cached_property
+    def is_summed_twice(self) -> bool:
+        """Reduced over the ranks that share shards, then over those that have copies."""
+        return len(self.links) > 1
+
+
+def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str) -> Bucket:
+    """A bucket of `items`, which have one carrier."""
+    costs, carrier = problem.costs, items[0].carrier
+    num_bytes, count = sum(item.num_bytes for item in items), len(items)
+    is_packed = layout == PACKED
+    return Bucket(
+        kind=kind,
+        carrier=carrier,
+        items=tuple(items),
+        layout=layout,
+        num_bytes=num_bytes,
+        ready=max(item.ready for item in items),
+        used=min(item.used for item in items),
+        freed=max(item.freed for item in items),
+        links=tuple(
+            (link.name, link.time_us(num_bytes, count, layout)) for link in costs.links[carrier]
+        ),
+        copy_in_us=costs.copy_in_us(kind, carrier, num_bytes, count) if is_packed else 0.0,
+        copy_out_us=costs.copy_out_us(kind, num_bytes, count) if is_packed else 0.0,
+        shard_bytes=-(-num_bytes // costs.shards[carrier]),
+    )
+
+
+@dataclass
+class Run:
+    """One bucket's way through the timeline. Positions, and microseconds from the graph's start."""
+
+    bucket: Bucket
+    launch: int = -1
+    wait: int = -1
+    turns: list[tuple[str, float, float]] = field(default_factory=list)  # link, begin, end
+    is_summed: bool = False  # over copies, too: the second sum has been begun
+    exposed_us: float = 0.0
+
+    @property
+    def launch_us(self) -> float:
+        return self.turns[0][1]
+
+    @property
+    def finish_us(self) -> float:
+        return self.turns[-1][2]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What `simulate` found. `runs`: gathers, then reduces, each in their order of launch.
+
+    order: (what, run's number, position) of every launch and wait, in program order.
+    compute: (begin, end, first op, one after the last) of ops between two positions.
+    memory: (time, bytes): the most from this time to the next.
+    """
+
+    time_us: float
+    exposed_us: float
+    peak_bytes: int
+    runs: tuple[Run, ...]
+    order: tuple[tuple[str, int, int], ...]
+    compute: tuple[tuple[float, float, int, int], ...]
+    memory: tuple[tuple[float, int], ...]
+
+
+Order = tuple[tuple[str, int, int], ...]
+"""(what, bucket, position): "launch", "all_reduce" or "wait" of a bucket, gathers counted first."""
+
+
+def simulate(
+    problem: Problem,
+    gathers: Sequence[Bucket],
+    reduces: Sequence[Bucket],
+    *,
+    budget_bytes: float,
+) -> Timeline:
+    """Place and time all launches and waits.
+
+    gathers: in order of first use; reduces: in order of readiness.
+    budget_bytes: of all memory. What must be gathered is gathered even beyond it: the timeline's
+        `peak_bytes` then says so.
+    """
+    return _Placing(problem, gathers, reduces, budget_bytes).run()
+
+
+def replay(
+    problem: Problem, gathers: Sequence[Bucket], reduces: Sequence[Bucket], order: Order
+) -> Timeline:
+    """Time launches and waits that are placed already, in program order."""
+    return _Following(problem, gathers, reduces, order).run()
+
+
+class _Simulation:
+    """What there is at one position, and what launches and waits do to it."""
+
+    def __init__(
+        self, problem: Problem, gathers: Sequence[Bucket], reduces: Sequence[Bucket]
+    ) -> None:
+        self.problem = problem
+        self.gathers = [Run(bucket) for bucket in gathers]
+        self.reduces = [Run(bucket) for bucket in reduces]
+        self.number = {id(run): n for n, run in enumerate([*self.gathers, *self.reduces])}
+        self.now = 0.0
+        self.position = 0
+        self.links: dict[str, float] = {}
+        self.exposed = 0.0
+        self.held = 0  # bytes gathered, or waiting to be reduced
+        self.peak = 0
+        self.order: list[tuple[str, int, int]] = []
+        self.compute: list[tuple[float, float, int, int]] = []
+        self.memory: list[tuple[float, int]] = []
+        self.frees: list[tuple[int, int]] = []  # heap of (position, bytes)
+
+    def run(self) -> Timeline:
+        for position, following in itertools.pairwise([*self.positions(), self.problem.num_ops]):
+            self._advance(position)
+            self.act(position, following)
+        self.end()
+        runs = (*self.gathers, *self.reduces)
+        return Timeline(
+            self.now,
+            self.exposed,
+            self.peak,
+            runs,
+            tuple(self.order),
+            tuple(self.compute),
+            tuple(self.memory),
+        )
+
+    def positions(self) -> list[int]:
+        """Where something may happen, the end included."""
+        found = {0, self.problem.num_ops}
+        for run in self.gathers:
+            found.update((run.bucket.used, min(run.bucket.freed, self.problem.num_ops)))
+        found.update(run.bucket.ready for run in self.reduces)
+        return sorted(found)
+
+    def act(self, position: int, following: int) -> None:
+        """Launch and wait at `position`; the next one is `following`."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Wait for what is left."""
+
+    def _advance(self, position: int) -> None:
+        problem = self.problem
+        if position > self.position:
+            # Gradients made on the way are held all the way: too much, never too little.
+            self.held += problem.made_bytes[position] - problem.made_bytes[self.position]
+            self._note(problem.live_peak(self.position, position))
+        begin = self.now
+        work = problem.compute_us[position] - problem.compute_us[self.position]
+        factor = problem.costs.contention
+        if factor > 1 and work:
+            busy_us = max(0.0, max(self.links.values(), default=0.0) - self.now)
+            shared_us = min(work * factor, busy_us)
+            self.now += shared_us + (work - shared_us / factor)
+        else:
+            self.now += work
+        if position > self.position:
+            self.compute.append((begin, self.now, self.position, position))
+        self.position = position
+        while self.frees and self.frees[0][0] <= position:
+            self.held -= heapq.heappop(self.frees)[1]
+
+    def _note(self, live: int) -> None:
+        self.peak = max(self.peak, self.held + live)
+        self.memory.append((self.now, self.held + live))
+
+    def launch(self, run: Run) -> None:
+        bucket = run.bucket
+        if bucket.kind == "gather":
+            self.held += bucket.num_bytes
+            heapq.heappush(self.frees, (bucket.freed, bucket.num_bytes))
+            self._note(self.problem.live_at(self.position))
+        elif bucket.is_copied:
+            self._note(bucket.num_bytes + self.problem.live_at(self.position - 1))
+        self.now += bucket.copy_in_us
+        run.launch = self.position
+        begin = self.now
+        for link, time in bucket.links:
+            begin = max(begin, self.links.get(link, 0.0))
+            end = begin + time
+            run.turns.append((link, begin, end))
+            self.links[link] = begin = end
+        self._record("launch", run)
+
+    def all_reduce(self, run: Run) -> None:
+        run.is_summed = True
+        self._record("all_reduce", run)
+
+    def wait(self, run: Run) -> None:
+        bucket = run.bucket
+        if bucket.is_summed_twice and not run.is_summed:
+            self.all_reduce(run)
+        run.wait = self.position
+        run.exposed_us = max(0.0, run.finish_us - self.now)
+        self.exposed += run.exposed_us
+        self.now += run.exposed_us
+        self._record("wait", run)
+        if bucket.kind == "gather":
+            if bucket.is_copied:
+                live = self.problem.live_at(self.position)
+                self._note(bucket.num_bytes + live)
+            self.now += bucket.copy_out_us
+        else:
+            self.held += bucket.shard_bytes - bucket.num_bytes
+
+    def _record(self, what: str, run: Run) -> None:
+        self.order.append((what, self.number[id(run)], self.position))
+
+
+class _Placing(_Simulation):
+    def __init__(
+        self,
+        problem: Problem,
+        gathers: Sequence[Bucket],
+        reduces: Sequence[Bucket],
+        budget_bytes: float,
+    ) -> None:
+        super().__init__(problem, gathers, reduces)
+        self.budget = budget_bytes
+        self.next_gather = self.next_reduce = self.next_wait = 0
+        self.in_flight: deque[Run] = deque()  # reduces
+        self.horizon = 0.0  # compute from here to the next position
+
+    def act(self, position: int, following: int) -> None:
+        compute_us = self.problem.compute_us
+        self.horizon = compute_us[following] - compute_us[position]
+        for run in self.in_flight:
+            if run.turns[0][2] <= self.now and run.bucket.is_summed_twice and not run.is_summed:
+                self.all_reduce(run)
+        while self.in_flight and self.in_flight[0].finish_us <= self.now:
+            self.wait(self.in_flight.popleft())
+        reduces, gathers = self.reduces, self.gathers
+        while (
+            self.next_reduce < len(reduces) and reduces[self.next_reduce].bucket.ready <= position
+        ):
+            self.launch(reduces[self.next_reduce])
+            self.in_flight.append(reduces[self.next_reduce])
+            self.next_reduce += 1
+        while self.next_gather < len(gathers) and self._may_launch(self.next_gather):
+            self.launch(gathers[self.next_gather])
+            self.next_gather += 1
+        while self.next_wait < len(gathers) and gathers[self.next_wait].bucket.used <= position:
+            self.wait(gathers[self.next_wait])
+            self.next_wait += 1
+
+    def end(self) -> None:
+        while self.in_flight:
+            self.wait(self.in_flight.popleft())
+
+    def _may_launch(self, number: int) -> bool:
+        bucket = self.gathers[number].bucket
+        if bucket.used <= self.position:
+            while self.in_flight and not self._fits(bucket):
+                self.wait(self.in_flight.popleft())
+            return True
+        if bucket.ready > self.position:
+            return False
+        if number and self.gathers[number - 1].launch_us > self.now + self.horizon:
+            return False
+        return self._fits(bucket)
+
+    def _fits(self, bucket: Bucket) -> bool:
+        """Whether there is room for `bucket` until its first use, and from then on: what is freed
+        by then makes room for its copy. Gradients count as if none were reduced meanwhile.
+        """
+        problem, position, used = self.problem, self.position, bucket.used
+        held = self.held + bucket.num_bytes
+        made = problem.made_bytes[used] - problem.made_bytes[position]
+        if held + made + problem.live_peak(position, used) > self.budget:
+            return False
+        held += made - sum(num_bytes for at, num_bytes in self.frees if at <= used)
+        copied = bucket.num_bytes if bucket.is_copied else 0
+        return held + copied + problem.live_peak(used, bucket.freed) <= self.budget
+
+
+class _Following(_Simulation):
+    def __init__(
+        self,
+        problem: Problem,
+        gathers: Sequence[Bucket],
+        reduces: Sequence[Bucket],
+        order: Order,
+    ) -> None:
+        super().__init__(problem, gathers, reduces)
+        self.at: dict[int, list[tuple[str, int]]] = {}
+        for what, number, position in order:
+            self.at.setdefault(position, []).append((what, number))
+
+    def positions(self) -> list[int]:
+        return sorted({*super().positions(), *self.at})
+
+    def act(self, position: int, following: int) -> None:
+        runs = [*self.gathers, *self.reduces]
+        for what, number in self.at.get(position, []):
+            getattr(self, what)(runs[number])

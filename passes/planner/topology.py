@@ -1,0 +1,207 @@
+"""Devices and the links between them, and what collectives cost there.
+
+A topology is a JSON file: a named one of this package, or one that `autoshard bench calibrate` has
+written. It has devices in nodes: links inside a node, and a network between nodes.
+
+    a group of `ranks` ranks, `per_node` of them on each node
+    one node:  alpha + B * (ranks - 1) / ranks / node bandwidth
+    several:   alpha, once more for each doubling of nodes
+               + B * (nodes - 1) / nodes / (per_node * a rank's share of the network)
+               or what the links inside a node take for the whole group, if that is more
+
+B is the whole payload, in bytes; an all-reduce sends twice as much as a gather or a reduce. All
+ranks of a node use the network at once, each its share. Source: the costs of ring algorithms
+(Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005),
+over the narrower of two levels; start-ups grow with the logarithm of nodes, as trees' and those of
+NCCL's PAT do.
+
+A calibrated topology has measured times instead, for groups of one size: see `measured`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoshard.passes.planner.costs import Link
+
+FOLDER = Path(__file__).resolve().parent / "topologies"
+KINDS = ("gather", "reduce", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What is known of a cluster. GB are 1e9 bytes, TFLOP/s 1e12 operations.
+
+    memory_bytes:     of one device.
+    tflops:           peak of matrix products by dtype, "bf16"; "" stands for any other dtype.
+    efficiency:       the share of that peak that large products reach.
+    memory_gb_per_s:  of device memory, read or written.
+    copy_gb_per_s:    the same while collectives' buffers are packed.
+    op_us:            of the smallest kernel.
+    ranks_per_node:   devices of a node.
+    node_alpha_us, node_gb_per_s:        of collectives inside a node, for a rank.
+    network_alpha_us, network_gb_per_s:  what each doubling of nodes adds; a rank's share.
+    member_us:        of one more member of a grouped bucket.
+    contention:       how much longer compute takes while a collective runs.
+    divides:          whether collectives divide sums, so that a bucket of one is not copied.
+    measured:         "gather 2": (alpha_us, us_per_byte), by kind and ranks; goes before the rest.
+    sources:          where each number comes from, by its name.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    tflops: Mapping[str, float]
+    efficiency: float
+    memory_gb_per_s: float
+    copy_gb_per_s: float
+    op_us: float
+    ranks_per_node: int
+    node_alpha_us: float
+    node_gb_per_s: float
+    network_alpha_us: float
+    network_gb_per_s: float
+    member_us: float
+    contention: float
+    divides: bool
+    sources: Mapping[str, str]
+    measured: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def load(name: str) -> Topology:
+        """The named topology, or that of the JSON file at path `name`.
+
+        Raises ValueError, with the valid names, or with what is wrong in the file.
+        """
+        return _load(name)
+
+    def link(self, kind: str, ranks: int, per_node: int) -> Link:
+        """What a `kind` costs over a group: "gather", "reduce" or "all_reduce".
+
+        per_node: how many of the group are on one node.
+        """
+        found = self.measured.get(f"{kind} {ranks}")
+        name = "network" if ranks > per_node else "node"
+        if found is not None:
+            return Link(name, *found, self.member_us)
+        if ranks == 1:
+            return Link(name, 0.0, 0.0, 0.0)
+        nodes = -(-ranks // per_node)
+        us_per_byte = _us_per_byte((ranks - 1) / ranks, self.node_gb_per_s)
+        alpha_us = self.node_alpha_us
+        if nodes > 1:
+            shared = per_node * self.network_gb_per_s
+            us_per_byte = max(us_per_byte, _us_per_byte((nodes - 1) / nodes, shared))
+            alpha_us += self.network_alpha_us * math.log2(nodes)
+        if kind == "all_reduce":
+            us_per_byte, alpha_us = 2 * us_per_byte, 2 * alpha_us
+        return Link(name, alpha_us, us_per_byte, self.member_us)
+
+    def flops_per_us(self, dtype: str) -> float:
+        """What large matrix products of `dtype` reach."""
+        return self.tflops.get(dtype, self.tflops[""]) * self.efficiency * 1e6
+
+    @property
+    def memory_bytes_per_us(self) -> float:
+        return self.memory_gb_per_s * 1e3
+
+    @property
+    def copy_us_per_byte(self) -> float:
+        return _us_per_byte(1.0, self.copy_gb_per_s)
+
+    def to_json(self) -> str:
+        """As a file has it; `load` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+def names() -> list[str]:
+    """The topologies of this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def default_topology(device: str) -> str:
+    """The named topology of a device by its name, "NVIDIA H100 80GB HBM3"; "gloo" for a CPU.
+
+    What is not known counts as an H100.
+    """
+    if device == "cpu":
+        return "gloo"
+    known = {
+        "H200": "h200",
+        "H100": "h100",
+        "A100": "a100-efa",
+        "B200": "b200-nvl72",
+        "L40S": "l40s",
+    }
+    return next((name for part, name in known.items() if part in device), "h100")
+
+
+def _us_per_byte(share: float, gb_per_s: float) -> float:
+    return share / (gb_per_s * 1e3)
+
+
+@functools.lru_cache(maxsize=32)
+def _load(name: str) -> Topology:
+    path = FOLDER / f"{name}.json" if name in names() else Path(name)
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no topology {name!r}; expected one of {names()} or the path of a JSON file"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"topology {path} can't be read: {error}") from None
+    return _checked(data, path)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+}
+
+
+def _checked(data: Any, path: Path) -> Topology:
+    """Raise ValueError for a missing or unknown key, a wrong type, or a number below 0."""
+    if not isinstance(data, dict):
+        raise ValueError(f"topology {path}: expected an object, not {type(data).__name__}")
+    fields = {field.name: field for field in dataclasses.fields(Topology)}
+    missing = [name for name in fields if name not in data and name != "measured"]
+    unknown = [name for name in data if name not in fields]
+    if missing or unknown:
+        raise ValueError(f"topology {path}: missing {missing}, unknown {unknown}")
+    for name, value in data.items():
+        expected = _TYPES.get(str(fields[name].type))
+        if expected is None:
+            _check_table(name, value, path)
+        elif not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+            raise ValueError(f"topology {path}: {name} is {value!r}; expected {fields[name].type}")
+        elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            raise ValueError(f"topology {path}: {name} is {value!r}; expected a number from 0 on")
+    measured = {key: (float(a), float(b)) for key, (a, b) in data.get("measured", {}).items()}
+    return Topology(**{**data, "measured": measured})
+
+
+def _check_table(name: str, value: Any, path: Path) -> None:
+    def is_number(entry: Any) -> bool:
+        return isinstance(entry, (int, float)) and not isinstance(entry, bool) and entry >= 0
+
+    checks = {
+        "tflops": is_number,
+        "sources": lambda entry: isinstance(entry, str),
+        "measured": lambda entry: (
+            isinstance(entry, list) and len(entry) == 2 and all(map(is_number, entry))
+        ),
+    }
+    if not isinstance(value, dict) or not all(map(checks[name], value.values())):
+        raise ValueError(f"topology {path}: {name} is {value!r}, which is not a table of its kind")
+    if name == "tflops" and "" not in value:
+        raise ValueError(f'topology {path}: tflops has no entry "", for any other dtype')

@@ -1,0 +1,126 @@
+"""What the planner knows of costs: links, topologies and their files, plans made from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.passes.planner.bound import lower_bound
+from autoshard.passes.planner.costs import GROUPED, PACKED, Costs, Link
+from autoshard.passes.planner.problem import Item, Problem
+from autoshard.passes.planner.search import search
+from autoshard.passes.planner.simulate import make_bucket, simulate
+from autoshard.passes.planner.topology import Topology, default_topology, names
+
+H100 = Topology.load("h100")
+
+
+def test_every_topology_says_where_its_numbers_come_from() -> None:
+    for name in names():
+        topology = Topology.load(name)
+        assert topology.name == name
+        assert {"memory_bytes", "tflops", "node_gb_per_s"} <= topology.sources.keys(), name
+
+
+def test_links() -> None:
+    """Over a node, over nodes, over a rank of each; an all-reduce is a reduce and a gather."""
+    node = H100.link("gather", 8, 8)
+    assert (node.name, node.alpha_us) == ("node", 40.0)
+    assert node.time_us(300_000, 1, PACKED) == pytest.approx(40 + 7 / 8)
+    nodes = H100.link("gather", 64, 8)
+    assert nodes.name == "network"
+    assert nodes.alpha_us == pytest.approx(40 + 3 * 27)
+    assert nodes.us_per_byte > node.us_per_byte
+    across = H100.link("all_reduce", 8, 1)
+    assert across.us_per_byte == pytest.approx(2 * 7 / 8 / 45e3)
+    assert node.time_us(0, 3, GROUPED) == node.time_us(0, 1, GROUPED) + 2 * H100.member_us
+    assert H100.link("gather", 1, 1).time_us(1000, 1, PACKED) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("cpu", "gloo"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"), ("new", "h100")],
+)
+def test_default_topology(device: str, name: str) -> None:
+    assert default_topology(device) == name
+
+
+def as_dict() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(H100.to_json())
+    return data
+
+
+def test_topology_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**as_dict(), "measured": {"gather 2": [1.5, 0.25]}}))
+    link = Topology.load(str(path)).link("gather", 2, 2)
+    assert (link.alpha_us, link.us_per_byte) == (1.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"op_us": "fast"}, "op_us is 'fast'; expected float"),
+        ({"op_us": -1.0}, "op_us is -1.0"),
+        ({"divides": 1}, "divides is 1; expected bool"),
+        ({"tflops": {"bf16": 1.0}}, "any other dtype"),
+        ({"measured": {"gather 2": [1.0]}}, "measured is"),
+        ({"bandwidth": 3}, "unknown .'bandwidth'."),
+        ({"op_us": None}, "missing .'op_us'."),
+    ],
+)
+def test_wrong_topology(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    data = {**as_dict(), **change}
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+    with pytest.raises(ValueError, match=says):
+        Topology.load(str(path))
+
+
+def test_no_topology(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no topology 'h1000'; expected one of .*'h100'"):
+        Topology.load("h1000")
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(ValueError, match="can't be read"):
+        Topology.load(str(tmp_path / "empty.json"))
+
+
+def problem(op_us: float, num_bytes: int, *, alpha_us: float = 10.0) -> Problem:
+    """Four layers of one parameter and one op each."""
+    link = Link("node", alpha_us, 0.001, 1.0)
+    items = [Item(f"w{n}", f"u{n}", "gather", num_bytes, 0, n, n + 1) for n in range(4)]
+    costs = Costs({"gather": (link,)}, {"gather": 2}, 0.0)
+    return Problem("forward", (op_us,) * 4, (0,) * 4, tuple(items), (), costs)
+
+
+@pytest.mark.parametrize(
+    ("op_us", "num_bytes", "binding"),
+    [(100.0, 1000, "start-up"), (1e9, 0, "compute"), (0.0, 10**6, "link")],
+)
+def test_what_binds(op_us: float, num_bytes: int, binding: str) -> None:
+    alpha_us = 10.0 if binding == "start-up" else 0.0
+    assert lower_bound(problem(op_us, num_bytes, alpha_us=alpha_us)).binding == binding
+
+
+def test_timeline_by_hand() -> None:
+    """Four gathers of 110 us on the link, four ops of 50 us: compute waits for each."""
+    each = problem(50.0, 100_000)
+    buckets = [make_bucket(each, "gather", [item], PACKED) for item in each.gathers]
+    timeline = simulate(each, buckets, [], budget_bytes=10**9)
+    assert [run.finish_us for run in timeline.runs] == [110.0, 220.0, 330.0, 440.0]
+    assert timeline.time_us == 490.0
+    assert timeline.exposed_us == 110 + 60 + 60 + 60
+    assert lower_bound(each).time_us == 4 * 100 + 10 + 50
+    assert search(each, budget_bytes=10**9).timeline.time_us == 480.0  # of 2, 1 and 1
+
+
+def test_budget_holds_gathers_back() -> None:
+    """With room for two parameters there are never three."""
+    each = problem(1000.0, 100_000)
+    buckets = [make_bucket(each, "gather", [item], PACKED) for item in each.gathers]
+    timeline = simulate(each, buckets, [], budget_bytes=200_000)
+    assert [run.launch for run in timeline.runs] == [0, 0, 1, 2]
+    assert timeline.peak_bytes == 200_000
