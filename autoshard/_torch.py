@@ -177,6 +177,11 @@ def group_rank(name: str) -> int:
     return int(resolve_group(name).rank())
 
 
+def group_ranks(name: str) -> list[int]:
+    """Global ranks of the process group registered under `name`."""
+    return dist.get_process_group_ranks(resolve_group(name))
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long `group` waits for a collective; torch's default where its backend doesn't say."""
     for device in group._device_types:

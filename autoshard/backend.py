@@ -19,13 +19,15 @@ from torch import fx
 
 from autoshard import _torch, passes
 from autoshard.options import CompileOptions
+from autoshard.passes.drafts import INNER
 from autoshard.passes.dump import Dump
 from autoshard.passes.lower_eagerly import lower_eagerly
 from autoshard.passes.lower_inductor import lower_inductor
 from autoshard.passes.match import is_gradient, is_marker, table_of
 from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
-from autoshard.passes.plan_buckets import INNER
+from autoshard.passes.planner.topology import Topology, default_topology
+from autoshard.passes.prices import Prices
 from autoshard.passes.text import render
 from autoshard.progress import progress
 from autoshard.runtime import access, first_call
@@ -150,8 +152,25 @@ class Compilation:
         self.axes |= {param.reduce_group: info.reduce_axis for param, info in pairs}
         smaller = (param.unit.smaller for param in frame.params)
         self.axes |= {axes.shard_group: INNER for axes in smaller if axes is not None}
+        self.prices = self._prices()
         self.plans: list[Plan] = []  # filled as graphs are compiled
         self._begins: Callable[[str], None] = lambda graph: None
+
+    def _prices(self) -> Prices | None:
+        """From sizes, options and the kind of device: the same on every rank. None where the user
+        asks for neither a topology nor a budget.
+        """
+        params, budget = self.frame.params, self.options.memory_budget
+        if not params or (self.options.topology is None and budget is None):
+            return None
+        device = _device_name(params[0].device)
+        topology = Topology.load(self.options.topology or default_topology(device))
+        if isinstance(budget, float):
+            budget = int(budget * topology.memory_bytes)
+        if budget is not None:  # a gradient, and two states of an optimizer
+            trained = (param for param in params if param.param.requires_grad)
+            budget -= 3 * sum(_shard_bytes(param) for param in trained)
+        return Prices(topology, self.options.lowering == "inductor", budget)
 
     def compile(self) -> Callable[..., Any]:
         """A callable with the inputs and outputs of the frame's graph."""
@@ -215,7 +234,9 @@ class Compilation:
 
     def _apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
         self._begins(graph)
-        transforms = passes.pipeline(self.table, graph=graph, bucketing=self.options.bucketing)
+        transforms = passes.pipeline(
+            self.table, graph=graph, bucketing=self.options.bucketing, prices=self.prices
+        )
         gm = passes.run(gm, transforms, after_each=self._dump(gm, graph))
         left = [node.name for node in gm.graph.nodes if is_marker(node)]
         if left:
@@ -243,6 +264,15 @@ class Compilation:
         dump = Dump(folder, self.axes)
         dump("partition", gm)
         return dump
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _shard_bytes(param: ShardedParam) -> int:
+    """On the rank that has most."""
+    return param.member.chunk_numel(param.world) * param.member.dtype.itemsize
 
 
 def _log_graph_break() -> None:

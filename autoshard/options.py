@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.passes.planner.topology import Topology, names
 from autoshard.runtime.shard import ARGUMENT_CHECKS, STRATEGIES
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -25,6 +26,13 @@ class CompileOptions:
     lowering:  "inductor", or "eager": FX's own code, bit for bit the eager runtime.
     bucketing: "auto"; "per_unit", one bucket a unit; "none", one a parameter; or a list
                of module names or of lists of them, one bucket an entry.
+    memory_budget: bytes, or a fraction of the device's memory (a float up to 1), that a plan with
+               "auto" keeps to: a graph's memory with its inputs, and with gradients and two
+               optimizer states for its parameters' shards. None: what "per_unit" needs.
+    topology:  what plans reckon with: the name of one ("h100", "gloo", ...) or a file of
+               `autoshard bench calibrate`; None, with a budget, for the one of the device.
+               With neither a topology nor a budget "auto" is "per_unit", and plans have no
+               figures.
     dump:      a folder; every graph is written there as text after every pass.
     strict:    raise where tracing, a pass or the lowering fails, rather than run the
                frame on the eager runtime with a warning.
@@ -34,6 +42,8 @@ class CompileOptions:
 
     lowering: str = "inductor"
     bucketing: str | list[str | list[str]] = "auto"
+    memory_budget: int | float | None = None
+    topology: str | None = None
     dump: str | None = None
     strict: bool = False
     mesh: DeviceMesh | None = None
@@ -60,6 +70,22 @@ class CompileOptions:
             else _is_names(self.bucketing),
             f"one of {list(BUCKETINGS)} or a list of module names or of lists of them",
         )
+        budget = self.memory_budget
+        _expect(
+            self,
+            "memory_budget",
+            budget is None
+            or (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0)
+            or (isinstance(budget, float) and 0 < budget <= 1),
+            "a number of bytes, or a fraction of the device's memory, over 0 and up to 1.0",
+        )
+        if self.topology is not None:
+            is_name = isinstance(self.topology, str)
+            _expect(self, "topology", is_name, f"one of {names()} or a JSON file's path")
+            try:
+                Topology.load(self.topology)
+            except ValueError as error:
+                raise ValueError(f"option 'topology' for backend 'autoshard': {error}") from None
         _expect(self, "dump", self.dump is None or isinstance(self.dump, str), "a folder's path")
         _expect(self, "strict", isinstance(self.strict, bool), "True or False")
         _expect(

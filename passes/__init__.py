@@ -21,6 +21,7 @@ from autoshard.passes.pipeline import PassError as PassError
 from autoshard.passes.pipeline import run as run
 from autoshard.passes.plan_buckets import Bucketing as Bucketing
 from autoshard.passes.plan_buckets import plan_buckets as plan_buckets
+from autoshard.passes.prices import Prices as Prices
 from autoshard.passes.tag_recompute import tag_recompute as tag_recompute
 from autoshard.passes.use_kept import use_kept as use_kept
 
@@ -34,7 +35,9 @@ JOINT: tuple[Pass, ...] = (
 """Forward and backward in one graph, before it is partitioned."""
 
 
-def pipeline(table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing) -> tuple[Pass, ...]:
+def pipeline(
+    table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing, prices: Prices | None = None
+) -> tuple[Pass, ...]:
     """The passes over one graph after partitioning: "forward", "backward" or "inference"."""
     return (
         use_kept,  # an inference graph comes here without having been through JOINT
@@ -46,6 +49,6 @@ def pipeline(table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing) ->
         part_markers,  # a plan stands on what is computed between markers
         partial(name_params, table=table),  # who is who, for all below and for people
         hoist_shards,  # a launch may then stand anywhere
-        partial(plan_buckets, graph=graph, bucketing=bucketing),  # decide
+        partial(plan_buckets, graph=graph, bucketing=bucketing, prices=prices),  # decide
         insert_collectives,  # act: last, nothing below may move a launch
     )

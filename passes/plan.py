@@ -11,11 +11,25 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from autoshard.passes.chrome_trace import measured_events, trace_events
 from autoshard.passes.layout import read_members
 
 SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # loaded: at launch; store: at wait
+
+
+def show_bytes(num_bytes: int) -> str:
+    """For people.
+
+    >>> show_bytes(1536), show_bytes(3 * 2**30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if num_bytes >= 2**power:
+            return f"{num_bytes / 2**power:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,40 @@ class Event:
 
 
 @dataclass(frozen=True)
+class BucketFigures:
+    """When a bucket's collective begins and ends, from the graph's start, and how long of that
+    compute stands still for it. Microseconds, predicted.
+    """
+
+    launch_us: float
+    finish_us: float
+    exposed_us: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a plan takes, as predicted.
+
+    makespan_us:    from the graph's first op to its last wait.
+    lower_bound_us: what no plan of the graph can beat; see `planner/bound.py`.
+    binding:        what the bound comes from, "compute", "link" or "start-up".
+    exposed_us:     for how long of it compute waits for collectives.
+    peak_bytes:     of all memory that the graph uses, its inputs included.
+    compute:        (begin, end, first op, one after the last) of ops between two events.
+    memory:         (time, bytes): the most from that time to the next.
+    """
+
+    makespan_us: float
+    lower_bound_us: float
+    binding: str
+    exposed_us: float
+    peak_bytes: int
+    buckets: tuple[BucketFigures, ...]
+    compute: tuple[tuple[float, float, int, int], ...]
+    memory: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Buckets, and the order of their launches and waits.
 
@@ -65,6 +113,8 @@ class Plan:
     num_ops:  compute nodes in the graph.
     schedule: in program order; every bucket is launched once and waited for once, and all-reduced
         once in between if its axis is that of replicas too.
+    figures:  predicted times and memory; None where nothing is known of costs. No part of what
+        ranks agree on.
     """
 
     graph: str
@@ -72,6 +122,43 @@ class Plan:
     num_ops: int
     buckets: tuple[Bucket, ...]
     schedule: tuple[Event, ...]
+    figures: Figures | None = None
+
+    @property
+    def makespan_us(self) -> float:
+        """Predicted time, from the graph's first op to its last wait."""
+        return self._known().makespan_us
+
+    @property
+    def lower_bound_us(self) -> float:
+        """The time that no plan of the graph can beat."""
+        return self._known().lower_bound_us
+
+    @property
+    def gap(self) -> float:
+        """Predicted time over lower bound: 1 is perfect."""
+        known = self._known()
+        return known.makespan_us / known.lower_bound_us if known.lower_bound_us else 1.0
+
+    @property
+    def binding(self) -> str:
+        """What the lower bound comes from: "compute", "link" or "start-up"."""
+        return self._known().binding
+
+    @property
+    def exposed_us(self) -> float:
+        """How long compute is predicted to stand still for collectives."""
+        return self._known().exposed_us
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted memory of the graph, its inputs included."""
+        return self._known().peak_bytes
+
+    def _known(self) -> Figures:
+        if self.figures is None:
+            raise ValueError(f"the {self.graph} plan was made without prices and has no figures")
+        return self.figures
 
     def text(self) -> str:
         """A table for people, the same on every rank: one line a bucket."""
@@ -80,19 +167,33 @@ class Plan:
             f"{self.graph}: {gathers} gathers, {len(self.buckets) - gathers} reduces, "
             f"{self.num_ops} ops, bucketing {self.bucketing}"
         )
+        if self.figures is not None:
+            known = self.figures
+            head += (
+                f"\n{known.makespan_us:.0f} us predicted, {self.gap:.3f} of the lower bound "
+                f"({known.binding}); {known.exposed_us:.0f} us exposed; "
+                f"{show_bytes(known.peak_bytes)} at the peak"
+            )
         at = {what: self._positions(what) for what in SHOWN}
         events = [what for what, positions in at.items() if positions]
-        rows = [["bucket", "kind", "axis", "unit", "params", "bytes", *events]]
+        columns = ["hidden us", "exposed us"] if self.figures is not None else []
+        rows = [["bucket", "kind", "axis", "unit", "params", "bytes", *events, *columns]]
         for number, bucket in enumerate(self.buckets):
             about = [bucket.kind, bucket.axis, bucket.unit, len(bucket.names), bucket.num_bytes]
             where = [at[what].get(number, "") for what in events]
-            rows.append([str(cell) for cell in (number, *about, *where)])
+            times = self._times(number) if self.figures is not None else []
+            rows.append([str(cell) for cell in (number, *about, *where, *times)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
         return "\n".join([head, *lines]) + "\n"
+
+    def _times(self, number: int) -> list[str]:
+        figures = self._known().buckets[number]
+        hidden_us = max(0.0, figures.finish_us - figures.launch_us - figures.exposed_us)
+        return [f"{hidden_us:.0f}", f"{figures.exposed_us:.0f}"]
 
     def _positions(self, what: str) -> dict[int, int]:
         return {event.bucket: event.position for event in self.schedule if event.what == what}
@@ -101,16 +202,33 @@ class Plan:
         """The whole plan as JSON; `Plan.from_json` reads it back."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
+    def to_chrome_trace(self, path: str | Path, *, profile: str | Path | None = None) -> None:
+        """Write the predicted timeline for Perfetto or chrome://tracing: compute, links, memory.
+
+        profile: a trace that `torch.profiler` exported of the same graph; its events go beside.
+        Raises ValueError if the plan has no figures; OSError where a file can't be read or written.
+        """
+        events = trace_events(self, self._known())
+        if profile is not None:
+            events += measured_events(Path(profile))
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+
     @staticmethod
     def from_json(text: str) -> Plan:
         """Inverse of `to_json`."""
         data: dict[str, Any] = json.loads(text)
+        figures = data.pop("figures")
+        if figures is not None:
+            figures["buckets"] = tuple(BucketFigures(**each) for each in figures["buckets"])
+            for name in ("compute", "memory"):
+                figures[name] = tuple(map(tuple, figures[name]))
+            figures = Figures(**figures)
         buckets = tuple(
             Bucket(**{**bucket, "names": tuple(bucket["names"]), "params": tuple(bucket["params"])})
             for bucket in data.pop("buckets")
         )
         schedule = tuple(Event(**event) for event in data.pop("schedule"))
-        return Plan(**data, buckets=buckets, schedule=schedule)
+        return Plan(**data, buckets=buckets, schedule=schedule, figures=figures)
 
     @property
     def digest(self) -> str:

@@ -80,3 +80,16 @@ def test_bucketing_none(golden: Callable[[str, str], None]) -> None:
         "transformer/bucketing_none.txt",
         "\n".join(plan.text() for plan in autoshard.plans(model)),
     )
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_bucketing_auto(golden: Callable[[str, str], None]) -> None:
+    """What the planner makes of the small transformer, at an H100's prices."""
+    model = Transformer()
+    options = {"lowering": "eager", "strict": True, "bucketing": "auto", "topology": "h100"}
+    call = torch.compile(model, backend="autoshard", options=options)
+    call(torch.tensor([0, 3, 6])).sum().backward()
+    golden(
+        "transformer/bucketing_auto.txt",
+        "\n".join(plan.text() for plan in autoshard.plans(model)),
+    )

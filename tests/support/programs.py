@@ -25,6 +25,7 @@ from autoshard.passes.match import (
     kind_of,
 )
 from autoshard.passes.meta import PLAN
+from autoshard.passes.planner.topology import Topology
 from autoshard.passes.text import parse
 
 WORLD = 2
@@ -61,6 +62,9 @@ class Param:
         return f"{self.dtype}[{local_rows(self.rows, WORLD, 0) * self.cols}]"
 
 
+PRICES = passes.Prices(Topology.load("gloo"), is_fused=False)
+
+
 @dataclass(frozen=True)
 class Program:
     """A graph with markers, as text, and the parameters that they are for."""
@@ -79,7 +83,7 @@ class Program:
         return module(self.text)
 
     def pipeline(self, bucketing: Any) -> tuple[passes.Pass, ...]:
-        return passes.pipeline(self.table, graph="backward", bucketing=bucketing)
+        return passes.pipeline(self.table, graph="backward", bucketing=bucketing, prices=PRICES)
 
     def planned(self, bucketing: Any) -> fx.GraphModule:
         return passes.run(self.module(), self.pipeline(bucketing))

@@ -1,0 +1,149 @@
+"""Decide by simulated time: buckets, launches and waits of one graph, under a memory budget.
+
+The graph becomes a `planner.Problem`, numbers alone; `planner.search` finds a decision; that
+becomes a plan. One bucket a unit, one unit ahead, is among what is compared: a plan is never slower
+than that under the model, and without a budget needs no more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from autoshard.passes import groups
+from autoshard.passes.drafts import Draft, carrier_of, first_use, info_of, ready_of
+from autoshard.passes.layout import read_members
+from autoshard.passes.liveness import last_uses, live_bytes
+from autoshard.passes.match import (
+    group_of,
+    is_compute,
+    is_marker,
+    is_reduce_grad,
+    is_unshard,
+    kind_of,
+    members_of,
+    param_of,
+)
+from autoshard.passes.plan import BucketFigures, Event, Figures
+from autoshard.passes.planner.bound import lower_bound
+from autoshard.passes.planner.costs import PACKED, Costs
+from autoshard.passes.planner.problem import Item, Problem
+from autoshard.passes.planner.search import search
+from autoshard.passes.planner.simulate import Bucket, Order, Timeline, make_bucket, replay
+from autoshard.passes.prices import Prices
+
+
+class PricedGraph:
+    """A graph with markers, in numbers.
+
+    kind: "forward", "backward" or "inference".
+    """
+
+    def __init__(self, graph: fx.Graph, kind: str, prices: Prices) -> None:
+        ops = [node for node in graph.nodes if is_compute(node)]
+        position = {node: number for number, node in enumerate(ops)}
+        last = last_uses(graph, position, end=len(ops))
+        markers = [node for node in graph.nodes if is_marker(node)]
+        self.budget_bytes = prices.budget_bytes
+        self.items = {marker: _item(marker, position, last) for marker in markers}
+        self.marker = {id(item): marker for marker, item in self.items.items()}
+        gathers = [self.items[marker] for marker in markers if is_unshard(marker)]
+        reduces = [self.items[marker] for marker in markers if is_reduce_grad(marker)]
+        self.problem = Problem(
+            graph=kind,
+            op_us=tuple(map(prices.op_us, ops)),
+            live_bytes=live_bytes(graph, kind),
+            gathers=tuple(sorted(gathers, key=lambda item: item.used)),
+            reduces=tuple(sorted(reduces, key=lambda item: item.ready)),
+            costs=_costs(markers, prices),
+        )
+
+    def decide(
+        self, drafts: Sequence[Draft], events: Sequence[Event]
+    ) -> tuple[list[Draft], list[Event]]:
+        """Buckets and events that take less time than `drafts` and `events`, or these."""
+        if any(draft.is_loaded or draft.is_stored for draft in drafts) or any(
+            item.used < self.problem.num_ops for item in self.problem.reduces
+        ):
+            return list(drafts), list(events)
+        known = self.replay(drafts, events)
+        budget = known.peak_bytes if self.budget_bytes is None else self.budget_bytes
+        found = search(self.problem, budget_bytes=budget, layouts=(PACKED,)).timeline
+        if _rank(known, budget) <= _rank(found, budget):
+            return list(drafts), list(events)
+        decided = [self._draft(run.bucket) for run in found.runs]
+        return decided, [Event(what, number, at) for what, number, at in found.order]
+
+    def figures(self, drafts: Sequence[Draft], events: Sequence[Event]) -> Figures:
+        """What `drafts`, gathers first, take if they are launched and waited for by `events`."""
+        timeline, bound = self.replay(drafts, events), lower_bound(self.problem)
+        return Figures(
+            makespan_us=timeline.time_us,
+            lower_bound_us=bound.time_us,
+            binding=bound.binding,
+            exposed_us=timeline.exposed_us,
+            peak_bytes=timeline.peak_bytes,
+            buckets=tuple(
+                BucketFigures(run.launch_us, run.finish_us, run.exposed_us) for run in timeline.runs
+            ),
+            compute=timeline.compute,
+            memory=timeline.memory,
+        )
+
+    def replay(self, drafts: Sequence[Draft], events: Sequence[Event]) -> Timeline:
+        """The timeline of buckets and events as they are."""
+        buckets = [self._bucket(draft) for draft in drafts]
+        gathers = [bucket for bucket in buckets if bucket.kind == "gather"]
+        reduces = [bucket for bucket in buckets if bucket.kind == "reduce"]
+        order: Order = tuple(
+            (event.what, event.bucket, event.position)
+            for event in events
+            if event.what in ("launch", "all_reduce", "wait")
+        )
+        return replay(self.problem, gathers, reduces, order)
+
+    def _bucket(self, draft: Draft) -> Bucket:
+        items = [self.items[marker] for marker in draft.markers]
+        return make_bucket(self.problem, kind_of(draft.markers[0]), items, PACKED)
+
+    def _draft(self, bucket: Bucket) -> Draft:
+        markers = sorted((self.marker[id(item)] for item in bucket.items), key=param_of)
+        units = list(dict.fromkeys(item.unit for item in bucket.items))
+        unit = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
+        return Draft(unit, bucket.ready, bucket.used, markers)
+
+
+def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
+    return max(0.0, timeline.peak_bytes - budget), timeline.time_us
+
+
+def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
+    first = {_carrier(marker): marker for marker in markers}
+    topology = prices.topology
+    return Costs(
+        links={c: prices.links(kind_of(marker), group_of(marker)) for c, marker in first.items()},
+        shards={carrier: groups.shards(group_of(marker)) for carrier, marker in first.items()},
+        copy_us_per_byte=topology.copy_us_per_byte,
+        contention=max(1.0, topology.contention),
+        divides=topology.divides,
+    )
+
+
+def _item(marker: fx.Node, position: Mapping[fx.Node, int], last: Mapping[fx.Node, int]) -> Item:
+    (member,) = read_members(members_of(marker))
+    info, used = info_of(marker), first_use(marker, position, len(position))
+    return Item(
+        name=info.name,
+        unit=info.unit,
+        carrier=_carrier(marker),
+        num_bytes=member.num_bytes,
+        ready=ready_of(marker, position),
+        used=used,
+        freed=1 + last.get(marker, used) if is_unshard(marker) else used,
+    )
+
+
+def _carrier(marker: fx.Node) -> str:
+    """Its kind, and what a collective can carry together with it."""
+    return " ".join(map(str, (kind_of(marker), *carrier_of("", marker)[1:])))

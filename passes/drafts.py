@@ -1,0 +1,142 @@
+"""Buckets before they are planned: which markers, where their inputs exist, where they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autoshard.passes.layout import read_members
+from autoshard.passes.match import (
+    asked_of,
+    device_of_host_shard,
+    group_of,
+    is_again,
+    is_preparation,
+    is_reduce_grad,
+    is_to_device,
+    is_to_host,
+    is_unshard,
+    kind_of,
+    members_of,
+    param_of,
+)
+from autoshard.passes.meta import PARAM, ParamInfo
+from autoshard.passes.plan import Bucket
+
+INNER = "inner"  # the axis of groups of neighbours, along the one that shards
+
+Key = Callable[[ParamInfo], str]
+"""The name of the bucket that a parameter goes to."""
+
+Positions = Mapping[fx.Node, int]
+"""Of a graph's compute nodes."""
+
+
+@dataclass
+class Draft:
+    """A bucket being filled. `ready`: where its inputs exist; `used`: where it is first read."""
+
+    unit: str
+    ready: int
+    used: int
+    markers: list[fx.Node] = field(default_factory=list)
+
+    def bucket(self) -> Bucket:
+        infos = [info_of(marker) for marker in self.markers]
+        first = self.markers[0]
+        axis = infos[0].axis if is_unshard(first) else infos[0].reduce_axis
+        return Bucket(
+            kind=kind_of(first),
+            axis=INNER if is_unshard(first) and is_again(first) else axis,
+            unit=self.unit,
+            names=tuple(info.name for info in infos),
+            params=tuple(map(param_of, self.markers)),
+            members=" ".join(map(members_of, self.markers)),
+        )
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its shards are sent for from the host."""
+        return is_to_device(self.markers[0].all_input_nodes[0])
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether its gradients are sent back there."""
+        return _is_stored(self.markers[0])
+
+
+def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]:
+    """Buckets of `graph`'s `unshard` markers, by first use."""
+    end = len(position)
+    drafts: dict[tuple[object, ...], Draft] = {}
+    for marker in sorted(filter(is_unshard, graph.nodes), key=param_of):
+        used = first_use(marker, position, end)
+        name = key(info_of(marker))
+        draft = drafts.setdefault(carrier_of(name, marker), Draft(name, ready=0, used=used))
+        draft.markers.append(marker)
+        draft.ready = max(draft.ready, ready_of(marker, position))
+        draft.used = min(draft.used, used)
+    return sorted(drafts.values(), key=lambda draft: draft.used)
+
+
+def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]:
+    """Buckets of `graph`'s `reduce_grad` markers, by readiness."""
+    end = len(position)
+    closed: list[Draft] = []
+    drafts: dict[tuple[object, ...], Draft] = {}
+    for marker in sorted(
+        filter(is_reduce_grad, graph.nodes), key=lambda marker: ready_of(marker, position)
+    ):
+        name = key(info_of(marker))
+        carrier = carrier_of(name, marker)
+        draft = drafts.get(carrier)
+        if draft is not None and draft.used < ready_of(marker, position):
+            closed.append(drafts.pop(carrier))  # somebody reads it before this one is there
+            draft = None
+        if draft is None:
+            draft = drafts[carrier] = Draft(name, ready=0, used=end)
+        draft.markers.append(marker)
+        draft.ready = max(draft.ready, ready_of(marker, position))
+        draft.used = min(draft.used, first_use(marker, position, end))
+    made = [*closed, *drafts.values()]
+    for draft in made:
+        draft.markers.sort(key=param_of)
+    return sorted(made, key=lambda draft: (draft.ready, param_of(draft.markers[0])))
+
+
+def carrier_of(name: str, marker: fx.Node) -> tuple[object, ...]:
+    """What one collective can carry together: a bucket name, a group, a dtype, a place to be."""
+    (member,) = read_members(members_of(marker))
+    place = device_of_host_shard(marker) if is_unshard(marker) else _is_stored(marker)
+    return name, group_of(marker), member.dtype, place
+
+
+def ready_of(marker: fx.Node, position: Positions) -> int:
+    """The first position at which what `marker` takes is there."""
+    ready = 0
+    for node in marker.all_input_nodes:
+        prepared = ready_of(node, position) if is_preparation(node) else 0
+        ready = max(ready, prepared, 1 + position.get(node, -1))
+    return ready
+
+
+def first_use(marker: fx.Node, position: Positions, end: int) -> int:
+    """Where the first compute node reads `marker`, what was asked of a shard for it, or its copy
+    on the host."""
+    asked = asked_of(marker.all_input_nodes[0])
+    read = [marker, *(asked.users if asked is not None else filter(is_to_host, marker.users))]
+    return min((position.get(user, end) for node in read for user in node.users), default=end)
+
+
+def info_of(marker: fx.Node) -> ParamInfo:
+    """Whose `marker` is."""
+    info = PARAM.get(marker)
+    if info is None:
+        raise ValueError(f"%{marker.name} has no PARAM: run name_params first")
+    return info
+
+
+def _is_stored(marker: fx.Node) -> bool:
+    return any(map(is_to_host, marker.users))

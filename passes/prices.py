@@ -1,0 +1,41 @@
+"""What a graph's planner is told of costs: a topology, and how the graph will be lowered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoshard import _torch
+from autoshard.passes import groups
+from autoshard.passes.planner.costs import Link
+from autoshard.passes.planner.topology import Topology
+from autoshard.passes.roofline import node_us
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Of one compilation.
+
+    is_fused: whether Inductor lowers the graph.
+    budget_bytes: of all memory that the graph uses, its inputs included; None for what one bucket
+        a unit needs.
+    """
+
+    topology: Topology
+    is_fused: bool
+    budget_bytes: int | None = None
+
+    def links(self, kind: str, group: str) -> tuple[Link, ...]:
+        """The collectives of a bucket over `group`, in turn."""
+        shard, replicate = groups.shard_part(group), groups.replicate_part(group)
+        first = self._link(kind, shard)
+        return (first, self._link("all_reduce", replicate)) if replicate else (first,)
+
+    def op_us(self, node: fx.Node) -> float:
+        return node_us(node, self.topology, is_fused=self.is_fused)
+
+    def _link(self, kind: str, name: str) -> Link:
+        ranks = _torch.group_ranks(name) if name else [0]
+        nodes = [rank // self.topology.ranks_per_node for rank in ranks]
+        return self.topology.link(kind, len(ranks), nodes.count(nodes[0]))

@@ -1,0 +1,129 @@
+"""Microseconds and bytes of a graph's nodes, without running them.
+
+A node takes the longer of its floating-point operations at the device's rate and its bytes at its
+memory's, and never less than a kernel does. What Inductor fuses is not counted twice: a value that
+passes from one pointwise node to the next is neither written nor read; such a chain is one kernel.
+
+Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009; the
+operations of each op are those of `torch.utils.flop_counter`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from autoshard.passes.layout import DTYPE_NAMES
+from autoshard.passes.planner.topology import Topology
+
+
+def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
+    """What `node` takes; 0 for views and what else moves nothing.
+
+    is_fused: whether the graph is lowered with Inductor.
+    """
+    if node.op != "call_function" or is_view(node):
+        return 0.0
+    if getattr(node.target, "namespace", "") == "autoshard":
+        return topology.op_us  # not by bytes: shards differ by rank, a plan must not
+    written = list(tensors_of(node))
+    flops = num_flops(node)
+    if flops:
+        read = [tensor for each in node.all_input_nodes for tensor in tensors_of(each)]
+        num_bytes = sum(map(num_bytes_of, [*read, *written]))
+        rate = topology.flops_per_us(DTYPE_NAMES.get(written[0].dtype, "") if written else "")
+        return max(flops / rate, num_bytes / topology.memory_bytes_per_us, topology.op_us)
+    inputs = [each for each in node.all_input_nodes if tensors_of(each)]
+    if is_fused and is_fusible(node):
+        fused = [each for each in inputs if is_fusible(_origin(each))]
+        read = [t for each in inputs if each not in fused for t in tensors_of(each)]
+        if all(is_fusible(user) for user in node.users if user.op == "call_function"):
+            written = []
+        least = 0.0 if fused else topology.op_us
+    else:
+        read = [tensor for each in inputs for tensor in tensors_of(each)]
+        least = topology.op_us
+    num_bytes = sum(map(num_bytes_of, [*read, *written]))
+    return max(num_bytes / topology.memory_bytes_per_us, least)
+
+
+def num_flops(node: fx.Node) -> int:
+    """Floating-point operations of `node`, by torch's table; 0 for what is not in it."""
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(packet) if packet is not None else None
+    if count is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape_of)
+    return int(count(*args, **kwargs, out_val=_shape_of(node)))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` only names memory that is there."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    )
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether Inductor makes `node` part of its neighbours' kernel."""
+    if is_view(node):
+        return bool(node.all_input_nodes) and is_fusible(_origin(node))
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target.namespace == "prims"
+    )
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` names."""
+    return _origin(node)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def tensors_of(node: fx.Node) -> Sequence[Tensor]:
+    """The tensors that `node` gives."""
+    value = node.meta.get("val")
+    values: Iterable[object] = value if isinstance(value, (list, tuple)) else (value,)
+    return [each for each in values if isinstance(each, Tensor)]
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Of its elements; of a symbolic size, by its hint."""
+    numel = 1
+    for size in tensor.shape:
+        numel *= _hint(size)
+    return numel * tensor.dtype.itemsize
+
+
+def _shape_of(node: fx.Node) -> Any:
+    """What `node` gives, as tensors that have a shape alone; symbolic sizes are their hints."""
+
+    def without_symbols(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty([_hint(size) for size in value.shape], device="meta")
+        return _hint(value) if isinstance(value, torch.SymInt) else value
+
+    return pytree.tree_map(without_symbols, node.meta.get("val"))
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
