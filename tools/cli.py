@@ -22,11 +22,22 @@ autoshard's own models, in random combinations of its options:
 """
 
 
+CALIBRATE_EXAMPLE = """\
+example, on two CPU ranks of this machine, and on the GPUs of a cluster:
+
+  autoshard bench calibrate --out gloo2.json --ranks 2
+  torchrun --nnodes 4 --nproc-per-node 8 ... -m autoshard.tools.cli bench calibrate --out h100.json
+
+then: torch.compile(model, backend="autoshard", options={"topology": "gloo2.json"})
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     parser = argparse.ArgumentParser(prog="autoshard", description="Sharded training, compiled.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_parity(commands)
+    add_bench(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options, list(sys.argv[1:] if arguments is None else arguments))
     return status
@@ -61,6 +72,37 @@ def add_parity(commands: Any) -> None:
     parser.add_argument("--samples", type=int, default=25, help="of the matrix (default 25)")
     parser.add_argument("--seed", type=int, default=0, help="of the first sample (default 0)")
     parser.set_defaults(run=run_parity, parser=parser)
+
+
+def add_bench(commands: Any) -> None:
+    """`autoshard bench`."""
+    parser = commands.add_parser("bench", help="measure the cluster at hand")
+    what = parser.add_subparsers(dest="what", required=True)
+    calibrate = what.add_parser(
+        "calibrate",
+        help="write a topology file for the option topology=",
+        description="Time collectives of several sizes, matrix products and copies, and write "
+        "what plans reckon with.",
+        epilog=CALIBRATE_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    calibrate.add_argument("--out", required=True, help="the JSON file to write")
+    calibrate.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    calibrate.set_defaults(run=run_calibrate)
+
+
+def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Start the ranks unless torchrun did."""
+    if "RANK" not in os.environ:
+        return launch(arguments, options.ranks)
+    from autoshard.runtime.mesh import ensure_process_group
+    from autoshard.tools.calibrate import calibrate
+
+    ensure_process_group()
+    topology = calibrate(options.out)
+    if int(os.environ["RANK"]) == 0:
+        print(topology.to_json(), end="")
+    return 0
 
 
 def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -1,0 +1,145 @@
+"""Plans of the planner, obeyed: the same numbers, in no more predicted time or memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.selection import each_value
+from support.training import assert_same, compiled, replicated
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard.passes.planner.topology import Topology
+from autoshard.tools.calibrate import calibrate, fit
+
+
+@each_value(
+    strategy=["full_shard", "shard_grad_op", "hybrid_shard"],
+    topology=["gloo", "h100"],
+    checkpointing=[None, "non-reentrant"],
+    tied=[False, True],
+)
+@on_ranks(2)
+def test_parity(
+    rank: int, strategy: str, topology: str, checkpointing: str | None, tied: bool
+) -> None:
+    build = functools.partial(Net, checkpointing=checkpointing, tied=tied)
+    want, want_losses = replicated(build, net_loss)
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy == "hybrid_shard":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = mesh
+    got, losses = compiled(build, net_loss, topology=topology, **options)
+    assert losses == want_losses
+    assert_same(got, want)
+    torch._dynamo.reset()
+    by_unit, _ = compiled(build, net_loss, topology=topology, bucketing="per_unit", **options)
+    for plan, other in zip(autoshard.plans(got), autoshard.plans(by_unit), strict=True):
+        assert plan.graph == other.graph
+        assert plan.lower_bound_us <= plan.makespan_us * (1 + 1e-9)
+        assert plan.makespan_us <= other.makespan_us
+        assert plan.peak_bytes <= other.peak_bytes
+        assert plan.lower_bound_us == other.lower_bound_us
+
+
+class Wide(nn.Module):
+    """Layers whose weights are most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def wide_loss(model: Any, rank: int, step: int) -> Tensor:
+    return model(torch.ones(2, 64) * (1 + rank + step)).square().mean()
+
+
+@on_ranks(2)
+def test_budget(rank: int) -> None:
+    """More memory, fewer gathers; never more than is allowed."""
+    weight, states = 64 * 64 * 4, 6 * 3 * 64 * 64 * 4 // 2
+    gathers = []
+    for room in (12, 40):
+        torch._dynamo.reset()
+        budget = states + room * weight
+        model, _ = compiled(
+            Wide, wide_loss, topology="h100", memory_budget=budget, strategy="full_shard"
+        )
+        plans = autoshard.plans(model)
+        assert all(plan.peak_bytes <= budget - states for plan in plans)
+        gathers.append(sum(bucket.kind == "gather" for bucket in plans[0].buckets))
+    assert gathers == sorted(gathers, reverse=True)
+    assert gathers[-1] < gathers[0]
+
+
+@on_ranks(2)
+def test_host_shards_are_left_to_one_bucket_a_unit(rank: int) -> None:
+    offload = autoshard.CPUOffloadPolicy()
+    model, _ = compiled(Net, net_loss, topology="gloo", offload_policy=offload)
+    torch._dynamo.reset()
+    by_unit, _ = compiled(Net, net_loss, bucketing="per_unit", offload_policy=offload)
+    for plan, other in zip(autoshard.plans(model), autoshard.plans(by_unit), strict=True):
+        assert plan.buckets == other.buckets
+        assert plan.schedule == other.schedule
+
+
+@on_ranks(2)
+def test_calibrated_topology(rank: int) -> None:
+    """Ranks read what rank 0 has written, and their plans agree."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    path = str(Path(folder[0]) / "here.json")
+    found = calibrate(path, sizes=(2**12, 2**16, 2**20), rounds=3)
+    assert found == Topology.load(path)
+    assert set(found.measured) == {"gather 2", "reduce 2", "all_reduce 2"}
+    assert all(us_per_byte > 0 for _, us_per_byte in found.measured.values())
+    got, _ = compiled(Net, net_loss, topology=path)
+    texts: list[Any] = [None, None]
+    dist.all_gather_object(texts, [plan.text() for plan in autoshard.plans(got)])
+    assert texts[0] == texts[1]
+
+
+def test_fit() -> None:
+    sizes = (1000, 10_000, 100_000)
+    alpha_us, us_per_byte = fit(sizes, [50 + 0.002 * size for size in sizes])
+    assert alpha_us == pytest.approx(50)
+    assert us_per_byte == pytest.approx(0.002)
+    assert fit(sizes, [10.0, 9.0, 8.0])[1] == 0.0
+
+
+@on_ranks(2)
+def test_chrome_trace(rank: int) -> None:
+    """Compute, collectives and memory, and a measured trace beside."""
+    import tempfile
+
+    model, _ = compiled(Net, net_loss, topology="gloo")
+    plan = autoshard.plans(model)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        path, profile = Path(folder) / "plan.json", Path(folder) / "profile.json"
+        measured = {"name": "mm", "ph": "X", "ts": 70.0, "dur": 5.0, "pid": 9, "tid": 3}
+        profile.write_text(json.dumps({"traceEvents": [measured]}))
+        plan.to_chrome_trace(path, profile=profile)
+        events = json.loads(path.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(plan.makespan_us)
+    gathers = [event for event in spans if event["name"].startswith("gather")]
+    assert len(gathers) == sum(bucket.kind == "gather" for bucket in plan.buckets)
+    assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == plan.peak_bytes
+    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "X" and e["pid"] == 1] == [("mm", 0)]

@@ -1,0 +1,183 @@
+"""`autoshard bench calibrate`: measure what a topology says, on the cluster at hand.
+
+Collectives are started together, after a barrier, and take as long as on the rank where they take
+least: what a rank waits for its peers to arrive is no part of their cost. A start-up and a time a
+byte are fitted to several sizes by least squares of relative errors. Rank 0 writes what all ranks
+then read: plans must not differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autoshard import _torch
+from autoshard.passes.layout import DTYPE_NAMES
+from autoshard.passes.planner.topology import KINDS, Topology, default_topology
+
+SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 KiB to 16 MiB
+ROUNDS = 15
+PRODUCT = 768  # rows and columns of a matrix product
+STREAMED = 2**25  # bytes of a copy: more than caches hold
+
+
+def calibrate(path: str | Path, *, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Topology:
+    """Measure, and have rank 0 write the topology to `path`; every rank returns the same.
+
+    Needs a process group of at least two ranks. What isn't measured here (memory, the network, what
+    one more member of a grouped bucket costs) is that of the named topology of the device.
+    Raises ValueError with one rank; OSError where `path` can't be written.
+    """
+    world = dist.get_world_size()
+    if world < 2:
+        raise ValueError("calibrate measures collectives: run it under torchrun with two ranks")
+    device = _device()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    known = Topology.load(default_topology(name))
+    measured = {}
+    for kind in KINDS:
+        times = [_collective_us(kind, size, device, rounds) for size in sizes]
+        measured[f"{kind} {world}"] = fit(sizes, times)
+    found = dataclasses.replace(
+        known,
+        name=Path(path).stem,
+        title=f"{world} ranks on {name}, {dist.get_backend()}, torch {torch.__version__}",
+        measured=measured,
+        efficiency=1.0,
+        tflops=_tflops(known, device, rounds),
+        op_us=_op_us(device, rounds),
+        memory_gb_per_s=_memory_gb_per_s(device, rounds),
+        copy_gb_per_s=_memory_gb_per_s(device, rounds),
+        contention=_contention(device, rounds),
+        sources={"": "measured by autoshard bench calibrate"},
+    )
+    if dist.get_rank() == 0:
+        Path(path).write_text(found.to_json())
+    dist.barrier()
+    return Topology.load(str(path))
+
+
+def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
+    """(start-up, microseconds a byte), neither below 0, of least relative squared error."""
+    weights = [1 / time_us**2 for time_us in times_us]
+    total = sum(weights)
+    mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total
+    mean_time = sum(w * t for w, t in zip(weights, times_us, strict=True)) / total
+    triples = list(zip(weights, sizes, times_us, strict=True))
+    spread = sum(w * (s - mean_size) ** 2 for w, s, _ in triples)
+    slope = sum(w * (s - mean_size) * (t - mean_time) for w, s, t in triples) / spread
+    slope = max(slope, 0.0)
+    return max(mean_time - slope * mean_size, 0.0), slope
+
+
+def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int) -> float:
+    """Of `num_bytes` whole: the median over rounds of the least over ranks."""
+    world = dist.get_world_size()
+    whole = torch.ones(num_bytes // 4, device=device)
+    part = whole.new_ones(whole.numel() // world)
+    group = dist.distributed_c10d._get_default_group()
+
+    def once() -> None:
+        if kind == "gather":
+            work = _torch.all_gather_flat(whole, part, group=group, async_op=True)
+        elif kind == "reduce":
+            work = _torch.reduce_scatter_flat(part, whole, group=group, async_op=True)
+        else:
+            work = dist.all_reduce(whole, async_op=True)
+        work.wait()
+
+    return _median_us(once, device, rounds)
+
+
+def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, float]:
+    """Of square matrix products, in the dtypes that the known topology names."""
+    by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    found = {}
+    for name in {*known.tflops, "f32"}:
+        dtype = by_name.get(name, torch.float32)
+        if name.startswith("f8"):  # torch.matmul takes none
+            found[name] = known.tflops[name] * known.efficiency
+            continue
+        a = torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype)
+        time_us = _median_us(partial(torch.matmul, a, a), device, rounds)
+        found[name] = 2 * PRODUCT**3 / time_us / 1e6
+    return found
+
+
+def _op_us(device: torch.device, rounds: int) -> float:
+    x = torch.ones(16, device=device)
+
+    def many() -> None:
+        y = x
+        for _ in range(100):
+            y = y + 1
+
+    return _median_us(many, device, rounds) / 100
+
+
+def _memory_gb_per_s(device: torch.device, rounds: int) -> float:
+    source = torch.ones(STREAMED // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * STREAMED / _median_us(lambda: target.copy_(source), device, rounds) / 1e3
+
+
+def _contention(device: torch.device, rounds: int) -> float:
+    """How much longer a matrix product takes beside an all-gather."""
+    a = torch.ones(PRODUCT, PRODUCT, device=device)
+    world = dist.get_world_size()
+    whole = torch.ones(SIZES[-1] // 4, device=device)
+    part = whole.new_ones(whole.numel() // world)
+    group = dist.distributed_c10d._get_default_group()
+
+    product = partial(torch.matmul, a, a)
+    alone = _median_us(product, device, rounds)
+    works = []
+
+    def begin() -> None:
+        works.append(_torch.all_gather_flat(whole, part, group=group, async_op=True))
+
+    busy = _median_us(product, device, rounds, before=begin, after=lambda: works.pop().wait())
+    return max(1.0, busy / alone)
+
+
+def _median_us(
+    run: Callable[[], object],
+    device: torch.device,
+    rounds: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> float:
+    """The median over rounds of the least over ranks; `before` and `after` are not timed."""
+    times = []
+    for _ in range(rounds + 3):
+        dist.barrier()
+        _synchronize(device)
+        before()
+        begin = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append((time.perf_counter() - begin) * 1e6)
+        after()
+    gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, times[3:])
+    least = [min(each) for each in zip(*gathered, strict=True)]
+    return float(statistics.median(least))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
