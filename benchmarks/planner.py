@@ -1,0 +1,173 @@
+"""How near the lower bound plans come: Llama-3 8B, 70B and 405B in three regimes, simulated.
+
+    python benchmarks/planner.py            # all of it; --models 8b for one
+
+Each row is one graph of layer shapes: matrix products at 600 TFLOP/s and 4 us each, and one link.
+Time over lower bound, for one bucket a parameter, one bucket a unit launched a unit ahead, and the
+planner's, packed and grouped; all with the same costs, and the planner's with no more memory than
+one bucket a unit needs (`per_unit`), or with what `--budget-layers` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+from autoshard.passes.planner.bound import lower_bound
+from autoshard.passes.planner.costs import GROUPED, PACKED, Costs, Link
+from autoshard.passes.planner.problem import Item, Problem
+from autoshard.passes.planner.search import search
+from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, replay, simulate
+
+TFLOPS, OP_US = 600.0, 4.0
+COPY_US_PER_BYTE = 1e6 / 2.5e12
+MEMBER_US = 3.0
+NO_BUDGET = float("inf")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Widths of a Llama: hidden, of the two products inward in an MLP, of keys and values."""
+
+    hidden: int
+    inner: int
+    keys: int
+    layers: int
+
+    def weights(self) -> list[tuple[str, int]]:
+        """Names and elements of one layer's parameters, in order of use."""
+        h, i, k = self.hidden, self.inner, self.keys
+        names = ["norm1", "q", "k", "v", "o", "norm2", "gate", "up", "down"]
+        return list(
+            zip(names, [h, h * h, h * k, h * k, h * h, h, h * i, h * i, h * i], strict=True)
+        )
+
+
+MODELS = {
+    "8b": Model(4096, 14336, 1024, 32),
+    "70b": Model(8192, 28672, 1024, 80),
+    "405b": Model(16384, 53248, 1024, 126),
+}
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Tokens a rank, ranks, and the link's bandwidth and start-up."""
+
+    tokens: int
+    ranks: int
+    gb_per_s: float
+    alpha_us: float
+
+
+REGIMES = {
+    "compute-bound": Regime(4096, 8, 300, 40),
+    "balanced": Regime(1536, 8, 300, 40),
+    "link-bound": Regime(8192, 64, 45, 120),
+}
+
+
+def make_problem(model: Model, regime: Regime, graph: str, *, layers: int | None = None) -> Problem:
+    """bf16 parameters; backward computes with each weight twice, and makes its gradient then."""
+    uses = [
+        (f"layers.{layer}.{name}", f"layers.{layer}", numel)
+        for layer in range(model.layers if layers is None else layers)
+        for name, numel in model.weights()
+    ]
+    op_us: list[float] = []
+    gathers, reduces = [], []
+    if graph == "backward":
+        uses.reverse()
+    for name, unit, numel in uses:
+        flops = 2 * regime.tokens * numel if numel > model.hidden else 0
+        at, each = len(op_us), flops / (TFLOPS * 1e6) + OP_US
+        op_us += [each] * (2 if graph == "backward" else 1)
+        gathers.append(Item(name, unit, "gather", 2 * numel, 0, at, at + 1))
+        if graph == "backward":
+            end = 2 * len(uses)
+            reduces.append(Item(name, unit, "reduce", 2 * numel, at + 2, end, end))
+    link = Link("node", regime.alpha_us, 1 / (regime.gb_per_s * 1e3), MEMBER_US)
+    carriers = ("gather", "reduce")
+    costs = Costs(
+        dict.fromkeys(carriers, (link,)), dict.fromkeys(carriers, regime.ranks), COPY_US_PER_BYTE
+    )
+    return Problem(graph, tuple(op_us), (0,) * len(op_us), tuple(gathers), tuple(reduces), costs)
+
+
+def per_unit(problem: Problem) -> Timeline:
+    """One bucket a unit, gathers launched a unit ahead, one reduce in flight."""
+    gathers = _by_unit(problem, "gather", problem.gathers)
+    reduces = _by_unit(problem, "reduce", problem.reduces)
+    placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
+    for number, bucket in enumerate(gathers):
+        ahead = gathers[number - 1].used if number else 0
+        placed.append(((ahead, 1, 2 * number), ("launch", number, ahead)))
+        placed.append(((bucket.used, 1, 2 * number + 3), ("wait", number, bucket.used)))
+    for number, bucket in enumerate(reduces):
+        at = len(gathers) + number
+        following = reduces[number + 1].ready if number + 1 < len(reduces) else problem.num_ops
+        placed.append(((bucket.ready, 0, 2 * number), ("launch", at, bucket.ready)))
+        placed.append(((following, 0, 2 * number + 1), ("wait", at, following)))
+    order = tuple(event for _, event in sorted(placed))
+    return replay(problem, gathers, reduces, order)
+
+
+def _by_unit(problem: Problem, kind: str, items: tuple[Item, ...]) -> list[Bucket]:
+    units: dict[str, list[Item]] = {}
+    for item in items:
+        units.setdefault(item.unit, []).append(item)
+    return [make_bucket(problem, kind, each, PACKED) for each in units.values()]
+
+
+def alone(problem: Problem, budget: float) -> Timeline:
+    """One bucket a parameter, launched and waited for as the planner does."""
+    gathers = [make_bucket(problem, "gather", [item], PACKED) for item in problem.gathers]
+    reduces = [make_bucket(problem, "reduce", [item], PACKED) for item in problem.reduces]
+    return simulate(problem, gathers, reduces, budget_bytes=budget)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--budget-layers", type=float, help="gathered and in flight, in layers")
+    options = parser.parse_args()
+    print("time / lower bound; budget and peak in GiB beyond the gradients' shards; planning in s")
+    columns = ("none", "per_unit", "packed", "grouped", "budget", "peak", "planning")
+    print(f"{'':35}" + "".join(f"{name:>10}" for name in columns) + "  bound by")
+    for model in options.models:
+        for regime in REGIMES:
+            for graph in ("forward", "backward"):
+                print(row(model, regime, graph, options.budget_layers), flush=True)
+
+
+def row(model: str, regime: str, graph: str, budget_layers: float | None) -> str:
+    """One line of the table."""
+    problem = make_problem(MODELS[model], REGIMES[regime], graph)
+    bound = lower_bound(problem)
+    shards = sum(item.num_bytes for item in problem.reduces) // REGIMES[regime].ranks
+    unit = per_unit(problem)
+    budget: float = unit.peak_bytes
+    if budget_layers is not None:
+        layer = sum(numel for _, numel in MODELS[model].weights())
+        budget = shards + budget_layers * 2 * layer
+    times = [alone(problem, budget).time_us, unit.time_us]
+    peak, began = 0, time.perf_counter()
+    for layout in (PACKED, GROUPED):
+        found = search(problem, budget_bytes=budget, layouts=(layout,)).timeline
+        assert found.peak_bytes <= budget
+        times.append(found.time_us)
+        peak = max(peak, found.peak_bytes)
+    planning_s = (time.perf_counter() - began) / 2
+    cells = [f"{time_us / bound.time_us:10.4f}" for time_us in times]
+    cells += [f"{(each - shards) / 2**30:10.2f}" for each in (budget, peak)]
+    return (
+        f"{model:5} {regime:14} {graph:14}"
+        + "".join(cells)
+        + f"{planning_s:10.2f}  {bound.binding}"
+    )
+
+
+if __name__ == "__main__":
+    main()
