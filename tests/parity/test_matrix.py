@@ -258,7 +258,7 @@ def rtol_to_fsdp2(case: Case, low: bool) -> float:
 
 
 def equal_fsdp2(rank: int, strategy: str, low: bool) -> None:
-    cases = cases_of(strategy, low, {2: 41, 4: 72}[num_ranks(strategy)])
+    cases = cases_of(strategy, low, 72)
     compared = [case for case in cases if why_not_compared(case) is None]
     for case in compared:
         rtol = rtol_to_fsdp2(case, low)

@@ -72,7 +72,7 @@ def reduces_for_each_graph(name: str) -> bool:
 
 
 # The one with most ways to its embedding, and the one of our own.
-@pytest.mark.parametrize("name", ARCHITECTURES if IS_FULL else ["t5", "dit"])
+@pytest.mark.parametrize("name", ARCHITECTURES if IS_FULL else ["t5"])
 @on_ranks(2)
 def test_architecture(rank: int, name: str) -> None:
     build = functools.partial(architecture, name)
