@@ -32,7 +32,8 @@ class CompileOptions:
     topology:  what plans reckon with: the name of one ("h100", "gloo", ...) or a file of
                `autoshard bench calibrate`; None, with a budget, for the one of the device.
                With neither a topology nor a budget "auto" is "per_unit", and plans have no
-               figures.
+               figures. Predicted times follow the shapes that a rank compiles for: ranks whose
+               batches differ may find different plans, and then run eagerly with a warning.
     dump:      a folder; every graph is written there as text after every pass.
     strict:    raise where tracing, a pass or the lowering fails, rather than run the
                frame on the eager runtime with a warning.

@@ -45,23 +45,23 @@ def live_bytes(graph: fx.Graph, kind: str) -> tuple[int, ...]:
     kind: "forward", "backward" or "inference". What backward was given to read it once is freed
         after that; parameters and the user's inputs live all the time.
     """
-    ops = [node for node in graph.nodes if is_compute(node)]
-    position = {node: number for number, node in enumerate(ops)}
-    last = last_uses(graph, position, end=len(ops))
+    computed = [node for node in graph.nodes if is_compute(node)]
+    position = {node: number for number, node in enumerate(computed)}
+    last = last_uses(graph, position, end=len(computed))
     reduced = {base_of(node.all_input_nodes[0]) for node in graph.nodes if is_reduce_grad(node)}
-    change = [0] * (len(ops) + 2)
+    change = [0] * (len(computed) + 2)
     for node in graph.nodes:
         if is_marker(node) or node.op == "output" or base_of(node) is not node:
             continue
         num_bytes = _num_bytes(node)
         begin = position.get(node, 0)
         is_lasting = node.op == "placeholder" and (kind != "backward" or _is_kept(node))
-        end = len(ops) if is_lasting else last.get(node, begin)
+        end = len(computed) if is_lasting else last.get(node, begin)
         if node in reduced and end <= begin and not is_lasting:
             continue  # from its birth on it is what waits to be reduced, and nobody else reads it
         change[begin] += num_bytes
         change[end + 1] -= num_bytes
-    return tuple(itertools.accumulate(change))[: len(ops)]
+    return tuple(itertools.accumulate(change))[: len(computed)]
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -41,9 +41,9 @@ def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
         return max(flops / rate, num_bytes / topology.memory_bytes_per_us, topology.op_us)
     inputs = [each for each in node.all_input_nodes if tensors_of(each)]
     if is_fused and is_fusible(node):
-        fused = [each for each in inputs if is_fusible(_origin(each))]
+        fused = [each for each in inputs if is_fusible(base_of(each))]
         read = [t for each in inputs if each not in fused for t in tensors_of(each)]
-        if all(is_fusible(user) for user in node.users if user.op == "call_function"):
+        if not _is_written(node):
             written = []
         least = 0.0 if fused else topology.op_us
     else:
@@ -78,19 +78,20 @@ def is_view(node: fx.Node) -> bool:
 def is_fusible(node: fx.Node) -> bool:
     """Whether Inductor makes `node` part of its neighbours' kernel."""
     if is_view(node):
-        return bool(node.all_input_nodes) and is_fusible(_origin(node))
+        return bool(node.all_input_nodes) and is_fusible(base_of(node))
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
         torch.Tag.pointwise in target.tags or target.namespace == "prims"
     )
 
 
+def _is_written(node: fx.Node) -> bool:
+    """Whether something outside the kernel of `node` reads what it gives, itself or by a view."""
+    return any(_is_written(user) if is_view(user) else not is_fusible(user) for user in node.users)
+
+
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` names."""
-    return _origin(node)
-
-
-def _origin(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` names: itself, if it is no view."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

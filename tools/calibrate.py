@@ -41,6 +41,7 @@ def calibrate(path: str | Path, *, sizes: Sequence[int] = SIZES, rounds: int = R
     device = _device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     known = Topology.load(default_topology(name))
+    memory_gb_per_s = _memory_gb_per_s(device, rounds)
     measured = {}
     for kind in KINDS:
         times = [_collective_us(kind, size, device, rounds) for size in sizes]
@@ -53,8 +54,8 @@ def calibrate(path: str | Path, *, sizes: Sequence[int] = SIZES, rounds: int = R
         efficiency=1.0,
         tflops=_tflops(known, device, rounds),
         op_us=_op_us(device, rounds),
-        memory_gb_per_s=_memory_gb_per_s(device, rounds),
-        copy_gb_per_s=_memory_gb_per_s(device, rounds),
+        memory_gb_per_s=memory_gb_per_s,
+        copy_gb_per_s=memory_gb_per_s,
         contention=_contention(device, rounds),
         sources={"": "measured by autoshard bench calibrate"},
     )
@@ -100,7 +101,7 @@ def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, flo
     """Of square matrix products, in the dtypes that the known topology names."""
     by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = {}
-    for name in {*known.tflops, "f32"}:
+    for name in sorted({*known.tflops, "f32"}):  # the same order on every rank
         dtype = by_name.get(name, torch.float32)
         if name.startswith("f8"):  # torch.matmul takes none
             found[name] = known.tflops[name] * known.efficiency

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def replay(
     return _Following(problem, gathers, reduces, order).run()
 
 
-class _Simulation:
+class _Simulation(ABC):
     """What there is at one position, and what launches and waits do to it."""
 
     def __init__(
@@ -192,10 +193,11 @@ class _Simulation:
         found.update(run.bucket.ready for run in self.reduces)
         return sorted(found)
 
+    @abstractmethod
     def act(self, position: int, following: int) -> None:
         """Launch and wait at `position`; the next one is `following`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
         """Wait for what is left."""
 
@@ -353,3 +355,6 @@ class _Following(_Simulation):
         runs = [*self.gathers, *self.reduces]
         for what, number in self.at.get(position, []):
             getattr(self, what)(runs[number])
+
+    def end(self) -> None:
+        """All waits are in the order that is followed."""

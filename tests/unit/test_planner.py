@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import fx
 
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import GROUPED, PACKED, Costs, Link
@@ -14,6 +16,7 @@ from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import search
 from autoshard.passes.planner.simulate import make_bucket, simulate
 from autoshard.passes.planner.topology import Topology, default_topology, names
+from autoshard.passes.roofline import base_of, node_us, num_flops
 
 H100 = Topology.load("h100")
 
@@ -124,3 +127,28 @@ def test_budget_holds_gathers_back() -> None:
     timeline = simulate(each, buckets, [], budget_bytes=200_000)
     assert [run.launch for run in timeline.runs] == [0, 0, 1, 2]
     assert timeline.peak_bytes == 200_000
+
+
+def test_roofline() -> None:
+    """A product by its operations, a copy by its bytes; what is fused is not counted twice."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    nodes = []
+    for target in (torch.ops.aten.mm.default, torch.ops.aten.relu.default):
+        node = graph.call_function(target, (x, x) if not nodes else (nodes[-1],))
+        node.meta["val"] = x.meta["val"]
+        nodes.append(node)
+    last = graph.call_function(torch.ops.aten.neg.default, (nodes[-1],))
+    last.meta["val"] = x.meta["val"]
+    view = graph.call_function(torch.ops.aten.t.default, (last,))
+    graph.output(view)
+    product, relu = nodes
+    assert num_flops(product) == 2 * 4096**3
+    assert node_us(product, H100, is_fused=True) == pytest.approx(2 * 4096**3 / (989e6 * 0.8))
+    once_us = 2 * 4096 * 4096 / 3350e3
+    for node in (relu, last):
+        assert node_us(node, H100, is_fused=False) == pytest.approx(2 * once_us)
+        assert node_us(node, H100, is_fused=True) == pytest.approx(once_us)
+    assert node_us(view, H100, is_fused=False) == 0
+    assert base_of(view) is last
