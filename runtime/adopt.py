@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.runtime import access
-from autoshard.runtime.optimizers import check_owners, rebind_optimizers
+from autoshard.runtime.optimizers import check_owners, live_optimizers, rebind_optimizers
 from autoshard.runtime.param import ShardedParam, find
 from autoshard.runtime.reduce import Reduction
 from autoshard.runtime.shard import shard
@@ -67,10 +67,11 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     before = dict(root.named_parameters())
     if any(find(param) is not None for param in before.values()):
         return False
-    check_owners(before)
+    optimizers = live_optimizers()
+    check_owners(root, before, optimizers)
     shard(root, **shard_arguments)
     moved = {param: _found(param) for param in before.values()}
-    rebind_optimizers(moved)
+    rebind_optimizers(optimizers, moved)
     for old, sharded in moved.items():
         _forward_late_gradient(old, sharded)
     if not access.began_before(root):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,13 +25,15 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
 
 
-def rebind_optimizers(moved: Mapping[nn.Parameter, ShardedParam]) -> None:
-    """Have every live `torch.optim.Optimizer` train the sharded parameters instead.
+def rebind_optimizers(
+    optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[nn.Parameter, ShardedParam]
+) -> None:
+    """Have `optimizers` train the sharded parameters instead.
 
     Lists of parameters are changed in place, so whoever shares them sees the change.
     State shaped like its parameter is cut like it; flags stay.
     """
-    for optimizer in _live_optimizers():
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [
                 moved[param].param if param in moved else param for param in group["params"]
@@ -43,8 +47,12 @@ def rebind_optimizers(moved: Mapping[nn.Parameter, ShardedParam]) -> None:
                 }
 
 
-def check_owners(params: Mapping[str, nn.Parameter]) -> None:
-    """Raise RuntimeError if something other than a torch optimizer trains one of `params`.
+def check_owners(
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> None:
+    """Raise RuntimeError if something other than `optimizers` trains one of `model`'s `params`.
 
     That is: an object with a `step` method that holds one, through lists, dicts and the
     like. Also for a parameter with gradient hooks, which would never run again.
@@ -57,9 +65,13 @@ def check_owners(params: Mapping[str, nn.Parameter]) -> None:
                 "autoshard.shard(model) before registering them"
             )
     names = {id(param): name for name, param in params.items()}
-    seen: set[int] = {id(params)}
-    holders: list[Any] = list(params.values())
+    known = [params, *_holders(model, optimizers)]
+    seen = set(map(id, known))
+    holders: list[Any] = _held_elsewhere(params, known)
+    # A look for referrers goes through all objects there are, and compares with each holder.
     for _ in range(_DEPTH):
+        if not holders:
+            return
         seen.add(id(holders))
         referrers = [each for each in gc.get_referrers(*holders) if id(each) not in seen]
         seen.update(map(id, referrers))
@@ -68,6 +80,33 @@ def check_owners(params: Mapping[str, nn.Parameter]) -> None:
                 raise RuntimeError(_cannot_move(each, names))
         # An object's __dict__ may be its own referrer, with the object one level up.
         holders = [each for each in referrers if type(each) in _CONTAINERS]
+
+
+def _holders(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterable[Mapping[Any, Any] | list[Any]]:
+    """The containers through which modules and torch's optimizers hold parameters."""
+    for module in model.modules():
+        yield module._parameters
+    for optimizer in optimizers:
+        yield optimizer.state
+        for group in optimizer.param_groups:
+            yield group["params"]
+
+
+def _held_elsewhere(
+    params: Mapping[str, nn.Parameter], known: Iterable[Mapping[Any, Any] | list[Any]]
+) -> list[nn.Parameter]:
+    """Those of `params` that have more references than the `known` containers hold."""
+    counts: Counter[int] = Counter()
+    for container in known:
+        counts.update(map(id, container))
+        if isinstance(container, Mapping):
+            counts.update(map(id, container.values()))
+    passing = 2  # the loop's variable and getrefcount's argument
+    return [
+        param for param in params.values() if sys.getrefcount(param) > counts[id(param)] + passing
+    ]
 
 
 def _is_foreign_optimizer(holder: object) -> bool:
@@ -96,9 +135,15 @@ def _cannot_move(holder: object, names: Mapping[int, str]) -> str:
     )
 
 
-def _live_optimizers() -> list[torch.optim.Optimizer]:
+def live_optimizers() -> list[torch.optim.Optimizer]:
+    """All of torch's that there are in this process."""
+    kinds = _with_subclasses(torch.optim.Optimizer)
     # type(o), not isinstance: that asks o.__class__, and a dead weak proxy raises.
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    return [o for o in gc.get_objects() if type(o) in kinds]
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    return {cls}.union(*(_with_subclasses(each) for each in cls.__subclasses__()))
 
 
 def _cut(value: Any, sharded: ShardedParam) -> Any:
