@@ -142,8 +142,11 @@ def live_optimizers() -> list[torch.optim.Optimizer]:
     return [o for o in gc.get_objects() if type(o) in kinds]
 
 
-def _with_subclasses(cls: type) -> set[type]:
-    return {cls}.union(*(_with_subclasses(each) for each in cls.__subclasses__()))
+def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
+    found = {cls}
+    for each in cls.__subclasses__():
+        found |= _with_subclasses(each)
+    return found
 
 
 def _cut(value: Any, sharded: ShardedParam) -> Any:

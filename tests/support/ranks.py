@@ -127,6 +127,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
         TORCHINDUCTOR_COMPILE_THREADS="1",
+        TORCH_DYNAMO_RUN_GC_AFTER_COMPILE="0",
         TORCHINDUCTOR_VEC_ISA_OK="1",  # what the CPU says is so: no program is run to see
     )
     sys.path.insert(0, _TESTS)
