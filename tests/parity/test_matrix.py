@@ -5,7 +5,7 @@ ranks sum two numbers, four as two replicas of two shards sum pairs of pairs, an
 two divide exactly: every combination does the very sums of the replicated model, in its
 order, but for cases that are `is_reduced_twice`.
 
-AUTOSHARD_MATRIX=full runs all of them; otherwise each test takes one in 17 (a third of that
+AUTOSHARD_MATRIX=full runs all of them; otherwise each test takes one in 34 (a third of that
 on four ranks, and against FSDP2), and its neighbours another.
 """
 

@@ -57,7 +57,7 @@ POLICIES: dict[str, tuple[Any, list[str]]] = {
 # Compiled, a policy makes no difference but by the units it gives.
 @pytest.mark.parametrize(
     ("name", "compile"),
-    [*((name, False) for name in POLICIES), *((name, True) for name in part_of([*POLICIES], 3))],
+    [*((name, False) for name in POLICIES), *((name, True) for name in part_of([*POLICIES], 6))],
 )
 @on_ranks(2)
 def test_policies(rank: int, name: str, compile: bool) -> None:
