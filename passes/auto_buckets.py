@@ -46,6 +46,7 @@ class PricedGraph:
         last = last_uses(graph, position, end=len(ops))
         markers = [node for node in graph.nodes if is_marker(node)]
         self.budget_bytes = prices.budget_bytes
+        self.live = live_bytes(graph, kind)
         self.items = {marker: _item(marker, position, last) for marker in markers}
         self.marker = {id(item): marker for marker, item in self.items.items()}
         gathers = [self.items[marker] for marker in markers if is_unshard(marker)]
@@ -53,7 +54,7 @@ class PricedGraph:
         self.problem = Problem(
             graph=kind,
             op_us=tuple(map(prices.op_us, ops)),
-            live_bytes=live_bytes(graph, kind),
+            live_bytes=self.live.total,
             gathers=tuple(sorted(gathers, key=lambda item: item.used)),
             reduces=tuple(sorted(reduces, key=lambda item: item.ready)),
             costs=_costs(markers, prices),

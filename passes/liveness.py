@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -39,8 +40,29 @@ def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dic
     return last
 
 
-def live_bytes(graph: fx.Graph, kind: str) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Live:
     """Memory in use at each compute node, what markers give and what they reduce apart.
+
+    parameters:  shards and whole parameters that the graph is given.
+    inputs:      what else it is given and lives longer: the user's inputs, buffers.
+    activations: what forward makes for backward or for the user, and backward was given.
+    temporaries: the rest.
+    """
+
+    parameters: int
+    inputs: int
+    activations: tuple[int, ...]
+    temporaries: tuple[int, ...]
+
+    @property
+    def total(self) -> tuple[int, ...]:
+        given = self.parameters + self.inputs
+        return tuple(given + a + t for a, t in zip(self.activations, self.temporaries, strict=True))
+
+
+def live_bytes(graph: fx.Graph, kind: str) -> Live:
+    """What lives at each compute node of `graph`.
 
     kind: "forward", "backward" or "inference". What backward was given to read it once is freed
         after that; parameters and the user's inputs live all the time.
@@ -49,19 +71,28 @@ def live_bytes(graph: fx.Graph, kind: str) -> tuple[int, ...]:
     position = {node: number for number, node in enumerate(computed)}
     last = last_uses(graph, position, end=len(computed))
     reduced = {base_of(node.all_input_nodes[0]) for node in graph.nodes if is_reduce_grad(node)}
-    change = [0] * (len(computed) + 2)
+    given = {"parameters": 0, "inputs": 0}
+    activations, temporaries = [0] * (len(computed) + 2), [0] * (len(computed) + 2)
     for node in graph.nodes:
         if is_marker(node) or node.op == "output" or base_of(node) is not node:
             continue
         num_bytes = _num_bytes(node)
+        if node.op == "placeholder" and (kind != "backward" or _is_kept(node)):
+            given["parameters" if _is_parameter(node) else "inputs"] += num_bytes
+            continue
         begin = position.get(node, 0)
-        is_lasting = node.op == "placeholder" and (kind != "backward" or _is_kept(node))
-        end = len(computed) if is_lasting else last.get(node, begin)
-        if node in reduced and end <= begin and not is_lasting:
+        end = last.get(node, begin)
+        if node in reduced and end <= begin:
             continue  # from its birth on it is what waits to be reduced, and nobody else reads it
+        is_handed_on = node.op == "placeholder" or (kind != "backward" and end == len(computed))
+        change = activations if is_handed_on else temporaries
         change[begin] += num_bytes
         change[end + 1] -= num_bytes
-    return tuple(itertools.accumulate(change))[: len(computed)]
+    return Live(
+        **given,
+        activations=tuple(itertools.accumulate(activations))[: len(computed)],
+        temporaries=tuple(itertools.accumulate(temporaries))[: len(computed)],
+    )
 
 
 def _num_bytes(node: fx.Node) -> int:
@@ -79,5 +110,9 @@ def _num_bytes(node: fx.Node) -> int:
 
 def _is_kept(node: fx.Node) -> bool:
     """Whether an input of a backward graph outlives it: the user's, a shard, a table."""
-    is_shard = any(map(is_planned, node.users))
-    return is_shard or node.name.startswith("primals") or node.name == TABLE
+    return _is_parameter(node) or node.name.startswith("primals") or node.name == TABLE
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether an input is a shard."""
+    return any(map(is_planned, node.users))

@@ -80,10 +80,6 @@ class Problem:
             rows.append([max(a, b) for a, b in zip(last, last[step:], strict=False)])
         return rows
 
-    def live_at(self, position: int) -> int:
-        """What lives at the op at `position`; 0 at the end."""
-        return self._peaks[0][position]
-
     def live_peak(self, begin: int, end: int) -> int:
         """The most that lives at ops `begin` to `end`, the latter not included; 0 for none."""
         if begin >= end:

@@ -104,6 +104,28 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """What is in memory when most is. Bytes.
+
+    position: of the op that runs then, or runs next.
+    gathered: whole parameters, their copies included.
+    unreduced: whole gradients that wait to be reduced or are being reduced, likewise.
+    reduced: shards of gradients.
+    live: what lives at that op otherwise; see `Problem.live_bytes`.
+    """
+
+    position: int = 0
+    gathered: int = 0
+    unreduced: int = 0
+    reduced: int = 0
+    live: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gathered + self.unreduced + self.reduced + self.live
+
+
+@dataclass(frozen=True)
 class Timeline:
     """What `simulate` found. `runs`: gathers, then reduces, each in their order of launch.
 
@@ -114,11 +136,15 @@ class Timeline:
 
     time_us: float
     exposed_us: float
-    peak_bytes: int
+    peak: Peak
     runs: tuple[Run, ...]
     order: tuple[tuple[str, int, int], ...]
     compute: tuple[tuple[float, float, int, int], ...]
     memory: tuple[tuple[float, int], ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.num_bytes
 
 
 Order = tuple[tuple[str, int, int], ...]
@@ -162,8 +188,8 @@ class _Simulation(ABC):
         self.position = 0
         self.links: dict[str, float] = {}
         self.exposed = 0.0
-        self.held = 0  # bytes gathered, or waiting to be reduced
-        self.peak = 0
+        self.gathered = self.unreduced = self.reduced = 0  # bytes held
+        self.peak, self.peak_bytes = Peak(), 0
         self.order: list[tuple[str, int, int]] = []
         self.compute: list[tuple[float, float, int, int]] = []
         self.memory: list[tuple[float, int]] = []
@@ -193,6 +219,10 @@ class _Simulation(ABC):
         found.update(run.bucket.ready for run in self.reduces)
         return sorted(found)
 
+    @property
+    def held(self) -> int:
+        return self.gathered + self.unreduced + self.reduced
+
     @abstractmethod
     def act(self, position: int, following: int) -> None:
         """Launch and wait at `position`; the next one is `following`."""
@@ -205,8 +235,8 @@ class _Simulation(ABC):
         problem = self.problem
         if position > self.position:
             # Gradients made on the way are held all the way: too much, never too little.
-            self.held += problem.made_bytes[position] - problem.made_bytes[self.position]
-            self._note(problem.live_peak(self.position, position))
+            self.unreduced += problem.made_bytes[position] - problem.made_bytes[self.position]
+            self._note(self.position, position)
         begin = self.now
         work = problem.compute_us[position] - problem.compute_us[self.position]
         factor = problem.costs.contention
@@ -220,20 +250,32 @@ class _Simulation(ABC):
             self.compute.append((begin, self.now, self.position, position))
         self.position = position
         while self.frees and self.frees[0][0] <= position:
-            self.held -= heapq.heappop(self.frees)[1]
+            self.gathered -= heapq.heappop(self.frees)[1]
 
-    def _note(self, live: int) -> None:
-        self.peak = max(self.peak, self.held + live)
-        self.memory.append((self.now, self.held + live))
+    def _note(self, begin: int, end: int, *, gathered: int = 0, unreduced: int = 0) -> None:
+        """What there is at most at ops `begin` to `end`, with copies of what is held."""
+        live = self.problem.live_peak(begin, end)
+        num_bytes = self.held + live + gathered + unreduced
+        self.memory.append((self.now, num_bytes))
+        if num_bytes > self.peak_bytes:
+            self.peak_bytes = num_bytes
+            self.peak = Peak(
+                position=self.problem.live_bytes.index(live, begin, end) if live else begin,
+                gathered=self.gathered + gathered,
+                unreduced=self.unreduced + unreduced,
+                reduced=self.reduced,
+                live=live,
+            )
 
     def launch(self, run: Run) -> None:
         bucket = run.bucket
+        at = self.position
         if bucket.kind == "gather":
-            self.held += bucket.num_bytes
+            self.gathered += bucket.num_bytes
             heapq.heappush(self.frees, (bucket.freed, bucket.num_bytes))
-            self._note(self.problem.live_at(self.position))
+            self._note(at, at + 1)
         elif bucket.is_copied:
-            self._note(bucket.num_bytes + self.problem.live_at(self.position - 1))
+            self._note(at - 1, at, unreduced=bucket.num_bytes)
         self.now += bucket.copy_in_us
         run.launch = self.position
         begin = self.now
@@ -259,11 +301,11 @@ class _Simulation(ABC):
         self._record("wait", run)
         if bucket.kind == "gather":
             if bucket.is_copied:
-                live = self.problem.live_at(self.position)
-                self._note(bucket.num_bytes + live)
+                self._note(self.position, self.position + 1, gathered=bucket.num_bytes)
             self.now += bucket.copy_out_us
         else:
-            self.held += bucket.shard_bytes - bucket.num_bytes
+            self.unreduced -= bucket.num_bytes
+            self.reduced += bucket.shard_bytes
 
     def _record(self, what: str, run: Run) -> None:
         self.order.append((what, self.number[id(run)], self.position))
