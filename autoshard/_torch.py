@@ -63,6 +63,16 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _APPLY_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
+def pretend_ranks(world_size: int) -> None:
+    """Make a default process group of that many ranks, of which only this one exists.
+
+    Collectives over it are done at once and change nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
 class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
     """Raised by a backend: trace this frame again, the module it reads has changed.
 

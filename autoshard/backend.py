@@ -189,7 +189,7 @@ class Compilation:
     def _compile_eagerly(self) -> Callable[..., Any]:
         def lower(graph: str) -> Callable[..., Any]:
             def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-                return lower_eagerly(self._apply(gm, graph))
+                return lower_eagerly(self.apply(gm, graph))
 
             return compiler
 
@@ -208,7 +208,7 @@ class Compilation:
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             graph = "inference" if kwargs.get("is_inference") else "forward"
             graph = "backward" if kwargs.get("is_backward") else graph
-            return lower_inductor(self._apply(gm, graph), example_inputs, **kwargs)
+            return self.lower_inductor(self.apply(gm, graph), example_inputs, **kwargs)
 
         return _torch.compile_with_inductor(
             self.frame.gm,
@@ -232,7 +232,14 @@ class Compilation:
         gm.recompile()
         return gm
 
-    def _apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
+    def lower_inductor(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        """What Inductor makes of `gm`, whose passes have run."""
+        return lower_inductor(gm, example_inputs, **kwargs)
+
+    def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
+        """Run the pipeline over one of the frame's graphs; its plan is published."""
         self._begins(graph)
         transforms = passes.pipeline(
             self.table, graph=graph, bucketing=self.options.bucketing, prices=self.prices

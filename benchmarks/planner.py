@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import GROUPED, PACKED, Costs, Link
+from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import search
-from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, replay, simulate
+from autoshard.passes.planner.simulate import Timeline, make_bucket, simulate
 
 TFLOPS, OP_US = 600.0, 4.0
 COPY_US_PER_BYTE = 1e6 / 2.5e12
@@ -93,31 +94,6 @@ def make_problem(model: Model, regime: Regime, graph: str, *, layers: int | None
         dict.fromkeys(carriers, (link,)), dict.fromkeys(carriers, regime.ranks), COPY_US_PER_BYTE
     )
     return Problem(graph, tuple(op_us), (0,) * len(op_us), tuple(gathers), tuple(reduces), costs)
-
-
-def per_unit(problem: Problem) -> Timeline:
-    """One bucket a unit, gathers launched a unit ahead, one reduce in flight."""
-    gathers = _by_unit(problem, "gather", problem.gathers)
-    reduces = _by_unit(problem, "reduce", problem.reduces)
-    placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
-    for number, bucket in enumerate(gathers):
-        ahead = gathers[number - 1].used if number else 0
-        placed.append(((ahead, 1, 2 * number), ("launch", number, ahead)))
-        placed.append(((bucket.used, 1, 2 * number + 3), ("wait", number, bucket.used)))
-    for number, bucket in enumerate(reduces):
-        at = len(gathers) + number
-        following = reduces[number + 1].ready if number + 1 < len(reduces) else problem.num_ops
-        placed.append(((bucket.ready, 0, 2 * number), ("launch", at, bucket.ready)))
-        placed.append(((following, 0, 2 * number + 1), ("wait", at, following)))
-    order = tuple(event for _, event in sorted(placed))
-    return replay(problem, gathers, reduces, order)
-
-
-def _by_unit(problem: Problem, kind: str, items: tuple[Item, ...]) -> list[Bucket]:
-    units: dict[str, list[Item]] = {}
-    for item in items:
-        units.setdefault(item.unit, []).append(item)
-    return [make_bucket(problem, kind, each, PACKED) for each in units.values()]
 
 
 def alone(problem: Problem, budget: float) -> Timeline:

@@ -40,6 +40,15 @@ def pipeline(
 ) -> tuple[Pass, ...]:
     """The passes over one graph after partitioning: "forward", "backward" or "inference"."""
     return (
+        *preparation(table),
+        partial(plan_buckets, graph=graph, bucketing=bucketing, prices=prices),  # decide
+        insert_collectives,  # act: last, nothing below may move a launch
+    )
+
+
+def preparation(table: Sequence[ParamInfo]) -> tuple[Pass, ...]:
+    """The passes of the pipeline before anything is decided."""
+    return (
         use_kept,  # an inference graph comes here without having been through JOINT
         merge_markers,  # nor has it been through this
         give_table,  # nor through this
@@ -49,6 +58,4 @@ def pipeline(
         part_markers,  # a plan stands on what is computed between markers
         partial(name_params, table=table),  # who is who, for all below and for people
         hoist_shards,  # a launch may then stand anywhere
-        partial(plan_buckets, graph=graph, bucketing=bucketing, prices=prices),  # decide
-        insert_collectives,  # act: last, nothing below may move a launch
     )

@@ -128,6 +128,7 @@ def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
         copy_us_per_byte=topology.copy_us_per_byte,
         contention=max(1.0, topology.contention),
         divides=topology.divides,
+        call_us=topology.call_us,
     )
 
 

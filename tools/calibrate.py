@@ -54,6 +54,7 @@ def calibrate(path: str | Path, *, sizes: Sequence[int] = SIZES, rounds: int = R
         efficiency=1.0,
         tflops=_tflops(known, device, rounds),
         op_us=_op_us(device, rounds),
+        call_us=_call_us(device, rounds),
         memory_gb_per_s=memory_gb_per_s,
         copy_gb_per_s=memory_gb_per_s,
         contention=_contention(device, rounds),
@@ -95,6 +96,19 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
         work.wait()
 
     return _median_us(once, device, rounds)
+
+
+def _call_us(device: torch.device, rounds: int) -> float:
+    """Until a small all-gather is on its way."""
+    part = torch.ones(16, device=device)
+    whole = part.new_empty(16 * dist.get_world_size())
+    group = dist.distributed_c10d._get_default_group()
+    works: list[dist.Work] = []
+
+    def begin() -> None:
+        works.append(_torch.all_gather_flat(whole, part, group=group, async_op=True))
+
+    return _median_us(begin, device, rounds, after=lambda: works.pop().wait())
 
 
 def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, float]:

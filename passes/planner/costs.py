@@ -41,6 +41,7 @@ class Costs:
     copy_us_per_byte: of reading or writing one byte on the device.
     contention:       how much longer compute takes while a collective runs; at least 1.
     divides:          whether collectives divide sums.
+    call_us:          how long compute stands still for a launch and its wait themselves.
     """
 
     links: Mapping[str, tuple[Link, ...]]
@@ -48,6 +49,7 @@ class Costs:
     copy_us_per_byte: float
     contention: float = 1.0
     divides: bool = True
+    call_us: float = 0.0
 
     def copy_in_us(self, kind: str, carrier: str, num_bytes: int, num_members: int) -> float:
         """Before a packed bucket's launch."""

@@ -3,7 +3,7 @@
 Items 0 to n - 1 in order of first use; the ops between the first uses of item j and of item j + 1
 take c_j. Bucket k of items i to j - 1 has crossed the link once all before it have; with copies,
 
-    finish(j) = max(finish(i), crossed(j)) + copies(i..j) + c_i + ... + c_(j-1)
+    finish(j) = max(finish(i), crossed(j)) + call + copies(i..j) + c_i + ... + c_(j-1)
 
 This is a flow shop of two machines with set-up times. A state is (items placed, time crossed,
 compute finished): of two with the same items placed, one that is no earlier in either is dropped,
@@ -58,6 +58,7 @@ class _Table:
         self.alpha = link.alpha_us
         self.member = link.member_us if layout == GROUPED else 0.0
         self.is_packed = layout == PACKED
+        self.call = costs.call_us
         self.bytes = [0]
         for item in items:
             self.bytes.append(self.bytes[-1] + item.num_bytes)
@@ -74,7 +75,8 @@ class _Table:
         """Once items i to j - 1, as one bucket, are gathered and computed with."""
         crossed += self.alpha + self.crossing[j] - self.crossing[i] + (j - i - 1) * self.member
         copies = self.copying[j] - self.copying[i] if self.is_packed and j - i > 1 else 0.0
-        return crossed, max(finished, crossed) + copies + self.compute[j] - self.compute[i]
+        busy = self.call + copies + self.compute[j] - self.compute[i]
+        return crossed, max(finished, crossed) + busy
 
     def time_us(self, ends: Sequence[int]) -> float:
         crossed, finished, i = 0.0, self.compute[0], 0

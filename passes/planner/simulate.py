@@ -77,7 +77,8 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
         links=tuple(
             (link.name, link.time_us(num_bytes, count, layout)) for link in costs.links[carrier]
         ),
-        copy_in_us=costs.copy_in_us(kind, carrier, num_bytes, count) if is_packed else 0.0,
+        copy_in_us=costs.call_us
+        + (costs.copy_in_us(kind, carrier, num_bytes, count) if is_packed else 0.0),
         copy_out_us=costs.copy_out_us(kind, num_bytes, count) if is_packed else 0.0,
         shard_bytes=-(-num_bytes // costs.shards[carrier]),
     )
@@ -274,8 +275,10 @@ class _Simulation(ABC):
             self.gathered += bucket.num_bytes
             heapq.heappush(self.frees, (bucket.freed, bucket.num_bytes))
             self._note(at, at + 1)
-        elif bucket.is_copied:
-            self._note(at - 1, at, unreduced=bucket.num_bytes)
+        else:
+            copied = bucket.num_bytes if bucket.is_copied else 0
+            self._note(at - 1, at, unreduced=copied + bucket.shard_bytes)
+            self.unreduced += bucket.shard_bytes  # where the sum arrives
         self.now += bucket.copy_in_us
         run.launch = self.position
         begin = self.now
@@ -304,7 +307,7 @@ class _Simulation(ABC):
                 self._note(self.position, self.position + 1, gathered=bucket.num_bytes)
             self.now += bucket.copy_out_us
         else:
-            self.unreduced -= bucket.num_bytes
+            self.unreduced -= bucket.num_bytes + bucket.shard_bytes
             self.reduced += bucket.shard_bytes
 
     def _record(self, what: str, run: Run) -> None:

@@ -49,6 +49,7 @@ class Topology:
     node_alpha_us, node_gb_per_s:        of collectives inside a node, for a rank.
     network_alpha_us, network_gb_per_s:  what each doubling of nodes adds; a rank's share.
     member_us:        of one more member of a grouped bucket.
+    call_us:          how long compute stands still for one more collective itself.
     contention:       how much longer compute takes while a collective runs.
     divides:          whether collectives divide sums, so that a bucket of one is not copied.
     measured:         "gather 2": (alpha_us, us_per_byte), by kind and ranks; goes before the rest.
@@ -69,6 +70,7 @@ class Topology:
     network_alpha_us: float
     network_gb_per_s: float
     member_us: float
+    call_us: float
     contention: float
     divides: bool
     sources: Mapping[str, str]
@@ -103,6 +105,20 @@ class Topology:
         if kind == "all_reduce":
             us_per_byte, alpha_us = 2 * us_per_byte, 2 * alpha_us
         return Link(name, alpha_us, us_per_byte, self.member_us)
+
+    def links(
+        self, kind: str, shards: tuple[int, int], copies: tuple[int, int]
+    ) -> tuple[Link, ...]:
+        """The collectives of a "gather" or "reduce", in turn: a reduce goes on among copies.
+
+        shards: ranks that the whole is cut over, and how many of these are on one node.
+        copies: ranks that hold the same shard, likewise.
+        """
+        first = self.link(kind, *shards)
+        if kind == "gather" or copies[0] == 1:
+            return (first,)
+        second = self.link("all_reduce", *copies)  # of shards; a bucket's bytes are the whole's
+        return first, dataclasses.replace(second, us_per_byte=second.us_per_byte / shards[0])
 
     def flops_per_us(self, dtype: str) -> float:
         """What large matrix products of `dtype` reach."""

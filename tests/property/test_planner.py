@@ -46,6 +46,7 @@ def costs(draw: st.DrawFn) -> Costs:
         copy_us_per_byte=draw(st.sampled_from([0.0, 0.02])),
         contention=draw(st.sampled_from([1.0, 1.3])),
         divides=draw(st.booleans()),
+        call_us=draw(st.sampled_from([0.0, 3.0])),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoshard import _torch
-from autoshard.runtime import kernels
+from autoshard.runtime import collectives, kernels
 
 
 class PeakMemory(TorchDispatchMode):
@@ -23,6 +24,9 @@ class PeakMemory(TorchDispatchMode):
 
     Storages that are resized count by what they have at the time. Ops of ours are looked into:
     what is in flight counts.
+
+    at_peak: bytes of each storage at that time, by its number; roles: what collectives tell of
+    storages, "gathered", "unreduced" or "gradients".
     """
 
     def __init__(self) -> None:
@@ -32,31 +36,76 @@ class PeakMemory(TorchDispatchMode):
     def reset(self) -> None:
         """Begin anew."""
         self.peak = 0
-        self._alive: dict[int, StorageWeakRef] = {}
+        self.at_peak: dict[int, int] = {}
+        self.roles: dict[int, str] = {}
+        self._alive: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._numbers = itertools.count()
+        self._role: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "autoshard":
-            kernel = getattr(kernels, func._schema.name.replace("autoshard::", "_"))
-            with self:
-                output = kernel(*args, **(kwargs or {}))
+            name = func._schema.name.replace("autoshard::", "_")
+            if name == "_launch_reduce":
+                for tensor in filter(_is_plain, tree_leaves(args)):
+                    self.roles[self.number(tensor)] = "unreduced"
+            self._role = ROLES.get(name)
+            with self, _waits_unseen():
+                output = getattr(kernels, name)(*args, **(kwargs or {}))
+            self._role = None
         else:
             output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, output)):
-            if _is_plain(tensor):
-                storage = tensor.untyped_storage()
-                self._alive.setdefault(storage._cdata, StorageWeakRef(storage))
-        self.peak = max(self.peak, self._bytes())
+        for tensor in filter(_is_plain, tree_leaves((args, kwargs, output))):
+            self.number(tensor)
+        alive = self.alive()
+        if sum(alive.values()) > self.peak:
+            self.peak, self.at_peak = sum(alive.values()), alive
         return output
 
-    def _bytes(self) -> int:
-        total = 0
-        for key, ref in list(self._alive.items()):
+    def number(self, tensor: Tensor) -> int:
+        """That of the storage of `tensor`: its own for ever."""
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        if known is None:
+            number = next(self._numbers)
+            self._alive[storage._cdata] = number, StorageWeakRef(storage)
+            if self._role is not None:
+                self.roles[number] = self._role
+            return number
+        return known[0]
+
+    def alive(self) -> dict[int, int]:
+        """Bytes of each storage that is alive, by its number."""
+        found = {}
+        for key, (number, ref) in list(self._alive.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self._alive[key]
             else:
-                total += storage.nbytes()
-        return total
+                found[number] = storage.nbytes()
+        return found
+
+
+ROLES = {
+    "_launch_gather": "gathered",
+    "_wait_gather": "gathered",
+    "_launch_reduce": "unreduced",
+    "_wait_reduce": "gradients",
+}
+"""What storages are that an op of ours makes."""
+
+
+@contextlib.contextmanager
+def _waits_unseen() -> Iterator[None]:
+    """gloo keeps a copy of what it reduces, which other backends don't: it is not counted."""
+    wait = collectives.InFlight.wait
+
+    def unseen(flight: collectives.InFlight) -> collectives.InFlight:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return wait(flight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives.InFlight, "wait", unseen)
+        yield
 
 
 def _is_plain(value: object) -> bool:
@@ -69,15 +118,15 @@ class PeakOfGraphs:
     """
 
     def __init__(self) -> None:
-        self._mode = PeakMemory()
+        self.mode = PeakMemory()
         self._is_on = False
 
     @property
     def peak(self) -> int:
-        return self._mode.peak
+        return self.mode.peak
 
     def reset(self) -> None:
-        self._mode.reset()
+        self.mode.reset()
 
     def __enter__(self) -> Any:
         self._is_on = True
@@ -94,7 +143,7 @@ class PeakOfGraphs:
             run = boxed(gm)
 
             def call(args: list[Any]) -> Any:
-                with self._mode if self._is_on else contextlib.nullcontext():
+                with self.mode if self._is_on else contextlib.nullcontext():
                     return run(args)
 
             call._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd looks for it

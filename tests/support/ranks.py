@@ -147,6 +147,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
             file, name, parameters = pipe.recv()
         except EOFError:
             return
+        gc.collect(1)  # models of the test before: what waits in them is to be nobody's concern
         try:
             torch._dynamo.reset()
             torch.manual_seed(0)

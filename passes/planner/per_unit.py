@@ -1,0 +1,35 @@
+"""One bucket a unit, gathers launched one unit ahead, one reduce in flight: what others do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoshard.passes.planner.costs import PACKED
+from autoshard.passes.planner.problem import Item, Problem
+from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, replay
+
+
+def per_unit(problem: Problem) -> Timeline:
+    """The timeline of that. A unit of several carriers has a bucket for each."""
+    gathers = _by_unit(problem, "gather", problem.gathers)
+    reduces = _by_unit(problem, "reduce", problem.reduces)
+    placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
+    for number, bucket in enumerate(gathers):
+        ahead = max(bucket.ready, gathers[number - 1].used if number else 0)
+        placed.append(((ahead, 1, 2 * number), ("launch", number, ahead)))
+        placed.append(((bucket.used, 1, 2 * number + 3), ("wait", number, bucket.used)))
+    for number, bucket in enumerate(reduces):
+        at = len(gathers) + number
+        following = reduces[number + 1].ready if number + 1 < len(reduces) else problem.num_ops
+        placed.append(((bucket.ready, 0, 2 * number), ("launch", at, bucket.ready)))
+        placed.append(((following, 0, 2 * number + 1), ("wait", at, following)))
+    order = tuple(event for _, event in sorted(placed))
+    return replay(problem, gathers, reduces, order)
+
+
+def _by_unit(problem: Problem, kind: str, items: Iterable[Item]) -> list[Bucket]:
+    units: dict[tuple[str, str], list[Item]] = {}
+    for item in items:
+        units.setdefault((item.unit, item.carrier), []).append(item)
+    buckets = [make_bucket(problem, kind, each, PACKED) for each in units.values()]
+    return sorted(buckets, key=lambda each: each.used if kind == "gather" else each.ready)

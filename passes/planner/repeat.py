@@ -1,0 +1,121 @@
+"""A graph of many like blocks from one of few: a block in the middle, repeated.
+
+    traced     head | 0 | 1 | 2 | 3 | tail        three copies more of block 2
+    repeated   head | 0 | 1 | 2 | 2' 2'' 2''' | 3 | tail
+
+Blocks 1 and 2 must be alike, op by op: then so would be what comes in between. What each block
+leaves behind, saved for backward say, is there that many times more from then on; what each takes
+away, up to then. Backward's order is the other way round, and nothing else is different.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from autoshard.passes.planner.problem import Item, Problem
+
+
+def repeat(
+    problem: Problem, units: Sequence[str], times: int, name: Callable[[str, int], str]
+) -> Problem:
+    """`problem` with `times` copies more of the second of `units`.
+
+    units: at least three like ones that follow each other in program order; neither the first
+        nor the last such unit of the model should be among the first two.
+    name: the name of a unit's parameter, or of the unit, in the copy of the given number, from 1.
+    live_bytes: without what is there all the time for each parameter.
+    Raises ValueError if the first two are not alike.
+    """
+    if not times:
+        return problem
+    begin, middle, end = (_begin(problem, unit) for unit in units[:3])
+    change = _change(problem, begin, middle, end, units)
+    gathers, reduces = (
+        _repeated(problem, items, units[1], (middle, end), times, name)
+        for items in (problem.gathers, problem.reduces)
+    )
+    op_us, live = problem.op_us, problem.live_bytes
+    before, after = (0, times * change) if change > 0 else (-times * change, 0)
+    return dataclasses.replace(
+        problem,
+        op_us=(*op_us[:end], *(op_us[middle:end] * times), *op_us[end:]),
+        live_bytes=(
+            *(each + before for each in live[:end]),
+            *(
+                each + before + (copy + 1) * change
+                for copy in range(times)
+                for each in live[middle:end]
+            ),
+            *(each + after for each in live[end:]),
+        ),
+        gathers=tuple(sorted(gathers, key=lambda item: item.used)),
+        reduces=tuple(sorted(reduces, key=lambda item: item.ready)),
+    )
+
+
+def _begin(problem: Problem, unit: str) -> int:
+    """The first op that uses a parameter of `unit`, or makes a gradient of one."""
+    used = [item.used for item in problem.gathers if item.unit == unit]
+    made = [item.ready - 1 for item in problem.reduces if item.unit == unit]
+    if not used and not made:
+        raise ValueError(f"unit {unit} is not in the {problem.graph} graph")
+    return min((*used, *made))
+
+
+def _change(problem: Problem, begin: int, middle: int, end: int, units: Sequence[str]) -> int:
+    """Bytes by which memory has grown after one block. Raises ValueError for unlike blocks."""
+    op_us, live = problem.op_us, problem.live_bytes
+    changes = {b - a for a, b in zip(live[begin:middle], live[middle:end], strict=False)}
+    is_alike = end - middle == middle - begin and all(
+        math.isclose(a, b, rel_tol=1e-9)
+        for a, b in zip(op_us[begin:middle], op_us[middle:end], strict=True)
+    )
+    if not is_alike or len(changes) != 1:
+        raise ValueError(
+            f"{units[0]} (ops {begin} to {middle}) and {units[1]} (to {end}) of the "
+            f"{problem.graph} graph are not alike"
+        )
+    return changes.pop()
+
+
+def _repeated(
+    problem: Problem,
+    items: Sequence[Item],
+    unit: str,
+    span: tuple[int, int],
+    times: int,
+    name: Callable[[str, int], str],
+) -> list[Item]:
+    """`items` in the longer graph. span: of the ops of the unit that is repeated."""
+    end, length = span[1], span[1] - span[0]
+
+    def of_copy(item: Item, copy: int) -> Item:
+        def moved(position: int) -> int:
+            return position + (times if position == problem.num_ops else copy) * length
+
+        return dataclasses.replace(
+            item,
+            name=name(item.name, copy) if copy else item.name,
+            unit=name(item.unit, copy) if copy else item.unit,
+            ready=moved(item.ready) if item.ready else 0,
+            used=moved(item.used),
+            freed=moved(item.freed),
+        )
+
+    def of_another(item: Item) -> Item:
+        return dataclasses.replace(
+            item,
+            ready=item.ready + (times * length if item.ready > end else 0),
+            used=item.used + (times * length if item.used >= end else 0),
+            freed=item.freed + (times * length if item.freed > end else 0),
+        )
+
+    found = []
+    for item in items:
+        if item.unit == unit:
+            found += [of_copy(item, copy) for copy in range(times + 1)]
+        else:
+            found.append(of_another(item))
+    return found

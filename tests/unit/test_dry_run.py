@@ -1,0 +1,179 @@
+"""A step's graphs from a few blocks, and `autoshard plan`, in a group that moves no data."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.models import Block
+from torch import Tensor, nn
+
+from autoshard import MixedPrecisionPolicy
+from autoshard.passes.planner.topology import Topology
+from autoshard.tools.cli import main
+from autoshard.tools.dry_run import Stack, cut_stacks, grown, mean_loss, trace
+
+pytestmark = [
+    pytest.mark.usefixtures("fake_world"),
+    pytest.mark.parametrize("fake_world", [1024], indirect=True),
+]
+BLOCKS = 7
+
+
+class Tower(nn.Module):
+    """Like blocks between an embedding and a head."""
+
+    def __init__(self, num_blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(Block(32, 128) for _ in range(num_blocks))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Frozen(Tower):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.requires_grad_(False)
+
+
+class Breaking(Tower):
+    def forward(self, ids: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(ids)
+
+
+def traced(model: nn.Module, *, checkpointing: bool, lowering: str = "inductor") -> Any:
+    def call(compiled: Any) -> None:
+        mean_loss(compiled(torch.zeros(2, 16, dtype=torch.long))).backward()
+
+    return trace(
+        model,
+        call,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        checkpointing=checkpointing,
+        lowering=lowering,
+        topology=Topology.load("h100"),
+    )
+
+
+def on_meta(build: Any = Tower) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = build()
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_few_blocks_give_the_graphs_of_all(checkpointing: bool) -> None:
+    model = on_meta()
+    stacks = cut_stacks(model)
+    assert stacks == [Stack("layers", BLOCKS)]
+    assert [name for name, _ in model.layers.named_children()] == ["0", "1", "2", "3"]
+    # Inductor's partitions differ at a tower's foot; `plan` then traces all blocks.
+    lowering = "inductor" if checkpointing else "eager"
+    got = grown(traced(model, checkpointing=checkpointing, lowering=lowering), stacks)
+    want = grown(traced(on_meta(), checkpointing=checkpointing, lowering=lowering), [])
+    for kind in ("forward", "backward"):
+        assert got[kind].problem == want[kind].problem
+        assert got[kind].activations == want[kind].activations
+
+
+def test_short_lists_are_left_alone() -> None:
+    assert cut_stacks(on_meta(partial(Tower, 4))) == []
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [(Frozen, "nothing to train"), (Breaking, "can't be planned as one graph")],
+)
+def test_models_that_have_no_step(build: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        traced(on_meta(build), checkpointing=False)
+
+
+# ---- the command
+
+
+def arguments(*more: str, gpus: str = "16xH100") -> list[str]:
+    model = "tests.unit.test_dry_run:Tower"
+    return ["plan", "--model", model, "--seq", "16", "--gpus", gpus, *more]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("--micro-batch", "2", "--checkpointing", "none", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["peak_bytes"] == sum(found["memory"].values()) / 2
+    assert found["fits"]
+    assert len(found["configurations"]) == 3
+    times = [each["step_time_us"] for each in found["configurations"]]
+    assert times == sorted(times)
+    assert found["step_time_us"] == times[0]
+    assert [plan["graph"] for plan in found["plans"]] == ["forward", "backward"]
+    for plan in found["plans"]:
+        assert plan["gap"] == pytest.approx(plan["time_us"] / plan["lower_bound_us"])
+        assert plan["gap"] >= 1
+        assert plan["binding"] in ("compute", "link", "start-up")
+        for bucket in plan["buckets"]:
+            assert bucket["launch_us"] <= bucket["finish_us"]
+
+
+def test_hybrid_reduces_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--mesh", "2x8", "--strategy", "hybrid_shard", "--micro-batch", "1")
+    assert main(arguments(*asked, "--checkpointing", "full", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    (only,) = found["configurations"]
+    assert only["mesh"] == [2, 8]
+    kinds = [bucket["kind"] for bucket in found["plans"][1]["buckets"]]
+    assert kinds.count("reduce") == kinds.count("all_reduce") > 0
+    assert "gather" in kinds
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("--micro-batch", "1", "--checkpointing", "none", "--buckets")) == 0
+    printed = capsys.readouterr().out
+    assert "best of 5 configurations" in printed
+    assert "parameters in f32, computed with in bf16; adamw; sequences of 16" in printed
+    assert "layers.6" in printed
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    """The category that is one too many, and exit status 1."""
+    small = json.loads(Topology.load("h100").to_json()) | {"memory_bytes": 100_000}
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(small))
+    asked = arguments("--topology", str(path), "--micro-batch", "1", gpus="4")
+    assert main(asked) == 1
+    assert "does not fit, with optimizer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--gpus", "many"), "expected a number and a kind, such as 64xH100"),
+        (("--gpus", "8"), "names no kind: write 8xH100, or add --topology"),
+        (("--gpus", "8xABC"), "no topology is known of 'ABC'"),
+        (("--mesh", "3x8"), "mesh 3x8 has 24 ranks, not 16"),
+        (("--mesh", "x"), "expected replicas x shards"),
+        (("--dtype", "float"), "--dtype 'float': expected one of"),
+        (("--optimizer", "lion"), "--optimizer 'lion': expected one of"),
+        (("--seq", "0"), "--seq 0: expected a number from 1 on"),
+        (("--strategy", "zero"), "strategy 'zero' has no mesh of 16 ranks"),
+        (("--model", "no_such:thing"), "expected package.module:function"),
+        (("--model", "none.json"), "none.json is no configuration"),
+        (("--topology", "mars"), "there is no topology 'mars'"),
+    ],
+)
+def test_bad_input(
+    given: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(*given))
+    assert message in capsys.readouterr().err

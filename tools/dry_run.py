@@ -1,0 +1,238 @@
+"""The graphs of a training step in numbers, without a cluster, and without weights in memory.
+
+    model on the meta device -> its repeated blocks cut to four -> sharded over many ranks that
+    are not there -> traced as the backend does -> one block in the middle repeated again
+
+What is computed between collectives does not depend on the number of ranks, so graphs are traced
+for one, large number, whose shards take next to no memory; `estimate.py` has them cost what they
+do on a cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoshard import _torch, passes
+from autoshard.backend import Compilation
+from autoshard.options import CompileOptions
+from autoshard.passes.auto_buckets import PricedGraph
+from autoshard.passes.lower_eagerly import lower_eagerly
+from autoshard.passes.planner.problem import Problem
+from autoshard.passes.planner.repeat import repeat
+from autoshard.passes.planner.topology import Topology
+from autoshard.passes.prices import Prices
+from autoshard.runtime.frame import make_frame
+from autoshard.runtime.shard import fully_shard
+from autoshard.runtime.unit_policies import MixedPrecisionPolicy
+from autoshard.runtime.wrap import find_units
+
+RANKS = 1024  # that are not there
+KEPT = 4  # blocks of each list that are traced: two are compared, and the ends may differ
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph of a step.
+
+    problem: costs are those of RANKS ranks; live_bytes without parameters.
+    activations: of live_bytes at each op, those that forward makes for backward.
+    """
+
+    problem: Problem
+    activations: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of like blocks: the module that holds them, and how many there are."""
+
+    path: str
+    num_blocks: int
+
+
+def cut_stacks(model: nn.Module) -> list[Stack]:
+    """Leave four blocks of each list in `model` that has more; returns all that were cut.
+
+    Blocks are alike if they have one class, and parameters of the same names and sizes; the first
+    and the last may look otherwise.
+    """
+    units = find_units(model, None)
+    found = []
+    for path, module in list(model.named_modules()):
+        children = list(module.children())
+        is_stack = isinstance(module, nn.ModuleList) and all(child in units for child in children)
+        inner = {_looks(child) for child in children[1:-1]}
+        if is_stack and len(children) > KEPT and len(inner) == 1:
+            found.append(Stack(path, len(children)))
+            del module[KEPT - 1 : -1]
+    return found
+
+
+def _looks(block: nn.Module) -> tuple[Any, ...]:
+    params = ((name, tuple(param.shape)) for name, param in block.named_parameters())
+    return type(block), tuple(params)
+
+
+def trace(
+    model: nn.Module,
+    call: Callable[[Any], Any],
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    checkpointing: bool,
+    lowering: str,
+    topology: Topology,
+) -> dict[str, PricedGraph]:
+    """The "forward" and "backward" graph of `model`, sharded and compiled as `call` calls it.
+
+    model: on the meta device; it is used up.
+    checkpointing: whether each unit's activations are computed again in backward.
+    topology: what compute costs.
+    Raises RuntimeError if forward is not one graph with a backward.
+    """
+    _pretend_ranks()
+    for unit in find_units(model, None):
+        if checkpointing:
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)  # type: ignore[method-assign]
+        fully_shard(unit, mp_policy=mp_policy, reshard_after_forward=True)
+    fully_shard(model, mp_policy=mp_policy, reshard_after_forward=True)
+    model.to_empty(device="cpu")
+    graphs: dict[str, PricedGraph] = {}
+    options = CompileOptions(lowering=lowering)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _Recording(make_frame(gm, example_inputs), options, topology, graphs).compile()
+        raise _Recorded
+
+    torch._dynamo.reset()
+    try:
+        call(torch.compile(model, backend=backend, fullgraph=True))
+    except Exception as error:
+        if not graphs:
+            raise RuntimeError(
+                f"the model's forward can't be planned as one graph: {error}"
+            ) from error
+    if set(graphs) != {"forward", "backward"}:
+        raise RuntimeError(
+            "the model has no parameter that its output depends on: nothing to train"
+        )
+    return graphs
+
+
+class _Recorded(Exception):
+    """Raised where a compiled step would run: there is nothing to run it on."""
+
+
+class _Recording(Compilation):
+    """Keeps each graph in numbers, before anything is decided, and has nothing lowered."""
+
+    def __init__(
+        self,
+        frame: Any,
+        options: CompileOptions,
+        topology: Topology,
+        graphs: dict[str, PricedGraph],
+    ) -> None:
+        super().__init__(frame, options, None)
+        self.topology = topology
+        self.graphs = graphs
+
+    def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
+        prices = Prices(self.topology, self.options.lowering == "inductor")
+        prepared = passes.run(gm, passes.preparation(self.table))
+        self.graphs[graph] = PricedGraph(prepared.graph, graph, prices)
+        return gm
+
+    def lower_inductor(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        return lower_eagerly(gm)
+
+
+def _pretend_ranks() -> None:
+    if not dist.is_initialized():
+        _torch.pretend_ranks(RANKS)
+    if dist.get_backend() != "fake":
+        raise RuntimeError("a dry run needs a process of its own, without a process group")
+
+
+# ---- repeated again
+
+
+def grown(graphs: Mapping[str, PricedGraph], stacks: Iterable[Stack]) -> dict[str, Graph]:
+    """`graphs` of a model whose `stacks` have all their blocks again.
+
+    Raises ValueError if blocks that look alike are not computed alike.
+    """
+    found = {}
+    for kind, priced in graphs.items():
+        live = priced.live
+        temporary = [each + live.inputs for each in live.temporaries]
+        lives = (
+            tuple(a + t for a, t in zip(live.activations, temporary, strict=True)),
+            live.activations,
+        )
+        problem, activations = (
+            _grown(dataclasses.replace(priced.problem, live_bytes=each), stacks) for each in lives
+        )
+        found[kind] = Graph(problem, activations.live_bytes)
+    return found
+
+
+def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
+    for stack in stacks:
+        # The last block keeps its place at the end, and in backward so do those next to it.
+        added = stack.num_blocks - KEPT
+        moved = (3,) if problem.graph == "forward" else (1, 2, 3)
+        problem = _renamed(problem, stack, {number: number + added for number in moved})
+        units = [f"{stack.path}.{number}" for number in _middle(problem.graph, added)]
+        step = 1 if problem.graph == "forward" else -1
+        problem = repeat(problem, units, added, functools.partial(_name, stack, step))
+    return problem
+
+
+def _middle(graph: str, added: int) -> Iterator[int]:
+    """Three blocks that follow each other in program order, the first of the model not first."""
+    yield from (1, 2, 3 + added) if graph == "forward" else (2 + added, 1 + added, 0)
+
+
+def _name(stack: Stack, step: int, name: str, copy: int) -> str:
+    return _numbered(stack, name, lambda number: number + step * copy)
+
+
+def _renamed(problem: Problem, stack: Stack, numbers: Mapping[int, int]) -> Problem:
+    def renamed(name: str) -> str:
+        return _numbered(stack, name, lambda number: numbers.get(number, number))
+
+    gathers, reduces = (
+        tuple(
+            dataclasses.replace(item, name=renamed(item.name), unit=renamed(item.unit))
+            for item in items
+        )
+        for items in (problem.gathers, problem.reduces)
+    )
+    return dataclasses.replace(problem, gathers=gathers, reduces=reduces)
+
+
+def _numbered(stack: Stack, name: str, change: Callable[[int], int]) -> str:
+    """`name`, with another number where it is that of a block of `stack`."""
+    pattern = rf"^({re.escape(stack.path)}\.)(\d+)(?=\.|$)"
+    return re.sub(pattern, lambda found: f"{found[1]}{change(int(found[2]))}", name)
+
+
+def mean_loss(output: Any) -> Tensor:
+    """Something to differentiate: a model's own loss, or the mean of all that it gives."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = [each for each in torch.utils._pytree.tree_leaves(output) if isinstance(each, Tensor)]
+    return torch.stack([each.float().mean() for each in tensors if each.requires_grad]).sum()

@@ -1,0 +1,299 @@
+"""What a training step takes on a cluster that is not there: time, and memory by category.
+
+A step's graphs (`dry_run.py`) don't depend on ranks. A configuration says what they cost: which
+ranks share a parameter and which have copies of it, whether whole parameters are kept from forward
+to backward, and what stays in memory from step to step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.passes.layout import Member
+from autoshard.passes.planner.costs import PACKED, Costs
+from autoshard.passes.planner.per_unit import per_unit
+from autoshard.passes.planner.problem import Item, Problem
+from autoshard.passes.planner.search import Decision, search
+from autoshard.passes.planner.simulate import Peak, Timeline
+from autoshard.passes.planner.topology import Topology
+from autoshard.tools.dry_run import Graph
+
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
+"""States of the size of a parameter that each keeps."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a model is trained on `replicas` times `shards` ranks.
+
+    reshards: whether whole parameters are freed after forward.
+    micro_batch: sequences, or samples, of one step on one rank.
+    """
+
+    replicas: int
+    shards: int
+    reshards: bool
+    micro_batch: int
+    checkpointing: bool
+
+    @property
+    def strategy(self) -> str:
+        """As `shard()` takes it."""
+        if self.shards == 1:
+            return "no_shard"
+        if self.replicas == 1:
+            return "full_shard" if self.reshards else "shard_grad_op"
+        return "hybrid_shard" if self.reshards else "hybrid_shard_zero2"
+
+    @property
+    def mesh(self) -> str:
+        """ "replicas x shards", or the one number that says it."""
+        return f"{self.replicas}x{self.shards}" if self.replicas > 1 else str(self.shards)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the rank that has most, when it has most.
+
+    parameters:  shards; and inputs that are no activations.
+    gradients:   shards of reduced gradients.
+    optimizer:   its states.
+    gathered:    whole parameters, gathered ahead or kept, and copies of them.
+    unreduced:   whole gradients that wait to be reduced.
+    activations: what forward keeps for backward.
+    temporaries: the rest.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    unreduced: int
+    activations: int
+    temporaries: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(dataclasses.astuple(self))
+
+    def first_beyond(self, limit: int) -> str | None:
+        """The first category with which the sum is over `limit`."""
+        sums = itertools.accumulate(dataclasses.astuple(self))
+        return next(
+            (
+                field.name
+                for field, total in zip(dataclasses.fields(self), sums, strict=True)
+                if total > limit
+            ),
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of a whole model: what lies in memory from step to step.
+
+    members: sizes and dtypes; of tied parameters, one.
+    trained: of those, the ones with a gradient.
+    """
+
+    members: tuple[Member, ...]
+    trained: tuple[Member, ...]
+
+    def shard_bytes(self, shards: int) -> int:
+        return sum(map(_chunk_bytes, self.members, itertools.repeat(shards)))
+
+    def trained_bytes(self, shards: int) -> int:
+        return sum(map(_chunk_bytes, self.trained, itertools.repeat(shards)))
+
+    def largest_trained_bytes(self, shards: int) -> int:
+        return max(map(_chunk_bytes, self.trained, itertools.repeat(shards)))
+
+
+def _chunk_bytes(member: Member, shards: int) -> int:
+    return member.chunk_numel(shards) * member.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a model: its graphs for a micro-batch, and what lies in memory meanwhile."""
+
+    graphs: Mapping[str, Graph]
+    parameters: Parameters
+    optimizer: str
+    kept: frozenset[str]  # units whose whole parameters are kept in any case
+    casts: bool  # whether parameters are computed with in another dtype
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A configuration, and what is predicted of it.
+
+    decisions: by graph; with buckets as planned, or one a unit where nothing was searched for.
+    """
+
+    configuration: Configuration
+    memory: Memory
+    optimizer_us: float
+    timelines: Mapping[str, Timeline]
+    decisions: Mapping[str, Decision]
+
+    @property
+    def step_time_us(self) -> float:
+        return sum(each.time_us for each in self.timelines.values()) + self.optimizer_us
+
+    @property
+    def exposed_us(self) -> float:
+        return sum(timeline.exposed_us for timeline in self.timelines.values())
+
+    @property
+    def sample_us(self) -> float:
+        """Time for each sequence, or sample, of a rank."""
+        return self.step_time_us / self.configuration.micro_batch
+
+
+def estimate(
+    step: Step, configuration: Configuration, topology: Topology, *, searched: bool
+) -> Estimate:
+    """Time and memory of one step.
+
+    searched: whether buckets are searched for, as a compilation does, or are one a unit, which is
+        never better and much sooner done.
+    """
+    params, shards = step.parameters, configuration.shards
+    states = OPTIMIZERS[step.optimizer]
+    lasting = {
+        "parameters": params.shard_bytes(shards),
+        "optimizer": states * params.trained_bytes(shards),
+    }
+    budget = topology.memory_bytes - sum(lasting.values())
+    placed = {
+        kind: _Placed(graph, step, configuration, topology) for kind, graph in step.graphs.items()
+    }
+    decisions: dict[str, Decision] = {}
+    timelines: dict[str, Timeline] = {}
+    for kind, each in placed.items():
+        timelines[kind] = known = per_unit(each.problem)
+        if searched:
+            found = _search(each.problem, known, budget)
+            decisions[kind], timelines[kind] = found, found.timeline
+    peaks = [Memory(**lasting, **each.parts(timelines[kind].peak)) for kind, each in placed.items()]
+    # The optimizer takes parameters one by one, as it does where they are DTensors.
+    trained = params.trained_bytes(shards)
+    peaks.append(
+        Memory(
+            **lasting,
+            gradients=trained,
+            gathered=0,
+            unreduced=0,
+            activations=0,
+            temporaries=2 * params.largest_trained_bytes(shards),
+        )
+    )
+    traffic = trained * (3 + 2 * states)  # parameter and states are read and written
+    return Estimate(
+        configuration,
+        max(peaks, key=lambda memory: memory.peak_bytes),
+        traffic / topology.memory_bytes_per_us,
+        timelines,
+        decisions,
+    )
+
+
+def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
+    """As a compilation without a budget of its own does, within what a device has."""
+    budget = min(known.peak_bytes, device_bytes)
+    found = search(problem, budget_bytes=budget, layouts=(PACKED,))
+    if (known.peak_bytes <= device_bytes) and known.time_us < found.timeline.time_us:
+        return Decision(known, found.bound, budget)
+    return found
+
+
+class _Placed:
+    """A graph on a cluster."""
+
+    def __init__(
+        self, graph: Graph, step: Step, configuration: Configuration, topology: Topology
+    ) -> None:
+        problem = graph.problem
+        others = step.graphs["backward" if problem.graph == "forward" else "forward"].problem
+        self.activations = graph.activations
+        kept = [
+            item
+            for item in problem.gathers
+            if item.unit in step.kept or not configuration.reshards or configuration.shards == 1
+        ]
+        self.kept = (0,) * problem.num_ops
+        gathers: Iterable[Item] = problem.gathers
+        if configuration.shards == 1 and not step.casts:
+            gathers = ()  # parameters are whole
+        elif problem.graph == "forward":
+            again = {item.name for item in others.gathers}
+            until = {id(item) for item in kept if item.name in again}
+            gathers = (
+                dataclasses.replace(item, freed=problem.num_ops) if id(item) in until else item
+                for item in problem.gathers
+            )
+        else:
+            gathers = _without(problem.gathers, kept)
+            self.kept = _until_freed(kept, problem.num_ops)
+        self.problem = dataclasses.replace(
+            problem,
+            gathers=tuple(gathers),
+            live_bytes=tuple(map(sum, zip(problem.live_bytes, self.kept, strict=True))),
+            costs=_costs(problem, configuration, topology),
+        )
+
+    def parts(self, peak: Peak) -> dict[str, int]:
+        """What memory is made of then, but for what lasts."""
+        at = min(peak.position, self.problem.num_ops - 1)
+        live = self.problem.live_bytes[at]
+        assert peak.live in (0, live)
+        activations, kept = (self.activations[at], self.kept[at]) if peak.live else (0, 0)
+        return {
+            "gradients": peak.reduced,
+            "gathered": peak.gathered + kept,
+            "unreduced": peak.unreduced,
+            "activations": activations,
+            "temporaries": peak.live - activations - kept,
+        }
+
+
+def _without(items: Iterable[Item], others: Iterable[Item]) -> Iterable[Item]:
+    left_out = {item.name for item in others}
+    return (item for item in items if item.name not in left_out)
+
+
+def _until_freed(items: Iterable[Item], num_ops: int) -> tuple[int, ...]:
+    """Bytes at each op of what is there from the start, until it is needed no more."""
+    change = [0] * (num_ops + 1)
+    for item in items:
+        change[0] += item.num_bytes
+        change[min(item.freed, num_ops)] -= item.num_bytes
+    return tuple(itertools.accumulate(change))[:num_ops]
+
+
+def _costs(problem: Problem, configuration: Configuration, topology: Topology) -> Costs:
+    """Shards are on neighbouring ranks, copies as far apart."""
+    shards, replicas, per_node = (
+        configuration.shards,
+        configuration.replicas,
+        topology.ranks_per_node,
+    )
+    near = (shards, min(shards, per_node))
+    far = (replicas, min(replicas, max(1, per_node // shards)))
+    carriers = {item.carrier: kind for kind, item in _items(problem)}
+    return dataclasses.replace(
+        problem.costs,
+        links={carrier: topology.links(kind, near, far) for carrier, kind in carriers.items()},
+        shards=dict.fromkeys(carriers, shards),
+    )
+
+
+def _items(problem: Problem) -> Sequence[tuple[str, Item]]:
+    return [("gather", item) for item in problem.gathers] + [
+        ("reduce", item) for item in problem.reduces
+    ]

@@ -1,0 +1,193 @@
+"""What `autoshard plan` prints: tables for people, or one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autoshard.passes.plan import show_bytes
+from autoshard.passes.planner.search import Decision
+from autoshard.passes.planner.simulate import Run
+from autoshard.tools.estimate import Estimate, Memory
+from autoshard.tools.planning import Report
+
+CATEGORIES = tuple(field.name for field in dataclasses.fields(Memory))
+
+
+def text(report: Report, *, with_buckets: bool = False) -> str:
+    """Tables: the best configurations, then memory and time of the first.
+
+    with_buckets: and its buckets, a line for those of a unit.
+    """
+    work, topology, best = report.workload, report.topology, report.estimates[0]
+    lines = [
+        f"{work.name}: {_count(report.num_parameters)} parameters in {work.param_dtype}, computed "
+        f"with in {work.dtype}; {work.optimizer}; sequences of {work.seq}",
+        f"{report.gpus} x {topology.name} ({topology.title}; "
+        f"{show_bytes(topology.memory_bytes)} each)",
+        "",
+    ]
+    if report.overflow is not None:
+        lines.append(
+            f"does not fit, with {report.overflow}: of {report.num_configurations} configurations "
+            "this one needs least"
+        )
+    else:
+        tried = report.num_configurations
+        lines.append(f"best of {tried} configurations" if tried > 1 else "as asked for")
+    lines += [*_columns(_configuration_rows(report.estimates)), ""]
+    lines += [*_columns(_memory_rows(best.memory, topology.memory_bytes)), ""]
+    lines += _columns(_time_rows(best))
+    if with_buckets:
+        for kind, decision in best.decisions.items():
+            lines += ["", kind, *_columns(_bucket_rows(decision))]
+    return "\n".join(lines) + "\n"
+
+
+def _configuration_rows(estimates: Sequence[Estimate]) -> Iterator[Sequence[str]]:
+    yield "", "strategy", "mesh", "micro-batch", "checkpointing", "step ms", "exposed ms", "peak"
+    for number, each in enumerate(estimates, start=1):
+        about = each.configuration
+        yield (
+            str(number),
+            about.strategy,
+            about.mesh,
+            str(about.micro_batch),
+            "full" if about.checkpointing else "none",
+            _ms(each.step_time_us),
+            _ms(each.exposed_us),
+            show_bytes(each.memory.peak_bytes),
+        )
+
+
+def _memory_rows(memory: Memory, limit: int) -> Iterator[Sequence[str]]:
+    yield "memory at the peak", "bytes", "", "of the device"
+    for name in (*CATEGORIES, "peak_bytes"):
+        num_bytes = getattr(memory, name)
+        share = f"{100 * num_bytes / limit:.1f} %"
+        yield name.replace("_bytes", ""), str(num_bytes), show_bytes(num_bytes), share
+
+
+def _time_rows(best: Estimate) -> Iterator[Sequence[str]]:
+    yield "time", "ms", "exposed ms", "lower bound ms", "gap", "bound by", "buckets"
+    for kind, decision in best.decisions.items():
+        timeline, bound = decision.timeline, decision.bound
+        yield (
+            kind,
+            _ms(timeline.time_us),
+            _ms(timeline.exposed_us),
+            _ms(bound.time_us),
+            f"{decision.gap:.3f}",
+            bound.binding,
+            str(len(timeline.runs)),
+        )
+    yield "optimizer", _ms(best.optimizer_us), "", "", "", "memory", ""
+    yield "step", _ms(best.step_time_us), _ms(best.exposed_us), "", "", "", ""
+
+
+def _bucket_rows(decision: Decision) -> Iterator[Sequence[str]]:
+    """A line for the buckets that begin in one unit, of one kind, one after another."""
+    yield "kind", "from", "to", "buckets", "params", "bytes", "launch us", "finish us", "exposed us"
+    for (kind, unit), each in itertools.groupby(
+        decision.timeline.runs, key=lambda run: (run.bucket.kind, run.bucket.items[0].unit)
+    ):
+        runs = list(each)
+        items = [item for run in runs for item in run.bucket.items]
+        yield (
+            kind,
+            unit,
+            items[-1].unit,
+            str(len(runs)),
+            str(len(items)),
+            show_bytes(sum(item.num_bytes for item in items)),
+            f"{runs[0].launch_us:.0f}",
+            f"{runs[-1].finish_us:.0f}",
+            f"{sum(run.exposed_us for run in runs):.0f}",
+        )
+
+
+def _columns(rows: Iterator[Sequence[str]]) -> list[str]:
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.2f}"
+
+
+def _count(number: int) -> str:
+    for unit, power in (("B", 9), ("M", 6), ("k", 3)):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {unit}"
+    return str(number)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """One object; times in microseconds."""
+    best = report.estimates[0]
+    return {
+        "model": report.workload.name,
+        "parameters": report.num_parameters,
+        "gpus": report.gpus,
+        "topology": report.topology.name,
+        "planning_seconds": report.planning_s,
+        "step_time_us": best.step_time_us,
+        "fits": report.overflow is None,
+        "overflow": report.overflow,
+        "memory": _memory_json(best.memory),
+        "configurations": [_configuration_json(each) for each in report.estimates],
+        "plans": [_plan_json(kind, each) for kind, each in best.decisions.items()],
+    }
+
+
+def _memory_json(memory: Memory) -> dict[str, int]:
+    return {name: getattr(memory, name) for name in ("peak_bytes", *CATEGORIES)}
+
+
+def _configuration_json(found: Estimate) -> dict[str, Any]:
+    about = found.configuration
+    return {
+        "strategy": about.strategy,
+        "mesh": [about.replicas, about.shards],
+        "micro_batch": about.micro_batch,
+        "checkpointing": about.checkpointing,
+        "step_time_us": found.step_time_us,
+        "exposed_us": found.exposed_us,
+        "memory": _memory_json(found.memory),
+    }
+
+
+def _plan_json(kind: str, decision: Decision) -> dict[str, Any]:
+    timeline, bound = decision.timeline, decision.bound
+    return {
+        "graph": kind,
+        "time_us": timeline.time_us,
+        "lower_bound_us": bound.time_us,
+        "gap": decision.gap,
+        "binding": bound.binding,
+        "exposed_us": timeline.exposed_us,
+        "peak_bytes": timeline.peak_bytes,
+        "buckets": [each for run in timeline.runs for each in _buckets_json(run)],
+    }
+
+
+def _buckets_json(run: Run) -> Iterator[dict[str, Any]]:
+    """One collective, or two: a reduce goes on among copies."""
+    bucket = run.bucket
+    kinds = [bucket.kind, "all_reduce"]
+    for kind, (_, begin, end) in zip(kinds, run.turns, strict=False):
+        yield {
+            "kind": kind,
+            "bytes": bucket.num_bytes,
+            "members": [item.name for item in bucket.items],
+            "layout": bucket.layout,
+            "launch_us": begin,
+            "finish_us": end,
+            "exposed_us": run.exposed_us if end == run.finish_us else 0.0,
+        }

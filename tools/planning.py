@@ -1,0 +1,292 @@
+"""`autoshard plan`: configurations of a model on a cluster, and the best of them.
+
+A configuration is a strategy, a mesh, a micro-batch and whether activations are recomputed. All
+that the caller left open are estimated with one bucket a unit; buckets are searched for in the
+best few.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.passes.layout import DTYPES, Member
+from autoshard.passes.planner.topology import Topology, default_topology
+from autoshard.runtime.unit import ROOT_NAME
+from autoshard.runtime.unit_policies import MixedPrecisionPolicy
+from autoshard.tools.dry_run import cut_stacks, grown, mean_loss, trace
+from autoshard.tools.estimate import OPTIMIZERS, Configuration, Estimate, Parameters, Step, estimate
+
+MICRO_BATCHES = (1, 2, 4)  # tried where the caller names none
+SHOWN = 3  # configurations in which buckets are searched for
+
+Batch = Callable[[int, int], Any]
+"""batch(micro_batch, seq): keyword arguments of the model in a dict, or positional ones."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    build: makes the model; called with the meta device as torch's default.
+    dtype, param_dtype: "bf16", "f32": of computation and gathers, and of what is kept and reduced.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Batch | None
+    seq: int
+    dtype: str
+    param_dtype: str
+    optimizer: str
+    lowering: str
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What may be varied; None where the caller leaves it open."""
+
+    mesh: tuple[int, int] | None = None
+    strategy: str | None = None
+    micro_batches: tuple[int, ...] | None = None
+    checkpointing: bool | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found. estimates: the best first; of those that fit, if any does."""
+
+    workload: Workload
+    topology: Topology
+    gpus: int
+    num_parameters: int
+    num_configurations: int
+    estimates: tuple[Estimate, ...]
+    planning_s: float
+
+    @property
+    def overflow(self) -> str | None:
+        """The category of memory with which the best doesn't fit; None if it does."""
+        return self.estimates[0].memory.first_beyond(self.topology.memory_bytes)
+
+
+def plan(workload: Workload, topology: Topology, gpus: int, choices: Choices) -> Report:
+    """Estimate all configurations that `choices` leaves open, the best of them with plans.
+
+    Raises ValueError for a mesh that doesn't hold `gpus`, or a strategy that no mesh has;
+    RuntimeError for a model whose forward is not one graph.
+    """
+    began = time.perf_counter()
+    configurations = list(_configurations(topology, gpus, choices))
+    if not configurations:
+        raise ValueError(f"strategy {choices.strategy!r} has no mesh of {gpus} ranks")
+    steps: dict[tuple[int, bool], Step] = {}
+    rough = []
+    for configuration in configurations:
+        key = (configuration.micro_batch, configuration.checkpointing)
+        if key not in steps:
+            steps[key] = _step(workload, topology, *key)
+        rough.append(estimate(steps[key], configuration, topology, searched=False))
+
+    def rank(found: Estimate) -> tuple[int, float]:
+        over = found.memory.peak_bytes - topology.memory_bytes
+        return (over, 0.0) if over > 0 else (0, found.sample_us)
+
+    best = []
+    for each in sorted(rough, key=rank)[:SHOWN]:
+        key = (each.configuration.micro_batch, each.configuration.checkpointing)
+        best.append(estimate(steps[key], each.configuration, topology, searched=True))
+    best.sort(key=rank)
+    members = next(iter(steps.values())).parameters.members
+    return Report(
+        workload,
+        topology,
+        gpus,
+        sum(math.prod(member.size) for member in members),
+        len(configurations),
+        tuple(each for each in best if rank(each)[0] == rank(best[0])[0] == 0) or (best[0],),
+        time.perf_counter() - began,
+    )
+
+
+def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator[Configuration]:
+    meshes = [choices.mesh] if choices.mesh else _meshes(topology, gpus)
+    for replicas, shards in meshes:
+        if replicas * shards != gpus:
+            raise ValueError(f"mesh {replicas}x{shards} has {replicas * shards} ranks, not {gpus}")
+    recomputes = [False, True] if choices.checkpointing is None else [choices.checkpointing]
+    batches = choices.micro_batches or MICRO_BATCHES
+    for micro_batch, recompute in itertools.product(batches, recomputes):
+        for (replicas, shards), reshards in itertools.product(meshes, (True, False)):
+            found = Configuration(replicas, shards, reshards, micro_batch, recompute)
+            is_same = shards == 1 and not reshards  # as with it
+            if not is_same and choices.strategy in (None, found.strategy):
+                yield found
+
+
+def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
+    """Shards over all ranks, over a node and its doublings, and over none."""
+    shards = {1, gpus}
+    number = min(topology.ranks_per_node, gpus)
+    while number < gpus and gpus % number == 0:
+        shards.add(number)
+        number *= 2
+    return [(gpus // each, each) for each in sorted(shards)]
+
+
+def _step(workload: Workload, topology: Topology, micro_batch: int, recompute: bool) -> Step:
+    """Traced with few blocks, if that gives what all of them would."""
+    model = _on_meta(workload)
+    parameters = _parameters(model)
+    stacks = cut_stacks(model)
+    low, full = DTYPES[workload.dtype], DTYPES[workload.param_dtype]
+    policy = MixedPrecisionPolicy(low, full) if low != full else MixedPrecisionPolicy()
+
+    def graphs(model: nn.Module) -> Any:
+        batch = _batch(workload, model, micro_batch)
+
+        def call(compiled: Any) -> None:
+            args, kwargs = ((), batch) if isinstance(batch, dict) else (_as_tuple(batch), {})
+            mean_loss(compiled(*args, **kwargs)).backward()
+
+        return trace(
+            model,
+            call,
+            mp_policy=policy,
+            checkpointing=recompute,
+            lowering=workload.lowering,
+            topology=topology,
+        )
+
+    try:
+        found = grown(graphs(model), stacks)
+    except ValueError:  # blocks that look alike are not computed alike
+        found = grown(graphs(_on_meta(workload)), [])
+    return Step(found, parameters, workload.optimizer, frozenset({ROOT_NAME}), low != full)
+
+
+def _on_meta(workload: Workload) -> nn.Module:
+    with torch.device("meta"):
+        model = workload.build()
+    return model.to(DTYPES[workload.param_dtype])
+
+
+def _parameters(model: nn.Module) -> Parameters:
+    def members(params: Sequence[nn.Parameter]) -> tuple[Member, ...]:
+        return tuple(Member(param.dtype, tuple(param.shape)) for param in params)
+
+    params = list(model.parameters())
+    return Parameters(members(params), members([param for param in params if param.requires_grad]))
+
+
+def _as_tuple(batch: Any) -> tuple[Any, ...]:
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _batch(workload: Workload, model: nn.Module, micro_batch: int) -> Any:
+    if workload.batch is not None:
+        return workload.batch(micro_batch, workload.seq)
+    ids = torch.zeros(micro_batch, workload.seq, dtype=torch.long)
+    config = getattr(model, "config", None)
+    if config is None:
+        return ids
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        sides = (config.num_channels, config.image_size, config.image_size)
+        labels = torch.zeros(micro_batch, dtype=torch.long)
+        return {"pixel_values": torch.zeros(micro_batch, *sides), "labels": labels}
+    return {"input_ids": ids, "labels": ids}
+
+
+def read_workload(options: Any, load: Callable[[str], Callable[..., Any]]) -> Workload:
+    """From the command line's options.
+
+    load: the function at "package.module:name".
+    Raises ValueError, naming the option, for what is not known.
+    """
+    for name in ("dtype", "param_dtype"):
+        if getattr(options, name) not in DTYPES:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {getattr(options, name)!r}: expected one of {list(DTYPES)}")
+    if options.optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {options.optimizer!r}: expected one of {list(OPTIMIZERS)}")
+    for name in ("seq", "micro_batch"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number from 1 on")
+    path = Path(options.model)
+    is_file = path.suffix == ".json" or path.exists()
+    return Workload(
+        name=options.model,
+        build=from_hugging_face(path) if is_file else load(options.model),
+        batch=load(options.batch) if options.batch else None,
+        seq=options.seq,
+        dtype=options.dtype,
+        param_dtype=options.param_dtype,
+        optimizer=options.optimizer,
+        lowering=options.lowering,
+    )
+
+
+def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
+    """The model of a `config.json`, of the class that it names.
+
+    Raises ValueError if there is none, or no transformers.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"{path} needs transformers: pip install transformers") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is no configuration of a Hugging Face model: {error}") from None
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # no step of training has one
+    names = getattr(config, "architectures", None) or []
+    named = next((getattr(transformers, name, None) for name in names), None)
+
+    def build() -> nn.Module:
+        if named is not None:
+            return named(config)  # type: ignore[no-any-return]
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+
+    return build
+
+
+def read_gpus(text: str, topology: str | None) -> tuple[int, Topology]:
+    """A number of ranks and a topology from "64xH100", or "64" and a topology's name.
+
+    Raises ValueError for anything else.
+    """
+    found = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
+    number = int(found[1]) if found else 0
+    if not found or not number:
+        raise ValueError(f"--gpus {text!r}: expected a number and a kind, such as 64xH100")
+    if topology is None and found[2] is None:
+        raise ValueError(f"--gpus {text!r} names no kind: write {text}xH100, or add --topology")
+    return number, Topology.load(topology or _topology_of(found[2]))
+
+
+def _topology_of(kind: str) -> str:
+    name = default_topology(kind.upper())
+    if name.partition("-")[0] != kind.lower():
+        raise ValueError(f"no topology is known of {kind!r}: add --topology, a name or a file")
+    return name
+
+
+def read_mesh(text: str, gpus: int) -> tuple[int, int]:
+    """(replicas, shards) from "2048x8", or from "8", which is as many shards on `gpus` ranks."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", text)
+    if not found or int(found[2]) < 1:
+        raise ValueError(f"--mesh {text!r}: expected replicas x shards, such as 2048x8")
+    shards = int(found[2])
+    return int(found[1]) if found[1] else gpus // shards, shards
