@@ -1,4 +1,4 @@
-"""What `autoshard plan` says of memory, beside what storages there are at the peak of a real step."""
+"""What `autoshard plan` says of memory, beside the storages that a real step has at its peak."""
 
 from __future__ import annotations
 
