@@ -31,7 +31,7 @@ from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.repeat import repeat
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.prices import Prices
-from autoshard.runtime.frame import make_frame
+from autoshard.runtime.frame import Frame, make_frame
 from autoshard.runtime.shard import fully_shard
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy
 from autoshard.runtime.wrap import find_units
@@ -137,7 +137,7 @@ class _Recording(Compilation):
 
     def __init__(
         self,
-        frame: Any,
+        frame: Frame,
         options: CompileOptions,
         topology: Topology,
         graphs: dict[str, PricedGraph],

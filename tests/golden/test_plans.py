@@ -1,15 +1,22 @@
-"""What `autoshard plan` says of Llama-3 8B on 8 H100: golden/plans/llama3_8b_8xh100.txt."""
+"""What `autoshard plan` says of Llama-3 8B on 8 H100: golden/plans/llama3_8b_8xh100_<torch>.txt.
+
+Torch's decompositions differ a little by version, and so do times and activations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.plan_report import text
 from autoshard.tools.planning import Choices, Workload, plan
+
+VERSION = ".".join(torch.__version__.split(".")[:2])
+KNOWN = ("2.13", "2.15")  # on 2.11, transformers' Llama is more than one graph
 
 
 def llama3_8b() -> nn.Module:
@@ -29,6 +36,7 @@ def llama3_8b() -> nn.Module:
     )
 
 
+@pytest.mark.skipif(VERSION not in KNOWN, reason=f"no golden plan for torch {VERSION}")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("fake_world", [1024], indirect=True)
 def test_llama3_8b(golden: Callable[[str, str], None]) -> None:
@@ -44,4 +52,4 @@ def test_llama3_8b(golden: Callable[[str, str], None]) -> None:
     )
     choices = Choices(strategy="full_shard", micro_batches=(1,), checkpointing=False)
     report = plan(workload, Topology.load("h100"), 8, choices)
-    golden("plans/llama3_8b_8xh100.txt", text(report, with_buckets=True))
+    golden(f"plans/llama3_8b_8xh100_torch{VERSION}.txt", text(report, with_buckets=True))

@@ -154,7 +154,8 @@ def test_parity_command_says_what_is_missing(capsys: pytest.CaptureFixture[str])
     assert "a model and --batch are required, or --matrix" in capsys.readouterr().err
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["parity", "plan", "bench calibrate"])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["parity", "--help"])
+        main([*command.split(), "--help"])
     assert "example" in capsys.readouterr().out
