@@ -23,7 +23,7 @@ NUM_RANKS = {
     "alone": 1,
     "four": 4,
 }  # in the groups that the graphs name
-OTHERS = ("transformer", "eager", "modes")  # folders that other tests here write
+OTHERS = ("plans", "transformer", "eager", "modes")  # folders that other tests here write
 NEEDS = {  # what a pass obeys is written by others, which run before the picture is taken
     "plan_buckets": ("name_params",),
     "insert_collectives": ("name_params", "plan_buckets"),
