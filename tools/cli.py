@@ -55,15 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _with_example(commands: Any, name: str, example: str, **texts: str) -> Any:
+    """A command whose help ends with an example, as it is written."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(name, epilog=example, formatter_class=formatter, **texts)
+
+
 def add_parity(commands: Any) -> None:
     """`autoshard parity`."""
-    parser = commands.add_parser(
+    parser = _with_example(
+        commands,
         "parity",
+        PARITY_EXAMPLE,
         help="compare replicated, eager and compiled training of a model",
         description="Train a model replicated, on the eager runtime and compiled, on the same "
         "batches, and name the first parameter that differs, on which rank, by how much.",
-        epilog=PARITY_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", help="package.module:function that returns the model")
     parser.add_argument(
@@ -90,13 +96,13 @@ def add_bench(commands: Any) -> None:
     """`autoshard bench`."""
     parser = commands.add_parser("bench", help="measure the cluster at hand")
     what = parser.add_subparsers(dest="what", required=True)
-    calibrate = what.add_parser(
+    calibrate = _with_example(
+        what,
         "calibrate",
+        CALIBRATE_EXAMPLE,
         help="write a topology file for the option topology=",
         description="Time collectives of several sizes, matrix products and copies, and write "
         "what plans reckon with.",
-        epilog=CALIBRATE_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     calibrate.add_argument("--out", required=True, help="the JSON file to write")
     calibrate.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
@@ -105,13 +111,13 @@ def add_bench(commands: Any) -> None:
 
 def add_plan(commands: Any) -> None:
     """`autoshard plan`."""
-    parser = commands.add_parser(
+    parser = _with_example(
+        commands,
         "plan",
+        PLAN_EXAMPLE,
         help="predict memory and step time of a model on a cluster",
         description="Trace a model, and predict what a step takes on a cluster: peak memory by "
         "category, time, exposed communication, and what bounds it.",
-        epilog=PLAN_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model", required=True, help="a Hugging Face config.json, or package.module:function"

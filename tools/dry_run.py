@@ -102,29 +102,31 @@ def trace(
     _pretend_ranks()
     for unit in find_units(model, None):
         if checkpointing:
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)  # type: ignore[method-assign]
+            again = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+            unit.forward = again  # type: ignore[method-assign]  # the instance's, not the class's
         fully_shard(unit, mp_policy=mp_policy, reshard_after_forward=True)
     fully_shard(model, mp_policy=mp_policy, reshard_after_forward=True)
     model.to_empty(device="cpu")
     graphs: dict[str, PricedGraph] = {}
     options = CompileOptions(lowering=lowering)
 
+    is_recorded = False
+
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal is_recorded
         _Recording(make_frame(gm, example_inputs), options, topology, graphs).compile()
+        is_recorded = True
         raise _Recorded
 
     torch._dynamo.reset()
     try:
         call(torch.compile(model, backend=backend, fullgraph=True))
     except Exception as error:
-        if not graphs:
-            raise RuntimeError(
-                f"the model's forward can't be planned as one graph: {error}"
-            ) from error
+        if not is_recorded:  # else it is ours
+            message = f"the model's forward can't be planned as one graph: {error}"
+            raise RuntimeError(message) from error
     if set(graphs) != {"forward", "backward"}:
-        raise RuntimeError(
-            "the model has no parameter that its output depends on: nothing to train"
-        )
+        raise RuntimeError("the model's output depends on no parameter: there is nothing to train")
     return graphs
 
 

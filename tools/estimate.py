@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoshard.passes.layout import Member
@@ -19,6 +19,7 @@ from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import Decision, search
 from autoshard.passes.planner.simulate import Peak, Timeline
 from autoshard.passes.planner.topology import Topology
+from autoshard.runtime.unit import ROOT_NAME
 from autoshard.tools.dry_run import Graph
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
@@ -124,7 +125,6 @@ class Step:
     graphs: Mapping[str, Graph]
     parameters: Parameters
     optimizer: str
-    kept: frozenset[str]  # units whose whole parameters are kept in any case
     casts: bool  # whether parameters are computed with in another dtype
 
 
@@ -207,7 +207,7 @@ def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
     """As a compilation without a budget of its own does, within what a device has."""
     budget = min(known.peak_bytes, device_bytes)
     found = search(problem, budget_bytes=budget, layouts=(PACKED,))
-    if (known.peak_bytes <= device_bytes) and known.time_us < found.timeline.time_us:
+    if known.peak_bytes <= device_bytes and known.time_us < found.timeline.time_us:
         return Decision(known, found.bound, budget)
     return found
 
@@ -224,7 +224,7 @@ class _Placed:
         kept = [
             item
             for item in problem.gathers
-            if item.unit in step.kept or not configuration.reshards or configuration.shards == 1
+            if item.unit == ROOT_NAME or not configuration.reshards or configuration.shards == 1
         ]
         self.kept = (0,) * problem.num_ops
         gathers: Iterable[Item] = problem.gathers
@@ -278,22 +278,14 @@ def _until_freed(items: Iterable[Item], num_ops: int) -> tuple[int, ...]:
 
 def _costs(problem: Problem, configuration: Configuration, topology: Topology) -> Costs:
     """Shards are on neighbouring ranks, copies as far apart."""
-    shards, replicas, per_node = (
-        configuration.shards,
-        configuration.replicas,
-        topology.ranks_per_node,
-    )
+    shards, replicas = configuration.shards, configuration.replicas
+    per_node = topology.ranks_per_node
     near = (shards, min(shards, per_node))
     far = (replicas, min(replicas, max(1, per_node // shards)))
-    carriers = {item.carrier: kind for kind, item in _items(problem)}
+    kinds = {item.carrier: "gather" for item in problem.gathers}
+    kinds |= {item.carrier: "reduce" for item in problem.reduces}
     return dataclasses.replace(
         problem.costs,
-        links={carrier: topology.links(kind, near, far) for carrier, kind in carriers.items()},
-        shards=dict.fromkeys(carriers, shards),
+        links={carrier: topology.links(kind, near, far) for carrier, kind in kinds.items()},
+        shards=dict.fromkeys(kinds, shards),
     )
-
-
-def _items(problem: Problem) -> Sequence[tuple[str, Item]]:
-    return [("gather", item) for item in problem.gathers] + [
-        ("reduce", item) for item in problem.reduces
-    ]

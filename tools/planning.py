@@ -7,6 +7,7 @@ best few.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -21,7 +22,6 @@ from torch import nn
 
 from autoshard.passes.layout import DTYPES, Member
 from autoshard.passes.planner.topology import Topology, default_topology
-from autoshard.runtime.unit import ROOT_NAME
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy
 from autoshard.tools.dry_run import cut_stacks, grown, mean_loss, trace
 from autoshard.tools.estimate import OPTIMIZERS, Configuration, Estimate, Parameters, Step, estimate
@@ -89,24 +89,24 @@ def plan(workload: Workload, topology: Topology, gpus: int, choices: Choices) ->
     configurations = list(_configurations(topology, gpus, choices))
     if not configurations:
         raise ValueError(f"strategy {choices.strategy!r} has no mesh of {gpus} ranks")
-    steps: dict[tuple[int, bool], Step] = {}
-    rough = []
-    for configuration in configurations:
-        key = (configuration.micro_batch, configuration.checkpointing)
-        if key not in steps:
-            steps[key] = _step(workload, topology, *key)
-        rough.append(estimate(steps[key], configuration, topology, searched=False))
+
+    @functools.cache
+    def step(micro_batch: int, recompute: bool) -> Step:
+        return _step(workload, topology, micro_batch, recompute)
+
+    def estimated(found: Configuration, *, searched: bool) -> Estimate:
+        traced = step(found.micro_batch, found.checkpointing)
+        return estimate(traced, found, topology, searched=searched)
 
     def rank(found: Estimate) -> tuple[int, float]:
         over = found.memory.peak_bytes - topology.memory_bytes
         return (over, 0.0) if over > 0 else (0, found.sample_us)
 
-    best = []
-    for each in sorted(rough, key=rank)[:SHOWN]:
-        key = (each.configuration.micro_batch, each.configuration.checkpointing)
-        best.append(estimate(steps[key], each.configuration, topology, searched=True))
+    rough = sorted((estimated(each, searched=False) for each in configurations), key=rank)
+    best = [estimated(each.configuration, searched=True) for each in rough[:SHOWN]]
     best.sort(key=rank)
-    members = next(iter(steps.values())).parameters.members
+    first = configurations[0]
+    members = step(first.micro_batch, first.checkpointing).parameters.members
     return Report(
         workload,
         topology,
@@ -171,7 +171,7 @@ def _step(workload: Workload, topology: Topology, micro_batch: int, recompute: b
         found = grown(graphs(model), stacks)
     except ValueError:  # blocks that look alike are not computed alike
         found = grown(graphs(_on_meta(workload)), [])
-    return Step(found, parameters, workload.optimizer, frozenset({ROOT_NAME}), low != full)
+    return Step(found, parameters, workload.optimizer, low != full)
 
 
 def _on_meta(workload: Workload) -> nn.Module:
@@ -255,9 +255,9 @@ def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
     named = next((getattr(transformers, name, None) for name in names), None)
 
     def build() -> nn.Module:
-        if named is not None:
-            return named(config)  # type: ignore[no-any-return]
-        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+        make: Any = named or transformers.AutoModelForCausalLM.from_config
+        model: nn.Module = make(config)
+        return model
 
     return build
 

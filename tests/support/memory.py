@@ -27,10 +27,13 @@ class PeakMemory(TorchDispatchMode):
 
     at_peak: bytes of each storage at that time, by its number; roles: what collectives tell of
     storages, "gathered", "unreduced" or "gradients".
+    counts_backend: whether what gloo allocates for itself counts: a copy of all that it reduces,
+        seen while compiled code waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_backend: bool = True) -> None:
         super().__init__()
+        self._looking = contextlib.nullcontext if counts_backend else _waits_unseen
         self.reset()
 
     def reset(self) -> None:
@@ -49,7 +52,7 @@ class PeakMemory(TorchDispatchMode):
                 for tensor in filter(_is_plain, tree_leaves(args)):
                     self.roles[self.number(tensor)] = "unreduced"
             self._role = ROLES.get(name)
-            with self, _waits_unseen():
+            with self, self._looking():
                 output = getattr(kernels, name)(*args, **(kwargs or {}))
             self._role = None
         else:
@@ -96,7 +99,7 @@ ROLES = {
 
 @contextlib.contextmanager
 def _waits_unseen() -> Iterator[None]:
-    """gloo keeps a copy of what it reduces, which other backends don't: it is not counted."""
+    """What a backend does in a wait is not looked into."""
     wait = collectives.InFlight.wait
 
     def unseen(flight: collectives.InFlight) -> collectives.InFlight:
@@ -117,8 +120,8 @@ class PeakOfGraphs:
     plain lowering, which are compiled inside `compiling()`, enter it themselves.
     """
 
-    def __init__(self) -> None:
-        self.mode = PeakMemory()
+    def __init__(self, *, counts_backend: bool = True) -> None:
+        self.mode = PeakMemory(counts_backend=counts_backend)
         self._is_on = False
 
     @property

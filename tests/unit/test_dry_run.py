@@ -92,7 +92,7 @@ def test_short_lists_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("build", "message"),
-    [(Frozen, "nothing to train"), (Breaking, "can't be planned as one graph")],
+    [(Frozen, "there is nothing to train"), (Breaking, "can't be planned as one graph")],
 )
 def test_models_that_have_no_step(build: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):

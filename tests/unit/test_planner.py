@@ -13,6 +13,7 @@ from torch import fx
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import GROUPED, PACKED, Costs, Link
 from autoshard.passes.planner.problem import Item, Problem
+from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import search
 from autoshard.passes.planner.simulate import make_bucket, simulate
 from autoshard.passes.planner.topology import Topology, default_topology, names
@@ -41,6 +42,32 @@ def test_links() -> None:
     assert across.us_per_byte == pytest.approx(2 * 7 / 8 / 45e3)
     assert node.time_us(0, 3, GROUPED) == node.time_us(0, 1, GROUPED) + 2 * H100.member_us
     assert H100.link("gather", 1, 1).time_us(1000, 1, PACKED) == 0
+
+
+def test_copies_are_sent_shards() -> None:
+    """A reduce goes on among the ranks that hold the same shard; a gather does not."""
+    shards, copies = (8, 8), (4, 1)
+    first, second = H100.links("reduce", shards, copies)
+    assert first == H100.link("reduce", *shards)
+    assert second.us_per_byte == H100.link("all_reduce", *copies).us_per_byte / 8
+    assert H100.links("gather", shards, copies) == (H100.link("gather", *shards),)
+    assert H100.links("reduce", shards, (1, 1)) == (first,)
+
+
+def test_a_collective_costs_a_call() -> None:
+    """Whatever its layout, and however little it carries."""
+    link = Link("node", alpha_us=10.0, us_per_byte=0.0, member_us=0.0)
+    costs = Costs({"gather": (link,)}, {"gather": 2}, 0.0, call_us=3.0)
+    items = [Item(f"w{n}", "unit", "gather", 1, 0, 0, 1) for n in range(2)]
+    problem = Problem("forward", (100.0,), (0,), tuple(items), (), costs)
+    for layout in (PACKED, GROUPED):
+        together = simulate(
+            problem, [make_bucket(problem, "gather", items, layout)], [], budget_bytes=99
+        )
+        assert together.time_us == 3 + 10 + 100
+    apart = [make_bucket(problem, "gather", [item], PACKED) for item in items]
+    assert simulate(problem, apart, [], budget_bytes=99).time_us == 3 + 10 + 10 + 100
+    assert best_buckets(problem, items, PACKED).time_us == 3 + 10 + 100
 
 
 @pytest.mark.parametrize(
