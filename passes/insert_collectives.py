@@ -5,7 +5,8 @@ after:  t = launch_gather([w1, b1], ...)
         w = wait_gather(t, ...); w1' = w[0]; b1' = w[1]; y = addmm(b1', x, w1')
 
 Gathers and reduces alike: a bucket's markers become one launch, where the plan says,
-one wait, where the plan says, and one `getitem` a member.
+one wait, where the plan says, and one `getitem` a member. Right before the launch of a
+reduce its gradients are packed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from autoshard.passes.match import (
 from autoshard.passes.meta import PLAN, SOURCE
 from autoshard.passes.plan import Bucket, Plan
 
-_LAUNCH = {"gather": ops.launch_gather, "reduce": ops.launch_reduce}
+_FIRST = {
+    "gather": (ops.launch_gather, "launch_gather"),
+    "reduce": (ops.pack_grads, "pack_grads"),
+}
 _WAIT = {"gather": ops.wait_gather, "reduce": ops.wait_reduce}
 _RESULT = {"gather": "whole", "reduce": "grad"}
 
@@ -67,7 +71,8 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
                     _prepare(members[number], before)
                     tickets[number] = _launch(graph, number, bucket, members[number])
                 case "all_reduce":
-                    tickets[number] = _all_reduce(graph, tickets[number], bucket)
+                    launched = tickets[number]
+                    tickets[number] = _follow(graph, ops.all_reduce, launched, "all_reduce", bucket)
                 case "wait":
                     _wait(graph, tickets[number], bucket, members[number])
                 case "store":
@@ -117,8 +122,11 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
         arguments = (*arguments, True)
     if table is not None:
         arguments = (*arguments, table, list(bucket.params))
-    ticket = _call(graph, _LAUNCH[bucket.kind], arguments, f"launch_{bucket.kind}", bucket)
+    first, name = _FIRST[bucket.kind]
+    ticket = _call(graph, first, arguments, name, bucket)
     ticket.meta["val"] = members[0].meta["val"].new_empty(1, dtype=torch.uint8)
+    if bucket.kind == "reduce":
+        ticket = _follow(graph, ops.launch_reduce, ticket, "launch_reduce", bucket)
     return ticket
 
 
@@ -128,10 +136,11 @@ def _is_made_here(member: fx.Node) -> bool:
     return member.all_input_nodes[0].target is operator.getitem
 
 
-def _all_reduce(graph: fx.Graph, launched: fx.Node, bucket: Bucket) -> fx.Node:
-    ticket = _call(graph, ops.all_reduce, (launched, *launched.args[1:4]), "all_reduce", bucket)
-    ticket.meta["val"] = launched.meta["val"].new_empty(1)
-    return ticket
+def _follow(graph: fx.Graph, op: Any, ticket: fx.Node, name: str, bucket: Bucket) -> fx.Node:
+    """`op` on `ticket`, which gives another."""
+    follower = _call(graph, op, (ticket, *ticket.args[1:4]), name, bucket)
+    follower.meta["val"] = ticket.meta["val"].new_empty(1)
+    return follower
 
 
 def _wait(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.Node]) -> None:

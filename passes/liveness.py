@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -67,32 +67,54 @@ def live_bytes(graph: fx.Graph, kind: str) -> Live:
     kind: "forward", "backward" or "inference". What backward was given to read it once is freed
         after that; parameters and the user's inputs live all the time.
     """
-    computed = [node for node in graph.nodes if is_compute(node)]
-    position = {node: number for number, node in enumerate(computed)}
-    last = last_uses(graph, position, end=len(computed))
-    reduced = {base_of(node.all_input_nodes[0]) for node in graph.nodes if is_reduce_grad(node)}
+    num_ops = sum(map(is_compute, graph.nodes))
     given = {"parameters": 0, "inputs": 0}
-    activations, temporaries = [0] * (len(computed) + 2), [0] * (len(computed) + 2)
-    for node in graph.nodes:
-        if is_marker(node) or node.op == "output" or base_of(node) is not node:
-            continue
+    activations, temporaries = [0] * (num_ops + 2), [0] * (num_ops + 2)
+    for node, begin, end in _lives(graph):
         num_bytes = _num_bytes(node)
         if node.op == "placeholder" and (kind != "backward" or _is_kept(node)):
             given["parameters" if _is_parameter(node) else "inputs"] += num_bytes
             continue
-        begin = position.get(node, 0)
-        end = last.get(node, begin)
-        if node in reduced and end <= begin:
-            continue  # from its birth on it is what waits to be reduced, and nobody else reads it
-        is_handed_on = node.op == "placeholder" or (kind != "backward" and end == len(computed))
+        is_handed_on = node.op == "placeholder" or (kind != "backward" and end == num_ops)
         change = activations if is_handed_on else temporaries
         change[begin] += num_bytes
         change[end + 1] -= num_bytes
     return Live(
         **given,
-        activations=tuple(itertools.accumulate(activations))[: len(computed)],
-        temporaries=tuple(itertools.accumulate(temporaries))[: len(computed)],
+        activations=tuple(itertools.accumulate(activations))[:num_ops],
+        temporaries=tuple(itertools.accumulate(temporaries))[:num_ops],
     )
+
+
+def bytes_between(graph: fx.Graph) -> tuple[int, ...]:
+    """What of a backward graph lives on after each compute node, what it was given apart from
+    parameters among it."""
+    num_ops = sum(map(is_compute, graph.nodes))
+    change = [0] * (num_ops + 1)
+    for node, begin, end in _lives(graph):
+        if node.op != "placeholder" or not _is_kept(node):
+            num_bytes = _num_bytes(node)
+            change[begin] += num_bytes
+            change[end] -= num_bytes
+    return tuple(itertools.accumulate(change))[:num_ops]
+
+
+def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
+    """Each node with memory of its own, but markers and what only they read, with the positions of
+    the compute nodes that make it (0 for an input) and that read it last."""
+    computed = [node for node in graph.nodes if is_compute(node)]
+    position = {node: number for number, node in enumerate(computed)}
+    last = last_uses(graph, position, end=len(computed))
+    reduced = {base_of(node.all_input_nodes[0]) for node in graph.nodes if is_reduce_grad(node)}
+    for node in graph.nodes:
+        if is_marker(node) or node.op == "output" or base_of(node) is not node:
+            continue
+        begin = position.get(node, 0)
+        end = last.get(node, begin)
+        is_given = node.op == "placeholder" and _is_kept(node)
+        if node in reduced and end <= begin and not is_given:
+            continue  # from its birth on it is what waits to be reduced, and nobody else reads it
+        yield node, begin, end
 
 
 def _num_bytes(node: fx.Node) -> int:

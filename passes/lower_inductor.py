@@ -25,7 +25,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
-from autoshard.passes.match import bucket_of, event_of, kind_of
+from autoshard.passes.match import bucket_of, event_of, is_pack, kind_of
 
 SETTINGS = {
     "reorder_for_locality": False,  # of graphs without gradients; it puts launches before waits
@@ -103,13 +103,13 @@ def _event(order: Order, at: int) -> str:
 
 
 class KeepOrder(CustomGraphPass):
-    """Chain each launch and wait to the one before it, and to the compute planned before it."""
+    """Chain each pack, launch and wait to the one before, and to the compute planned before it."""
 
     def __call__(self, graph: fx.Graph) -> None:
         keep_order(graph)
 
     def uuid(self) -> str:
-        return "autoshard.keep_order.3"
+        return "autoshard.keep_order.4"
 
 
 def keep_order(graph: fx.Graph) -> None:
@@ -122,7 +122,7 @@ def keep_order(graph: fx.Graph) -> None:
     event: fx.Node | None = None
     op: fx.Node | None = None
     for node in list(graph.nodes):
-        if event_of(node) is not None:
+        if event_of(node) is not None or is_pack(node):
             needed = [n for n in (event, op) if n is not None and n not in node.all_input_nodes]
             if needed:
                 after[node] = OrderedSet(needed)

@@ -34,6 +34,10 @@ def is_launch(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (ops.launch_gather, ops.launch_reduce)
 
 
+def is_pack(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.pack_grads
+
+
 def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (ops.wait_gather, ops.wait_reduce)
 
@@ -157,17 +161,17 @@ _GATHERS = (ops.unshard, ops.launch_load, ops.wait_load, ops.launch_gather, ops.
 
 
 def kind_of(node: fx.Node) -> str:
-    """ "gather" or "reduce", of a marker, or a node that is an event."""
+    """ "gather" or "reduce", of a marker, a pack, or a node that is an event."""
     return "gather" if node.target in _GATHERS else "reduce"
 
 
 def members_of(node: fx.Node) -> str:
-    """The members argument of a marker, launch, all-reduce or wait."""
+    """The members argument of a marker, pack, launch, all-reduce or wait."""
     return str(node.args[1])
 
 
 def group_of(node: fx.Node) -> str:
-    """Whom a marker, launch, all-reduce or wait reaches; see `groups.py`."""
+    """Whom a marker, pack, launch, all-reduce or wait reaches; see `groups.py`."""
     return str(node.args[2])
 
 
@@ -175,7 +179,7 @@ _COPIES = (ops.launch_load, ops.wait_load, ops.launch_store, ops.wait_store)
 
 
 def bucket_of(node: fx.Node) -> int:
-    """The bucket number of a node that is an event."""
+    """The bucket number of a node that is an event, or a pack."""
     bucket = node.args[-1] if node.target in _COPIES else node.args[3]
     assert isinstance(bucket, int)
     return bucket

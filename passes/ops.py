@@ -8,7 +8,8 @@
 
     ticket   = launch_gather([shard, ...], "f32[7,15] f32[7]", group, bucket)
     [full..] = wait_gather(ticket, "f32[7,15] f32[7]", group, bucket)
-    ticket   = launch_reduce([grad, ...], "f32[7,15] f32[7]", group, bucket)
+    ticket   = pack_grads([grad, ...], "f32[7,15] f32[7]", group, bucket)
+    ticket   = launch_reduce(ticket, "f32[7,15] f32[7]", group, bucket)
     ticket   = all_reduce(ticket, "f32[7,15] f32[7]", group, bucket)   over copies, if there are any
     [shard.] = wait_reduce(ticket, "f32[7,15] f32[7]", group, bucket)
 
@@ -36,8 +37,9 @@ the group of its gradient's reduce, where these are not those of the gather. Bef
                       to go there, too: "f32[7]^host"
 
 `param` indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
-numbers the buckets of one graph. A ticket is one byte: what is in flight is held
-by the runtime, where no compiler can reuse its memory. A gather may send a shard that is an input
+numbers the buckets of one graph. A ticket is one byte: what is packed or in flight is held
+by the runtime, where no compiler can reuse its memory. Packing is an op by itself, so that
+gradients are freed before there is room for their sum. A gather may send a shard that is an input
 of the graph as it is; others it `copies`. What a copy reads is an argument of its wait. No
 argument depends on the rank.
 
@@ -92,8 +94,12 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    "launch_reduce(Tensor[] grads, str members, str group, int bucket, Tensor? table=None,"
+    "pack_grads(Tensor[] grads, str members, str group, int bucket, Tensor? table=None,"
     " int[] params=[]) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "launch_reduce(Tensor ticket, str members, str group, int bucket) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _schema in (
@@ -183,7 +189,7 @@ def _fake_launch(
     return tensors[0].new_empty(1, dtype=torch.uint8)
 
 
-def _fake_all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
+def _fake_follow(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
     return ticket.new_empty(1, dtype=torch.uint8)
 
 
@@ -236,8 +242,9 @@ for _name, _fake in (
     ("hold_grad", _fake_hold_grad),
     ("before_gather", _fake_before_gather),
     ("launch_gather", _fake_launch),
-    ("launch_reduce", _fake_launch),
-    ("all_reduce", _fake_all_reduce),
+    ("pack_grads", _fake_launch),
+    ("launch_reduce", _fake_follow),
+    ("all_reduce", _fake_follow),
     ("wait_gather", _fake_wait_gather),
     ("wait_reduce", _fake_wait_reduce),
     ("to_device", _fake_to_device),
@@ -280,6 +287,7 @@ before_gather = torch.ops.autoshard.before_gather.default
 hold_grad = torch.ops.autoshard.hold_grad.default
 launch_gather = torch.ops.autoshard.launch_gather.default
 wait_gather = torch.ops.autoshard.wait_gather.default
+pack_grads = torch.ops.autoshard.pack_grads.default
 launch_reduce = torch.ops.autoshard.launch_reduce.default
 all_reduce = torch.ops.autoshard.all_reduce.default
 wait_reduce = torch.ops.autoshard.wait_reduce.default

@@ -5,7 +5,8 @@
 
 One bucket a unit and dtype. A gather is launched one unit ahead of its first use, so that it
 runs while the unit before is computed with, and waited for at its first use. A
-reduce is launched as soon as its last gradient is there, and waited for when the
+reduce is launched as soon as its last gradient is there, but behind the ops that come next and
+take no time to speak of, if they free memory; and waited for when the
 next one is about to be: the send buffer of one more would be held, for the time that it
 takes to pack the next. With copies, it is
 all-reduced when the next one is launched, beside that one's reduce-scatter, and waited
@@ -27,10 +28,12 @@ from torch import fx
 from autoshard.passes import groups
 from autoshard.passes.auto_buckets import PricedGraph
 from autoshard.passes.drafts import Draft, Key, gather_drafts, reduce_drafts
-from autoshard.passes.match import group_of, is_compute, is_marker
+from autoshard.passes.liveness import bytes_between
+from autoshard.passes.match import group_of, is_compute, is_hold_grad, is_marker
 from autoshard.passes.meta import PLAN, ParamInfo
 from autoshard.passes.plan import Event, Plan
 from autoshard.passes.prices import Prices
+from autoshard.passes.roofline import num_flops
 
 Bucketing = str | Sequence[str | Sequence[str]]
 """`"per_unit"`, `"none"`, `"auto"`, or lists of module names."""
@@ -57,7 +60,8 @@ def plan_buckets(
     key = _bucket_key(bucketing)
     gathers = gather_drafts(gm.graph, position, key)
     reduces = reduce_drafts(gm.graph, position, key)
-    placed = [*_gather_events(gathers), *_reduce_events(reduces, first=len(gathers))]
+    launched = _behind_what_frees(gm.graph, ops, reduces)
+    placed = [*_gather_events(gathers), *_reduce_events(reduces, launched, first=len(gathers))]
     drafts = [*gathers, *reduces]
     events = [event for _, event in sorted(placed, key=lambda pair: pair[0])]
     figures = None
@@ -130,17 +134,34 @@ def _gather_events(drafts: list[Draft]) -> list[_Placed]:
     return placed
 
 
-def _reduce_events(drafts: list[Draft], *, first: int) -> list[_Placed]:
+def _behind_what_frees(graph: fx.Graph, ops: Sequence[fx.Node], drafts: list[Draft]) -> list[int]:
+    """Where to launch each reduce: its gradients are packed then, and lie in memory twice."""
+    live = bytes_between(graph)
+
+    def position(draft: Draft) -> int:
+        found = draft.ready
+        for at in range(max(1, found), draft.used):
+            if num_flops(ops[at]) or is_hold_grad(ops[at]) or live[at] > live[at - 1]:
+                break  # what is held stays in memory
+            if live[at] < live[at - 1]:
+                found = at + 1
+        return found
+
+    return [position(draft) for draft in drafts]
+
+
+def _reduce_events(drafts: list[Draft], launched: list[int], *, first: int) -> list[_Placed]:
+    """launched: positions, one a draft."""
     placed: list[_Placed] = []
 
     def put(what: str, number: int, position: int, rank: int) -> None:
         placed.append(_place(position, 0, rank, Event(what, first + number, position)))
 
-    for number, draft in enumerate(drafts):
+    for number, (draft, launch) in enumerate(zip(drafts, launched, strict=True)):
         # Where several stand at one position: wait(k - 1), or wait(k - 2) with copies;
         # all_reduce(k - 1), launch(k).
-        put("launch", number, draft.ready, 4 * number)
-        following = [min(draft.used, each.ready) for each in drafts[number + 1 : number + 3]]
+        put("launch", number, launch, 4 * number)
+        following = [min(draft.used, each) for each in launched[number + 1 : number + 3]]
         following += [draft.used] * (2 - len(following))
         group = group_of(draft.markers[0])
         if groups.replicate_part(group):
@@ -148,7 +169,7 @@ def _reduce_events(drafts: list[Draft], *, first: int) -> list[_Placed]:
             if is_scattered:
                 put("all_reduce", number, following[0], 4 * (number + 1) - 1)
             else:  # there is no reduce-scatter to wait for
-                put("all_reduce", number, draft.ready, 4 * number + 1)
+                put("all_reduce", number, launch, 4 * number + 1)
             wait, rank = following[1], 4 * (number + 2) - 2
         else:
             wait, rank = following[0], 4 * (number + 1) - 2

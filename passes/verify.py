@@ -12,6 +12,7 @@ from autoshard.passes.match import (
     group_of,
     is_all_reduce,
     is_launch,
+    is_pack,
     is_wait,
     kind_of,
     members_of,
@@ -24,6 +25,7 @@ def verify(gm: fx.GraphModule) -> None:
 
     - every launch has exactly one wait, for the same kind, members, group and bucket, by way of
       an all-reduce where the group has a part for copies, and only there;
+    - a reduce is launched of what was packed, of the same members, group and bucket;
     - a ticket goes there and nowhere else;
     - bucket numbers are unique;
     - every copy that is begun has exactly one wait, with the same tensors;
@@ -67,6 +69,11 @@ def verify(gm: fx.GraphModule) -> None:
 def _check_launch(node: fx.Node, launched: set[int]) -> None:
     if bucket_of(node) in launched:
         raise ValueError(f"%{node.name} launches bucket {bucket_of(node)} a second time")
+    if kind_of(node) == "reduce":
+        packed = node.args[0]
+        if not (isinstance(packed, fx.Node) and is_pack(packed) and len(packed.users) == 1):
+            raise ValueError(f"%{node.name} launches {packed!r}, which nothing packed for it alone")
+        _check_same(packed, node)
     has_copies = kind_of(node) == "reduce" and bool(groups.replicate_part(group_of(node)))
     way = [is_all_reduce, is_wait] if has_copies else [is_wait]
     for is_next in way:
@@ -94,7 +101,8 @@ def _check_same(node: fx.Node, following: fx.Node) -> None:
         ("bucket", bucket_of),
     ):
         if of(node) != of(following):  # type: ignore[operator]
+            follower = str(event_of(following)).replace("_", "-")
             raise ValueError(
-                f"%{node.name} and its wait %{following.name} differ in {what}: "
+                f"%{node.name} and its {follower} %{following.name} differ in {what}: "
                 f"{of(node)!r} and {of(following)!r}"  # type: ignore[operator]
             )

@@ -1,6 +1,6 @@
 """Launch and wait: the only code that issues a collective, and no policy.
 
-Both the eager runtime and the compiled graphs move bytes through these four
+Both the eager runtime and the compiled graphs move bytes through these
 functions, so their results can only agree.
 
     gather:  shards -> one send buffer -> all-gather -> copied out to whole parameters
@@ -158,10 +158,10 @@ def division(total: float) -> Division:
     return Division(before, total / before)
 
 
-def launch_reduce(
+def pack_grads(
     grads: list[Tensor], members: tuple[Member, ...], group: str, *, divisor: float = 1.0
 ) -> InFlight:
-    """Start summing `grads` over the group, each rank to keep its own part.
+    """Copy `grads` to where `launch_reduce` sends them from.
 
     grads: one a member, whole; the list is emptied, so that they are freed once they are copied.
     group: "" if parameters are not cut: then nothing is sent, and the part is all of it.
@@ -172,15 +172,23 @@ def launch_reduce(
         process_group = _torch.resolve_group(group)
         world, rank = process_group.size(), process_group.rank()
     issued = Issued("reduce", members, group)
-    with record_function(f"autoshard::launch_reduce {group}"), torch.no_grad():
-        send = _pack_grads(grads, members, world, divisor)
+    with record_function(f"autoshard::pack_grads {group}"), torch.no_grad():
+        send = _send_buffer(grads, members, world, divisor)
         grads.clear()
-        if world == 1:
-            return InFlight(issued, None, send, send, world, rank)
-        receive = send.new_empty(send.numel() // world)
+    return InFlight(issued, None, send, send, world, rank)
+
+
+def launch_reduce(packed: InFlight) -> InFlight:
+    """Start summing what `packed` is to send over its group, each rank to keep its own part."""
+    issued, send = packed.issued, packed.send
+    if packed.world == 1:
+        return packed
+    with record_function(f"autoshard::launch_reduce {issued.group}"), torch.no_grad():
+        receive = send.new_empty(send.numel() // packed.world)
         _announce(issued)
+        process_group = _torch.resolve_group(issued.group)
         work = _torch.reduce_scatter_flat(receive, send, group=process_group, async_op=True)
-    return InFlight(issued, work, send, receive, world, rank)
+    return replace(packed, work=work, receive=receive)
 
 
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
@@ -204,7 +212,7 @@ def run_hook(
     """
     state, hook = comm_hook
     world, rank = axes.shard_world, axes.shard_rank
-    send = _pack_grads(grads, members, world, 1.0)
+    send = _send_buffer(grads, members, world, 1.0)
     grads.clear()
     receive = send if world == 1 else send.new_empty(send.numel() // world)
     if world == 1:
@@ -259,10 +267,10 @@ def _pack_shards(
     return send, receive
 
 
-def _pack_grads(
+def _send_buffer(
     grads: list[Tensor], members: tuple[Member, ...], world: int, divisor: float
 ) -> Tensor:
-    """Rank-major send buffer: for each rank, its chunk of every member in turn, divided."""
+    """Rank-major: for each rank, its chunk of every member in turn, divided."""
     lengths = [member.chunk_numel(world) for member in members]
     send = grads[0].new_empty((world, sum(lengths)), dtype=members[0].dtype)
     for columns, grad, member in zip(send.split(lengths, dim=1), grads, members, strict=True):

@@ -46,7 +46,8 @@ def _unshard(
 def _reduce_grad(
     grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
 ) -> Tensor:
-    ticket = _launch_reduce([grad], members, group, 0, table, [param])
+    packed = _pack_grads([grad], members, group, 0, table, [param])
+    ticket = _launch_reduce(packed, members, group, 0)
     if groups.replicate_part(group):
         ticket = _all_reduce(ticket, members, group, 0)
     (member,) = read_members(members)
@@ -110,7 +111,7 @@ def _wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[
     return collectives.wait_gather(flight)
 
 
-def _launch_reduce(
+def _pack_grads(
     tensors: list[Tensor],
     members: str,
     group: str,
@@ -121,13 +122,20 @@ def _launch_reduce(
     owners, parts = look_up(table, params), read_members(members)
     dtype, grads = parts[0].dtype, list(tensors)
     if not graph_reduce.is_plain(owners):
-        reductions = UnitReductions(grads, owners, dtype)
+        reductions = UnitReductions(grads, owners, dtype)  # packed and launched one by one
         return _ticket(reductions, tensors[0])
     graph_reduce.add_pending(owners, grads, dtype)
-    flight = collectives.launch_reduce(
+    packed = collectives.pack_grads(
         grads, parts, groups.shard_part(group), divisor=_mean(group).before
     )
-    return _ticket(flight, tensors[0])
+    return _ticket(packed, tensors[0])
+
+
+def _launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
+    flight = _redeem(ticket)
+    if isinstance(flight, InFlight):
+        flight = collectives.launch_reduce(flight)
+    return _ticket(flight, ticket)
 
 
 def _all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
@@ -202,6 +210,7 @@ for _name, _kernel in (
     ("wait_store", _wait_store),
     ("launch_gather", _launch_gather),
     ("wait_gather", _wait_gather),
+    ("pack_grads", _pack_grads),
     ("launch_reduce", _launch_reduce),
     ("all_reduce", _all_reduce),
     ("wait_reduce", _wait_reduce),

@@ -145,9 +145,10 @@ class Reduction:
             self._flight = collectives.run_hook(whole, members, axes, self._reducer.comm_hook)
             self._scattered = True
             return
-        self._flight = collectives.launch_reduce(
+        packed = collectives.pack_grads(
             whole, members, axes.shard_group, divisor=self._division.before
         )
+        self._flight = collectives.launch_reduce(packed)
         if axes.shard_world == 1:
             self.advance()
 

@@ -11,6 +11,7 @@ Positions are those of plans: an event at position p stands before op p.
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,17 +74,24 @@ class Problem:
 
     @cached_property
     def _peaks(self) -> list[list[int]]:
-        """Row k: the most that lives over 2 ** k ops from each on."""
-        rows = [[*self.live_bytes, 0]]
+        """Row k: the most that there is over 2 ** k ops from each on, all gradients until then
+        among it."""
+        made = self.made_bytes
+        rows = [[*map(operator.add, self.live_bytes, made[1:]), made[-1]]]
         while 2 * (step := 1 << (len(rows) - 1)) <= len(rows[0]):
             last = rows[-1]
             rows.append([max(a, b) for a, b in zip(last, last[step:], strict=False)])
         return rows
 
-    def live_peak(self, begin: int, end: int) -> int:
-        """The most that lives at ops `begin` to `end`, the latter not included; 0 for none."""
+    def peak_bytes(self, begin: int, end: int) -> int:
+        """The most that lives at ops `begin` to `end`, the latter not included, with gradients made
+        since `begin`; 0 for none."""
         if begin >= end:
             return 0
         row = (end - begin).bit_length() - 1
         peaks = self._peaks[row]
-        return max(peaks[begin], peaks[end - (1 << row)])
+        return max(peaks[begin], peaks[end - (1 << row)]) - self.made_bytes[begin]
+
+    def peak_op(self, begin: int, end: int) -> int:
+        """The first of these ops at which that is."""
+        return max(range(begin, end), key=self._peaks[0].__getitem__)

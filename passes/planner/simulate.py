@@ -16,7 +16,8 @@ Who places launches and waits, by what is known at each position:
   where a gather lacks the room that it holds, or at the end.
 
 Memory is counted by position: what lives at an op, what is gathered from launch to last use, what
-is reduced from its birth to its wait; a packed bucket is there twice while it is copied.
+is reduced from its birth to its wait; a packed bucket is there twice while it is copied, and only
+then is there room for its sum.
 """
 
 from __future__ import annotations
@@ -49,10 +50,7 @@ class Bucket:
     copy_in_us: float
     copy_out_us: float
     shard_bytes: int
-
-    @cached_property
-    def is_copied(self) -> bool:
-        return self.layout == PACKED and len(self.items) > 1
+    is_copied: bool
 
     @cached_property
     def is_summed_twice(self) -> bool:
@@ -81,6 +79,7 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
         + (costs.copy_in_us(kind, carrier, num_bytes, count) if is_packed else 0.0),
         copy_out_us=costs.copy_out_us(kind, num_bytes, count) if is_packed else 0.0,
         shard_bytes=-(-num_bytes // costs.shards[carrier]),
+        is_copied=is_packed and (count > 1 or (kind == "reduce" and not costs.divides)),
     )
 
 
@@ -235,9 +234,8 @@ class _Simulation(ABC):
     def _advance(self, position: int) -> None:
         problem = self.problem
         if position > self.position:
-            # Gradients made on the way are held all the way: too much, never too little.
-            self.unreduced += problem.made_bytes[position] - problem.made_bytes[self.position]
             self._note(self.position, position)
+            self.unreduced += problem.made_bytes[position] - problem.made_bytes[self.position]
         begin = self.now
         work = problem.compute_us[position] - problem.compute_us[self.position]
         factor = problem.costs.contention
@@ -253,15 +251,29 @@ class _Simulation(ABC):
         while self.frees and self.frees[0][0] <= position:
             self.gathered -= heapq.heappop(self.frees)[1]
 
-    def _note(self, begin: int, end: int, *, gathered: int = 0, unreduced: int = 0) -> None:
-        """What there is at most at ops `begin` to `end`, with copies of what is held."""
-        live = self.problem.live_peak(begin, end)
+    def _note(self, begin: int, end: int, *, gathered: int = 0) -> None:
+        """What there is at most at ops `begin` to `end`, with copies of what is gathered."""
+        problem = self.problem
+        num_bytes = problem.peak_bytes(begin, end)
+        at, live = begin, 0
+        if self.held + num_bytes + gathered > self.peak_bytes:  # else nobody asks what it is
+            at = problem.peak_op(begin, end)
+            live = problem.live_bytes[at] if at < problem.num_ops else 0
+        self._add_note(at, live, gathered, num_bytes - live)
+
+    def _note_packed(self, copied: int) -> None:
+        """What there is before an op, with copies of gradients: what lives at the one before lives
+        here only if it lives at both."""
+        around = self.problem.live_bytes[max(0, self.position - 1) : self.position + 1]
+        self._add_note(self.position, min(around), 0, copied)
+
+    def _add_note(self, position: int, live: int, gathered: int, unreduced: int) -> None:
         num_bytes = self.held + live + gathered + unreduced
         self.memory.append((self.now, num_bytes))
         if num_bytes > self.peak_bytes:
             self.peak_bytes = num_bytes
             self.peak = Peak(
-                position=self.problem.live_bytes.index(live, begin, end) if live else begin,
+                position=position,
                 gathered=self.gathered + gathered,
                 unreduced=self.unreduced + unreduced,
                 reduced=self.reduced,
@@ -277,8 +289,9 @@ class _Simulation(ABC):
             self._note(at, at + 1)
         else:
             copied = bucket.num_bytes if bucket.is_copied else 0
-            self._note(at - 1, at, unreduced=copied + bucket.shard_bytes)
+            self._note_packed(copied)
             self.unreduced += bucket.shard_bytes  # where the sum arrives
+            self._note_packed(0)
         self.now += bucket.copy_in_us
         run.launch = self.position
         begin = self.now
@@ -373,11 +386,11 @@ class _Placing(_Simulation):
         problem, position, used = self.problem, self.position, bucket.used
         held = self.held + bucket.num_bytes
         made = problem.made_bytes[used] - problem.made_bytes[position]
-        if held + made + problem.live_peak(position, used) > self.budget:
+        if held + problem.peak_bytes(position, used) > self.budget:
             return False
         held += made - sum(num_bytes for at, num_bytes in self.frees if at <= used)
         copied = bucket.num_bytes if bucket.is_copied else 0
-        return held + copied + problem.live_peak(used, bucket.freed) <= self.budget
+        return held + copied + problem.peak_bytes(used, bucket.freed) <= self.budget
 
 
 class _Following(_Simulation):

@@ -113,5 +113,4 @@ def test_plain_lowering(rank: int, strategy: str, checkpointing: str | None) -> 
     theirs = peak(build("FSDP2", strategy, checkpointing), keeps=False)
     print(f"{strategy}, {checkpointing}: {ours} bytes, eagerly {eagerly}, FSDP2 {theirs}")
     assert eagerly <= theirs
-    assert ours <= theirs
-    assert ours <= 1.003 * eagerly  # activations of one block more are there at the peak
+    assert ours <= eagerly

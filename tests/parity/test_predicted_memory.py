@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 
-TOLERANCE = 0.05
+TOLERANCE = 0.01
 
 
 class Tower(nn.Module):
@@ -103,8 +103,5 @@ def test_by_category(rank: int, checkpointing: str) -> None:
     want = predicted(checkpointing)
     print(f"{checkpointing}: predicted {want}, measured {dict(found)}, {found.total()} in all")
     assert abs(want.pop("peak_bytes") / found.total() - 1) <= TOLERANCE
-    # A gradient that is read once more, by the sum over its rows, counts there as a temporary.
-    for counts in (want, found):
-        counts["temporaries"] += counts.pop("unreduced")
     for category, num_bytes in want.items():
-        assert abs(num_bytes - found[category]) <= TOLERANCE * num_bytes + 1024, category
+        assert abs(num_bytes - found[category]) <= TOLERANCE * num_bytes + 4096, category

@@ -48,7 +48,7 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "autoshard":
             name = func._schema.name.replace("autoshard::", "_")
-            if name == "_launch_reduce":
+            if name == "_pack_grads":
                 for tensor in filter(_is_plain, tree_leaves(args)):
                     self.roles[self.number(tensor)] = "unreduced"
             self._role = ROLES.get(name)
@@ -91,7 +91,7 @@ class PeakMemory(TorchDispatchMode):
 ROLES = {
     "_launch_gather": "gathered",
     "_wait_gather": "gathered",
-    "_launch_reduce": "unreduced",
+    "_pack_grads": "unreduced",
     "_wait_reduce": "gradients",
 }
 """What storages are that an op of ours makes."""

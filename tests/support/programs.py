@@ -20,6 +20,7 @@ from autoshard.passes.match import (
     bucket_of,
     event_of,
     is_launch,
+    is_pack,
     is_planned,
     is_wait,
     kind_of,
@@ -257,7 +258,9 @@ def small(text: str, **groups: str) -> fx.GraphModule:
 
 def is_compute(node: fx.Node) -> bool:
     """Whether `node` is neither an input, a marker, nor part of a collective or a copy."""
-    if node.op in ("placeholder", "output") or is_planned(node) or event_of(node):
+    if node.op in ("placeholder", "output") or is_planned(node) or is_pack(node):
+        return False
+    if event_of(node):
         return False
     return not (node.target is operator.getitem and event_of(node.all_input_nodes[0]))
 

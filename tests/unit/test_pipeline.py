@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from autoshard import passes
 from autoshard.passes import ParamInfo
 from autoshard.passes.lower_inductor import keep_order, planned_order
-from autoshard.passes.match import is_launch, is_marker
+from autoshard.passes.match import is_launch, is_marker, is_pack
 from autoshard.passes.meta import PLAN
 from autoshard.passes.text import parse, render
 
@@ -170,8 +170,8 @@ def test_two_gradients_of_one_parameter_are_both_reduced() -> None:
         """,
         "a.w",
     )
-    launched = [argument for node in gm.graph.nodes if is_launch(node) for argument in node.args[0]]
-    assert [node.name for node in launched] == ["g", "h"]
+    packed = [argument for node in gm.graph.nodes if is_pack(node) for argument in node.args[0]]
+    assert [node.name for node in packed] == ["g", "h"]
     assert not any(map(is_marker, gm.graph.nodes))
 
 

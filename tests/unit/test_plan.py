@@ -79,8 +79,9 @@ autoshard.wait_gather(%launch_gather_second, 'f32[2,3]', 'shard', 2)  # second
         %s2: f32[] = aten.sum(%whole_second_w)
         %c: f32[3] = aten.add.Tensor(%b, %s2)
         %g: f32[2,3] = aten.expand(%c, [2, 3])
+        %pack_grads_second: u8[1] = autoshard.pack_grads([%g], 'f32[2,3]', 'shard', 3)  # second
         %launch_reduce_second: u8[1] = \
-autoshard.launch_reduce([%g], 'f32[2,3]', 'shard', 3)  # second
+autoshard.launch_reduce(%pack_grads_second, 'f32[2,3]', 'shard', 3)  # second
         %wait_reduce_second: (f32[1,3]) = \
 autoshard.wait_reduce(%launch_reduce_second, 'f32[2,3]', 'shard', 3)  # second
         %grad_second_w: f32[1,3] = getitem(%wait_reduce_second, 0)  # second.w

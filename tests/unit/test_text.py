@@ -168,8 +168,9 @@ device=device('cpu'), pin_memory=False, memory_format=torch.contiguous_format)
         %g: (f32[7,15], f32[7]) = autoshard.wait_gather(%t, 'f32[7,15] f32[7]', 'shard', 0)
         %whole_layers_0_w: f32[7,15] = getitem(%g, 0)  # layers.0.w
         %whole_layers_0_b: f32[7] = getitem(%g, 1)  # layers.0.b
-        %t_1: u8[1] = autoshard.launch_reduce([%whole_layers_0_b], 'f32[7]', 'shard', 1)
-        %r: (f32[4]) = autoshard.wait_reduce(%t_1, 'f32[7]', 'shard', 1)  # layers.0
+        %t_1: u8[1] = autoshard.pack_grads([%whole_layers_0_b], 'f32[7]', 'shard', 1)
+        %t_2: u8[1] = autoshard.launch_reduce(%t_1, 'f32[7]', 'shard', 1)
+        %r: (f32[4]) = autoshard.wait_reduce(%t_2, 'f32[7]', 'shard', 1)  # layers.0
         %grad_layers_0_b: f32[4] = getitem(%r, 0)
         return [%whole_layers_0_w, %grad_layers_0_b]
         """,
@@ -229,7 +230,8 @@ def test_targets_are_what_they_were() -> None:
     graph = parse(lines(GRAPHS["collectives"]))
     assert node(graph, "t").target is ops.launch_gather
     assert node(graph, "g").target is ops.wait_gather
-    assert node(graph, "t_1").target is ops.launch_reduce
+    assert node(graph, "t_1").target is ops.pack_grads
+    assert node(graph, "t_2").target is ops.launch_reduce
     assert node(graph, "r").target is ops.wait_reduce
     assert node(graph, "whole_layers_0_w").target is operator.getitem
     graph = parse(lines(GRAPHS["higher-order"]))

@@ -84,6 +84,25 @@ BROKEN = {
         """,
         r"%got waits for ticket, which is no launch",
     ),
+    "launch of nothing packed": (
+        """
+        in %ticket: u8[1]
+        %sent: u8[1] = autoshard.launch_reduce(%ticket, 'f32[8]', GROUP, 0)
+        %got: (f32[4]) = autoshard.wait_reduce(%sent, 'f32[8]', GROUP, 0)
+        return [%got]
+        """,
+        r"%sent launches ticket, which nothing packed for it alone",
+    ),
+    "packed otherwise": (
+        """
+        in %g: f32[8]
+        %ticket: u8[1] = autoshard.pack_grads([%g], 'f32[8]', GROUP, 0)
+        %sent: u8[1] = autoshard.launch_reduce(%ticket, 'f32[4,2]', GROUP, 0)
+        %got: (f32[2,2]) = autoshard.wait_reduce(%sent, 'f32[4,2]', GROUP, 0)
+        return [%got]
+        """,
+        r"%ticket and its launch %sent differ in members",
+    ),
     "copy without a wait": (
         """
         in %w: f32[4]
@@ -147,7 +166,12 @@ def test_missing_bucket_of_the_plan_is_rejected() -> None:
     gm = step()
     results = named(gm.graph, "grad_second_w")
     results.replace_all_uses_with(named(gm.graph, "second_w"))
-    for name in ("grad_second_w", "wait_reduce_second", "launch_reduce_second"):
+    for name in (
+        "grad_second_w",
+        "wait_reduce_second",
+        "launch_reduce_second",
+        "pack_grads_second",
+    ):
         gm.graph.erase_node(named(gm.graph, name))
     gm.graph.lint()
     with pytest.raises(ValueError, match="plan"):
