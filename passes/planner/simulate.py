@@ -381,14 +381,14 @@ class _Placing(_Simulation):
 
     def _fits(self, bucket: Bucket) -> bool:
         """Whether there is room for `bucket` until its first use, and from then on: what is freed
-        by then makes room for its copy. Gradients count as if none were reduced meanwhile.
+        by then makes room for its copy. Gradients count until then as if none were reduced
+        meanwhile, and from then on as if those were.
         """
         problem, position, used = self.problem, self.position, bucket.used
         held = self.held + bucket.num_bytes
-        made = problem.made_bytes[used] - problem.made_bytes[position]
         if held + problem.peak_bytes(position, used) > self.budget:
             return False
-        held += made - sum(num_bytes for at, num_bytes in self.frees if at <= used)
+        held -= sum(num_bytes for at, num_bytes in self.frees if at <= used)
         copied = bucket.num_bytes if bucket.is_copied else 0
         return held + copied + problem.peak_bytes(used, bucket.freed) <= self.budget
 
