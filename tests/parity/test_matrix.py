@@ -6,7 +6,7 @@ two divide exactly: every combination does the very sums of the replicated model
 order, but for cases that are `is_reduced_twice`.
 
 AUTOSHARD_MATRIX=full runs all of them; otherwise each test takes one in 34 (a third of that
-on four ranks, and against FSDP2), and its neighbours another.
+on four ranks, against FSDP2, and compiled), and its neighbours another.
 """
 
 from __future__ import annotations
@@ -215,6 +215,63 @@ equal_replicated_on = {ranks: on_ranks(ranks, timeout=600)(equal_replicated) for
 def test_every_combination(strategy: str, low: bool) -> None:
     """A7, D-1, D-2, D-3, D-14 to D-16, D-19, D-20, D-22, D-35, D-38."""
     equal_replicated_on[num_ranks(strategy)](strategy=strategy, low=low)
+
+
+# ---- compiled
+
+
+def compiled_cases(strategy: str, low: bool, lowering: str) -> list[Case]:
+    """With one optimizer each: it sees shards of gradients, however they came about. That is SGD
+    with Inductor: Adam divides by what is small, and rounding becomes a step."""
+    others = list(itertools.product(SHAPES, (1, 3), CHECKPOINTING))
+    optimizers = ["sgd"] if lowering == "inductor" else list(OPTIMIZERS)
+    cases = [
+        Case(shape, optimizer, batches, checkpointing)
+        for (shape, batches, checkpointing), optimizer in zip(
+            others, itertools.cycle(optimizers), strict=False
+        )
+    ]
+    first = 5 * STRATEGIES.index(strategy) + 7 * low + 3 * (lowering == "inductor")
+    return cases if IS_FULL else cases[first % len(cases) :: len(cases)]
+
+
+def compiled_equal_replicated(rank: int, strategy: str, low: bool, lowering: str) -> None:
+    cases = compiled_cases(strategy, low, lowering)
+    for case in cases:
+        torch._dynamo.reset()
+        loose = case.is_reduced_twice or lowering == "inductor"
+        steps = 2 if loose and low else STEPS
+        want = replicated(case._replace(checkpointing=None), rank, low, steps)
+        torch.manual_seed(0)
+        model = shard(
+            SHAPES[case.shape](checkpointing=case.checkpointing), strategy, LOW if low else None
+        )
+        options = {"lowering": lowering, "strict": True}
+        model.compile(backend="autoshard", options=options)
+        got = train(case, model, model, rank, steps, sync)
+        try:
+            assert_same(got, want, rtol=(5e-2 if low else 1e-4) if loose else 0.0)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+    if rank == 0:
+        print(f"{strategy}: {len(cases)} combinations")
+
+
+compiled_equal_replicated_on = {
+    ranks: on_ranks(ranks, timeout=1800)(compiled_equal_replicated) for ranks in (2, 4)
+}
+
+
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_combination_compiled(strategy: str, low: bool, lowering: str) -> None:
+    number = STRATEGIES.index(strategy) + low
+    if lowering == "inductor" and number % 6 and not IS_FULL:
+        pytest.skip("one in six; AUTOSHARD_MATRIX=full runs all")
+    call = compiled_equal_replicated_on[num_ranks(strategy)]
+    call(strategy=strategy, low=low, lowering=lowering)
 
 
 # ---- FSDP2
