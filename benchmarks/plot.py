@@ -1,15 +1,16 @@
-"""Line charts as SVG, for pictures in the documentation.
+"""Line charts and timelines as SVG, for pictures in the documentation.
 
-    Chart("loss", [Line("eager", values, "#1f77b4")]).svg(...)
+    picture([Chart("loss", [Line("eager", values, "#1f77b4")])])
+    timeline([Lane("compute", [Bar(0.0, 2.5, "#b8b8b8")])], {"compute": "#b8b8b8"}, unit="ms")
 
-A picture is charts below each other over one axis of steps. Only numbers that come in
+A picture is charts, or lanes, below each other over one axis. Only numbers that come in
 decide what is drawn, so that the same run writes the same file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -53,8 +54,61 @@ def picture(charts: Sequence[Chart], *, steps: str = "step") -> str:
         parts += _draw(chart, top)
         top += chart.height + BELOW
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, top - 8, steps, anchor="middle"))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" {FONT}>'
-    paper = f'<rect width="{WIDTH}" height="{top}" fill="white"/>'
+    return _svg(parts, top)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that goes on from `begin` to `end`."""
+
+    begin: float
+    end: float
+    color: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What goes on in one queue."""
+
+    name: str
+    bars: Sequence[Bar]
+
+
+def timeline(lanes: Sequence[Lane], legend: Mapping[str, str], *, unit: str) -> str:
+    """The text of an SVG file. legend: what each color stands for."""
+    end = max(bar.end for lane in lanes for bar in lane.bars)
+    right, thick = WIDTH - RIGHT, 16
+    parts: list[str] = []
+    x = float(LEFT)
+    for name, color in legend.items():
+        parts.append(f'<rect x="{x:.1f}" y="10" width="12" height="12" fill="{color}"/>')
+        parts.append(_text(x + 18, 20, name))
+        x += 40 + 7 * len(name)
+    y = 30
+    for lane in lanes:
+        y += ROW
+        parts.append(_text(LEFT, y, lane.name))
+        y += 6
+        for bar in lane.bars:
+            begin = LEFT + (right - LEFT) * bar.begin / end
+            width = (right - LEFT) * (bar.end - bar.begin) / end
+            parts.append(
+                f'<rect x="{begin:.1f}" y="{y}" width="{width:.1f}" height="{thick}" '
+                f'fill="{bar.color}" stroke="white" stroke-width="0.5"/>'
+            )
+        y += thick + 4
+    parts.append(f'<path d="M{LEFT} {y + 4}H{right}" stroke="{INK}"/>')
+    for value in ticks(0, end):
+        parts.append(
+            _text(LEFT + (right - LEFT) * value / end, y + 20, f"{value:g}", anchor="middle")
+        )
+    parts.append(_text((LEFT + right) / 2, y + 38, unit, anchor="middle"))
+    return _svg(parts, y + 46)
+
+
+def _svg(parts: Sequence[str], height: int) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {FONT}>'
+    paper = f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
     return "\n".join([head, paper, *parts, "</svg>"]) + "\n"
 
 

@@ -21,7 +21,7 @@ from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, simulate
 
-EFFORT = 250_000  # moves tried times buckets: one to two seconds
+EFFORT = 150_000  # moves tried times buckets: about a second
 STEPS = 2000  # moves tried at most
 CAPS = 12  # sizes tried for each kind, from all in one bucket down, by halves
 

@@ -88,6 +88,7 @@ class Run:
     """One bucket's way through the timeline. Positions, and microseconds from the graph's start."""
 
     bucket: Bucket
+    number: int = -1  # gathers come first
     launch: int = -1
     wait: int = -1
     turns: list[tuple[str, float, float]] = field(default_factory=list)  # link, begin, end
@@ -107,7 +108,7 @@ class Run:
 class Peak:
     """What is in memory when most is. Bytes.
 
-    position: of the op that runs then, or runs next.
+    position: of the op that runs then, or has run, or runs next.
     gathered: whole parameters, their copies included.
     unreduced: whole gradients that wait to be reduced or are being reduced, likewise.
     reduced: shards of gradients.
@@ -183,7 +184,8 @@ class _Simulation(ABC):
         self.problem = problem
         self.gathers = [Run(bucket) for bucket in gathers]
         self.reduces = [Run(bucket) for bucket in reduces]
-        self.number = {id(run): n for n, run in enumerate([*self.gathers, *self.reduces])}
+        for number, run in enumerate([*self.gathers, *self.reduces]):
+            run.number = number
         self.now = 0.0
         self.position = 0
         self.links: dict[str, float] = {}
@@ -262,10 +264,11 @@ class _Simulation(ABC):
         self._add_note(at, live, gathered, num_bytes - live)
 
     def _note_packed(self, copied: int) -> None:
-        """What there is before an op, with copies of gradients: what lives at the one before lives
-        here only if it lives at both."""
-        around = self.problem.live_bytes[max(0, self.position - 1) : self.position + 1]
-        self._add_note(self.position, min(around), 0, copied)
+        """What there is between two ops, with copies of gradients: what lives at both, at most."""
+        live = self.problem.live_bytes
+        around = [at for at in (self.position - 1, self.position) if 0 <= at < len(live)]
+        at = min(around, key=live.__getitem__, default=self.position)
+        self._add_note(at, live[at] if around else 0, 0, copied)
 
     def _add_note(self, position: int, live: int, gathered: int, unreduced: int) -> None:
         num_bytes = self.held + live + gathered + unreduced
@@ -324,7 +327,7 @@ class _Simulation(ABC):
             self.reduced += bucket.shard_bytes
 
     def _record(self, what: str, run: Run) -> None:
-        self.order.append((what, self.number[id(run)], self.position))
+        self.order.append((what, run.number, self.position))
 
 
 class _Placing(_Simulation):
@@ -375,9 +378,21 @@ class _Placing(_Simulation):
             return True
         if bucket.ready > self.position:
             return False
-        if number and self.gathers[number - 1].launch_us > self.now + self.horizon:
-            return False
+        if number:
+            begin = self.gathers[number - 1].launch_us - self.horizon
+            if begin > self.now and begin > self._arrival_us():
+                return False
         return self._fits(bucket)
+
+    def _arrival_us(self) -> float:
+        """When the gathers that compute needs here, and waits for next, are there."""
+        arrival = self.now
+        for number in range(self.next_wait, self.next_gather):
+            run = self.gathers[number]
+            if run.bucket.used > self.position:
+                break
+            arrival = max(arrival, run.finish_us)
+        return arrival
 
     def _fits(self, bucket: Bucket) -> bool:
         """Whether there is room for `bucket` until its first use, and from then on: what is freed

@@ -76,7 +76,7 @@ def test_what_a_graph_launches_it_waits_for(rank: int, strategy: str) -> None:
         _, graphs = trained(net_loss, strategy)
     finally:
         _torch.queue_backward_callback = queue
-    assert queued == []
+    assert queued == [], queued
     assert len(graphs) == 2
     for gm in graphs:
         events = [node for node in gm.graph.nodes if is_launch(node) or is_wait(node)]

@@ -70,6 +70,24 @@ def test_a_collective_costs_a_call() -> None:
     assert best_buckets(problem, items, PACKED).time_us == 3 + 10 + 100
 
 
+def test_a_link_never_runs_dry() -> None:
+    """Where it is what takes long, compute's waits for it among that: nothing else is added."""
+    link = Link("node", alpha_us=100.0, us_per_byte=0.0, member_us=0.0)
+    costs = Costs(
+        {"gather": (link,), "reduce": (link,)}, {"gather": 2, "reduce": 2}, copy_us_per_byte=0.0
+    )
+    gathers = [Item(f"w{n}", f"{n}", "gather", 1, 0, n, n + 1) for n in range(6)]
+    reduces = [Item(f"w{n}", f"{n}", "reduce", 1, n + 1, 6, 6) for n in range(6)]
+    problem = Problem("backward", (30.0,) * 6, (0,) * 6, tuple(gathers), tuple(reduces), costs)
+    timeline = simulate(
+        problem,
+        [make_bucket(problem, "gather", [item], PACKED) for item in gathers],
+        [make_bucket(problem, "reduce", [item], PACKED) for item in reduces],
+        budget_bytes=99,
+    )
+    assert timeline.time_us == 2 * 6 * 100
+
+
 @pytest.mark.parametrize(
     ("device", "name"),
     [("cpu", "gloo"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"), ("new", "h100")],
