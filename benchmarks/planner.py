@@ -1,6 +1,7 @@
 """How near the lower bound plans come: Llama-3 8B, 70B and 405B in three regimes, simulated.
 
     python benchmarks/planner.py            # all of it; --models 8b for one
+    python benchmarks/planner.py --growth   # how long planning takes, by layers
 
 Each row is one graph of layer shapes: matrix products at 600 TFLOP/s and 4 us each, and one link.
 Time over lower bound, for one bucket a parameter, one bucket a unit launched a unit ahead, and the
@@ -108,7 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--budget-layers", type=float, help="gathered and in flight, in layers")
+    parser.add_argument("--growth", action="store_true", help="times of planning instead")
     options = parser.parse_args()
+    if options.growth:
+        print_growth()
+        return
     print("time / lower bound; budget and peak in GiB beyond the gradients' shards; planning in s")
     columns = ("none", "per_unit", "packed", "grouped", "budget", "peak", "planning")
     print(f"{'':35}" + "".join(f"{name:>10}" for name in columns) + "  bound by")
@@ -116,6 +121,20 @@ def main() -> None:
         for regime in REGIMES:
             for graph in ("forward", "backward"):
                 print(row(model, regime, graph, options.budget_layers), flush=True)
+
+
+def print_growth() -> None:
+    """What a process takes to plan 70B's layers, packed, more and more of them."""
+    print("layers  forward s  backward s  together s  a layer ms")
+    for layers in (40, 80, 160, 320):
+        times = []
+        for graph in ("forward", "backward"):
+            problem = make_problem(MODELS["70b"], REGIMES["balanced"], graph, layers=layers)
+            began = time.perf_counter()
+            search(problem, budget_bytes=per_unit(problem).peak_bytes, layouts=(PACKED,))
+            times.append(time.perf_counter() - began)
+        cells = [*times, sum(times), 1e3 * sum(times) / layers]
+        print(f"{layers:6}" + "".join(f"{cell:11.2f}" for cell in cells), flush=True)
 
 
 def row(model: str, regime: str, graph: str, budget_layers: float | None) -> str:

@@ -34,15 +34,17 @@ class Programme:
 def best_buckets(problem: Problem, items: Sequence[Item], layout: str) -> Programme:
     """Buckets of `items`, gathers of one carrier in order of first use, all of them in `layout`.
 
-    Beyond `EFFORT` steps only bucket lengths of 1, 2, 3, 4, 6, 8, 12, ... are tried, and
-    `is_exact` is False.
+    Beyond `EFFORT` steps only bucket lengths of 1, 2, 3, 4, 6, 8, 12, ... are tried, from as many
+    states an item as that many steps allow, and `is_exact` is False.
     """
     table = _Table(problem, items, layout)
     known = min(table.capped(), key=lambda found: found.time_us)
     every_length = list(range(1, len(items) + 1))
-    found = table.search(every_length, known, EFFORT)
+    found = table.search(every_length, known, effort=EFFORT)
     if found is None:
-        found = table.search(_few(len(items)), known, None)
+        lengths = _few(len(items))
+        width = max(1, EFFORT // (len(items) * len(lengths)))
+        found = table.search(lengths, known, width=width)
         assert found is not None
         return Programme(found.ends, found.time_us, is_exact=False)
     return found
@@ -99,8 +101,19 @@ class _Table:
             cap *= 2
         return found
 
-    def search(self, lengths: list[int], known: Programme, effort: int | None) -> Programme | None:
-        """The best buckets with such lengths; None if that takes more than `effort` steps."""
+    def search(
+        self,
+        lengths: list[int],
+        known: Programme,
+        *,
+        effort: int | None = None,
+        width: int | None = None,
+    ) -> Programme | None:
+        """The best buckets with such lengths; None if that takes more than `effort` steps.
+
+        width: of the states with the same items placed, this many are gone on with: those that
+            could end first, if nothing but compute, or nothing but the link, took time from there.
+        """
         steps = 0
         best = known
         end = self.compute[-1]
@@ -109,6 +122,8 @@ class _Table:
         states[0] = [(0.0, self.compute[0], None, 0)]
         for i in range(self.count):
             states[i] = _undominated(states[i])
+            if width is not None:
+                states[i] = sorted(states[i], key=lambda state: self._least_us(state, i))[:width]
             for state in states[i]:
                 crossed, finished = state[:2]
                 for length in lengths:
@@ -130,6 +145,11 @@ class _Table:
             if effort is not None and steps > effort:
                 return None
         return Programme(best.ends, best.time_us, is_exact=True)
+
+    def _least_us(self, state: _State, i: int) -> float:
+        crossed, finished = state[:2]
+        rest_us = self.compute[-1] - self.compute[i]
+        return max(finished + rest_us, crossed + self.crossing[-1] - self.crossing[i])
 
 
 _State = tuple[float, float, "_State | None", int]
