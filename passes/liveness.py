@@ -86,16 +86,15 @@ def live_bytes(graph: fx.Graph, kind: str) -> Live:
     )
 
 
-def bytes_between(graph: fx.Graph) -> tuple[int, ...]:
-    """What of a backward graph lives on after each compute node, what it was given apart from
-    parameters among it."""
+def count_between(graph: fx.Graph) -> tuple[int, ...]:
+    """How many values of a backward graph live on after each compute node, parameters apart: what
+    sizes say may differ by rank, as batches do."""
     num_ops = sum(map(is_compute, graph.nodes))
     change = [0] * (num_ops + 1)
     for node, begin, end in _lives(graph):
         if node.op != "placeholder" or not _is_kept(node):
-            num_bytes = _num_bytes(node)
-            change[begin] += num_bytes
-            change[end] -= num_bytes
+            change[begin] += 1
+            change[end] -= 1
     return tuple(itertools.accumulate(change))[:num_ops]
 
 

@@ -5,8 +5,8 @@
 
 One bucket a unit and dtype. A gather is launched one unit ahead of its first use, so that it
 runs while the unit before is computed with, and waited for at its first use. A
-reduce is launched as soon as its last gradient is there, but behind the ops that come next and
-take no time to speak of, if they free memory; and waited for when the
+reduce is launched as soon as its last gradient is there, but behind the pointwise ops that come
+next, which take no time to speak of, if they free a value; and waited for when the
 next one is about to be: the send buffer of one more would be held, for the time that it
 takes to pack the next. With copies, it is
 all-reduced when the next one is launched, beside that one's reduce-scatter, and waited
@@ -28,12 +28,12 @@ from torch import fx
 from autoshard.passes import groups
 from autoshard.passes.auto_buckets import PricedGraph
 from autoshard.passes.drafts import Draft, Key, gather_drafts, reduce_drafts
-from autoshard.passes.liveness import bytes_between
-from autoshard.passes.match import group_of, is_compute, is_hold_grad, is_marker
+from autoshard.passes.liveness import count_between
+from autoshard.passes.match import group_of, is_compute, is_marker
 from autoshard.passes.meta import PLAN, ParamInfo
 from autoshard.passes.plan import Event, Plan
 from autoshard.passes.prices import Prices
-from autoshard.passes.roofline import num_flops
+from autoshard.passes.roofline import is_fusible, is_view
 
 Bucketing = str | Sequence[str | Sequence[str]]
 """`"per_unit"`, `"none"`, `"auto"`, or lists of module names."""
@@ -136,13 +136,13 @@ def _gather_events(drafts: list[Draft]) -> list[_Placed]:
 
 def _behind_what_frees(graph: fx.Graph, ops: Sequence[fx.Node], drafts: list[Draft]) -> list[int]:
     """Where to launch each reduce: its gradients are packed then, and lie in memory twice."""
-    live = bytes_between(graph)
+    live = count_between(graph)
 
     def position(draft: Draft) -> int:
         found = draft.ready
         for at in range(max(1, found), draft.used):
-            if num_flops(ops[at]) or is_hold_grad(ops[at]) or live[at] > live[at - 1]:
-                break  # what is held stays in memory
+            if not (is_view(ops[at]) or is_fusible(ops[at])) or live[at] > live[at - 1]:
+                break
             if live[at] < live[at - 1]:
                 found = at + 1
         return found
