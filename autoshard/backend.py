@@ -6,7 +6,9 @@ Dynamo's graph -> make_frame -> AOTAutograd -> JOINT passes -> partition
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,11 +34,12 @@ from autoshard.passes.text import render
 from autoshard.progress import progress
 from autoshard.runtime import access, first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
-from autoshard.runtime.agreement import Outcome, agree
+from autoshard.runtime.agreement import Outcome, PlansDiffer, agree, share
 from autoshard.runtime.frame import Frame, follow_replaced, make_frame, sharded_parameters
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.plans import record
 from autoshard.runtime.precision import cast_buffers
+from autoshard.runtime.unit import Unit
 
 log = logging.getLogger(__name__)
 
@@ -82,38 +85,92 @@ def autoshard(
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
 ) -> Callable[..., Any]:
-    compilation: Compilation | None = None
-    compiled: Callable[..., Any] | None = None
-    failure: Exception | None = None
     params = sharded_parameters(example_inputs)
+    code = _torch.traced_code()
     if params:
         _check_bucketing(settings, params[0])
-    try:
-        compilation = Compilation(make_frame(gm, example_inputs), settings, mode)
-        compiled = compilation.compile()
-    except Exception as error:
-        failure = error
-    reason = _describe(failure)
-    digests = tuple(plan.digest for plan in compilation.plans) if compilation else ()
-    code = _torch.traced_code()
-    if params:  # else it has no collective, and other ranks may not have it at all
-        name = f"{params[0].unit.identity}/{code}"
         unit = params[0].unit
-        reason = agree(name, Outcome(reason, digests), unit.axes.mesh, unit.agreed)
-    if reason is None and compilation is not None and compiled is not None:
+        attempt = _agreed_attempt(gm, example_inputs, settings, mode, unit, code)
+        name = f"the graph of {code} ({', '.join([unit.name, *attempt.outcome.digests])})"
+    else:  # it has no collective, and other ranks may not have it at all
+        attempt, name = _Attempt(gm, example_inputs, settings, mode), code
+    if attempt.reason is None:
         first_call.num_graphs += bool(params)
-        name = (
-            f"the graph of {code} ({', '.join([params[0].unit.name, *digests])})"
-            if params
-            else code
-        )
-        return compilation.frame.wrap(compiled, name)
+        for plan in attempt.plans:
+            record((param.unit for param in attempt.compilation.frame.params), plan)
+        return attempt.compilation.frame.wrap(attempt.compiled, name)
     if settings.strict:
-        raise failure or RuntimeError(reason)
+        raise attempt.failure or RuntimeError(attempt.reason)
     _warn_once(
-        f"autoshard could not compile a frame, which runs on the eager runtime instead: {reason}"
+        "autoshard could not compile a frame, which runs on the eager runtime instead: "
+        f"{attempt.reason}"
     )
-    raise _torch.SkipFrame(reason)
+    raise _torch.SkipFrame(attempt.reason)
+
+
+class _Attempt:
+    """A compilation, done or failed. reason: why it can't be used, here or on another rank."""
+
+    compilation: Compilation
+    compiled: Callable[..., Any]
+    failure: Exception | None = None
+    reason: str | None = None
+    plans: tuple[Plan, ...] = ()
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        settings: CompileOptions,
+        mode: str | None,
+        known: Sequence[Plan] = (),
+    ) -> None:
+        if settings.searches:  # made a frame of, it could not be tried once more
+            gm, meta = fx.GraphModule(gm, copy.deepcopy(gm.graph)), gm.meta
+            gm.meta = meta
+        try:
+            self.compilation = Compilation(make_frame(gm, example_inputs), settings, mode, known)
+            self.compiled = self.compilation.compile()
+            self.plans = tuple(self.compilation.plans)
+        except Exception as error:
+            self.failure = error
+            self.reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the other ranks are to know."""
+        return Outcome(self.reason, tuple(plan.digest for plan in self.plans))
+
+
+def _agreed_attempt(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: CompileOptions,
+    mode: str | None,
+    unit: Unit,
+    code: str,
+) -> _Attempt:
+    """A compilation that all ranks have done alike, or none can use.
+
+    What plans are searched for by depends on the batch at hand, which may be another on each rank,
+    or in a later call on one rank alone. So plans that ranks have agreed on are kept for the frame;
+    and where ranks found different ones, all follow the first rank's.
+    """
+    name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
+    known = unit.known_plans.setdefault(name, [])
+    attempt = _Attempt(gm, example_inputs, settings, mode, known)
+    try:
+        attempt.reason = agree(name, attempt.outcome, mesh, unit.agreed)
+    except PlansDiffer:
+        if not settings.searches:
+            raise
+        plans = json.dumps([plan.to_json() for plan in attempt.plans])
+        known += map(Plan.from_json, json.loads(share(name, plans, mesh)))
+        attempt = _Attempt(gm, example_inputs, settings, mode, known)
+        attempt.reason = agree(name, attempt.outcome, mesh, unit.agreed)
+    found = {plan.digest for plan in known}
+    known += [plan for plan in attempt.plans if plan.digest not in found]
+    return attempt
 
 
 def _check_bucketing(settings: CompileOptions, param: ShardedParam) -> None:
@@ -141,10 +198,13 @@ class Compilation:
 
     _numbers = itertools.count()
 
-    def __init__(self, frame: Frame, options: CompileOptions, mode: str | None) -> None:
+    def __init__(
+        self, frame: Frame, options: CompileOptions, mode: str | None, known: Sequence[Plan] = ()
+    ) -> None:
         self.frame = frame
         self.options = options
         self.mode = mode
+        self.known = known
         self.number = next(self._numbers)
         self.table = frame.table()
         pairs = list(zip(frame.params, self.table, strict=True))
@@ -239,10 +299,14 @@ class Compilation:
         return lower_inductor(gm, example_inputs, **kwargs)
 
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
-        """Run the pipeline over one of the frame's graphs; its plan is published."""
+        """Run the pipeline over one of the frame's graphs; its plan is logged."""
         self._begins(graph)
         transforms = passes.pipeline(
-            self.table, graph=graph, bucketing=self.options.bucketing, prices=self.prices
+            self.table,
+            graph=graph,
+            bucketing=self.options.bucketing,
+            prices=self.prices,
+            known=self.known,
         )
         gm = passes.run(gm, transforms, after_each=self._dump(gm, graph))
         left = [node.name for node in gm.graph.nodes if is_marker(node)]
@@ -250,12 +314,11 @@ class Compilation:
             raise passes.PassError(f"markers %{', %'.join(left)} are in no bucket of the plan")
         plan = PLAN.get(gm)
         if plan is not None and plan.buckets:
-            self._publish(plan, gm)
+            self._tell(plan, gm)
         return gm
 
-    def _publish(self, plan: Plan, gm: fx.GraphModule) -> None:
+    def _tell(self, plan: Plan, gm: fx.GraphModule) -> None:
         self.plans.append(plan)
-        record((param.unit for param in self.frame.params), plan)
         log.info("graph %d, %s", self.number, plan.text())
         name = f"autoshard_{self.number}_{plan.graph}"
         _torch.trace_structured_artifact(f"{name}_plan", "string", plan.text)
@@ -295,9 +358,3 @@ def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def _describe(error: Exception | None) -> str | None:
-    if error is None:
-        return None
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}"

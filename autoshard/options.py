@@ -32,8 +32,8 @@ class CompileOptions:
     topology:  what plans reckon with: the name of one ("h100", "gloo", ...) or a file of
                `autoshard bench calibrate`; None, with a budget, for the one of the device.
                With neither a topology nor a budget "auto" is "per_unit", and plans have no
-               figures. Predicted times follow the shapes that a rank compiles for: ranks whose
-               batches differ may find different plans, and then run eagerly with a warning.
+               figures. Predicted times follow the shapes that are compiled for first; where
+               ranks' batches differ, the first rank's. Later shapes keep that plan.
     dump:      a folder; every graph is written there as text after every pass.
     strict:    raise where tracing, a pass or the lowering fails, rather than run the
                frame on the eager runtime with a warning.
@@ -60,6 +60,12 @@ class CompileOptions:
     forward_prefetch: bool | int = True
     backward_prefetch: str | int | None = "pre"
     limit_all_gathers: bool = True
+
+    @property
+    def searches(self) -> bool:
+        """Whether plans are found by predicted times."""
+        has_prices = self.topology is not None or self.memory_budget is not None
+        return self.bucketing == "auto" and has_prices
 
     def __post_init__(self) -> None:
         _expect(self, "lowering", self.lowering in LOWERINGS, f"one of {list(LOWERINGS)}")

@@ -19,6 +19,7 @@ from autoshard.passes.part_markers import part_markers as part_markers
 from autoshard.passes.pipeline import Pass as Pass
 from autoshard.passes.pipeline import PassError as PassError
 from autoshard.passes.pipeline import run as run
+from autoshard.passes.plan import Plan
 from autoshard.passes.plan_buckets import Bucketing as Bucketing
 from autoshard.passes.plan_buckets import plan_buckets as plan_buckets
 from autoshard.passes.prices import Prices as Prices
@@ -36,12 +37,18 @@ JOINT: tuple[Pass, ...] = (
 
 
 def pipeline(
-    table: Sequence[ParamInfo], *, graph: str, bucketing: Bucketing, prices: Prices | None = None
+    table: Sequence[ParamInfo],
+    *,
+    graph: str,
+    bucketing: Bucketing,
+    prices: Prices | None = None,
+    known: Sequence[Plan] = (),
 ) -> tuple[Pass, ...]:
     """The passes over one graph after partitioning: "forward", "backward" or "inference"."""
+    decide = partial(plan_buckets, graph=graph, bucketing=bucketing, prices=prices, known=known)
     return (
         *preparation(table),
-        partial(plan_buckets, graph=graph, bucketing=bucketing, prices=prices),  # decide
+        decide,
         insert_collectives,  # act: last, nothing below may move a launch
     )
 

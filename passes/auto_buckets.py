@@ -7,6 +7,7 @@ than that under the model, and without a budget needs no more memory.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 from torch import fx
@@ -25,7 +26,7 @@ from autoshard.passes.match import (
     members_of,
     param_of,
 )
-from autoshard.passes.plan import BucketFigures, Event, Figures
+from autoshard.passes.plan import BucketFigures, Event, Figures, Plan
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import PACKED, Costs
 from autoshard.passes.planner.problem import Item, Problem
@@ -75,6 +76,46 @@ class PricedGraph:
             return list(drafts), list(events)
         decided = [self._draft(run.bucket) for run in found.runs]
         return decided, [Event(what, number, at) for what, number, at in found.order]
+
+    def follow(self, plan: Plan) -> tuple[list[Draft], list[Event]] | None:
+        """Buckets and events of `plan`, in its order, made of this graph for other shapes or by
+        another rank; None if it is not one of such a graph."""
+        waiting: dict[tuple[str, int, str], list[fx.Node]] = {}
+        for marker in self.items:
+            key = kind_of(marker), param_of(marker), members_of(marker)
+            waiting.setdefault(key, []).append(marker)
+        drafts = []
+        for bucket in plan.buckets:
+            draft = Draft(bucket.unit, ready=0, used=self.problem.num_ops)
+            for param, member in zip(bucket.params, bucket.members.split(), strict=True):
+                alike = waiting.get((bucket.kind, param, member))
+                if not alike:
+                    return None
+                draft.add(alike[0], self.items[alike[0]].ready, self.items[alike.pop(0)].used)
+            drafts.append(draft)
+        if plan.graph != self.problem.graph or any(waiting.values()):
+            return None
+        events = self._placed(plan, drafts)
+        return None if events is None else (drafts, events)
+
+    def _placed(self, plan: Plan, drafts: Sequence[Draft]) -> list[Event] | None:
+        """The events of `plan`, about where they are there: with symbolic sizes a graph may have
+        some ops more. None if they can't stand in that order."""
+        scale = self.problem.num_ops / max(1, plan.num_ops)
+        earliest: list[int] = []
+        latest: list[int] = []
+        for event in plan.schedule:
+            ready = drafts[event.bucket].ready if event.what == "launch" else 0
+            earliest.append(max([ready, *earliest[-1:]]))
+        for event in reversed(plan.schedule):
+            latest.append(min([drafts[event.bucket].used, *latest[-1:]]))
+        if any(map(operator.gt, earliest, reversed(latest))):
+            return None
+        bounds = zip(earliest, reversed(latest), strict=True)
+        return [
+            Event(event.what, event.bucket, min(max(round(scale * event.position), low), high))
+            for event, (low, high) in zip(plan.schedule, bounds, strict=True)
+        ]
 
     def figures(self, drafts: Sequence[Draft], events: Sequence[Event]) -> Figures:
         """What `drafts`, gathers first, take if they are launched and waited for by `events`."""

@@ -43,6 +43,11 @@ class Draft:
     used: int
     markers: list[fx.Node] = field(default_factory=list)
 
+    def add(self, marker: fx.Node, ready: int, used: int) -> None:
+        """Take in `marker`, whose input is there at `ready`, and which is read first at `used`."""
+        self.markers.append(marker)
+        self.ready, self.used = max(self.ready, ready), min(self.used, used)
+
     def bucket(self) -> Bucket:
         infos = [info_of(marker) for marker in self.markers]
         first = self.markers[0]
@@ -75,9 +80,7 @@ def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
         used = first_use(marker, position, end)
         name = key(info_of(marker))
         draft = drafts.setdefault(carrier_of(name, marker), Draft(name, ready=0, used=used))
-        draft.markers.append(marker)
-        draft.ready = max(draft.ready, ready_of(marker, position))
-        draft.used = min(draft.used, used)
+        draft.add(marker, ready_of(marker, position), used)
     return sorted(drafts.values(), key=lambda draft: draft.used)
 
 
@@ -97,9 +100,7 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
             draft = None
         if draft is None:
             draft = drafts[carrier] = Draft(name, ready=0, used=end)
-        draft.markers.append(marker)
-        draft.ready = max(draft.ready, ready_of(marker, position))
-        draft.used = min(draft.used, first_use(marker, position, end))
+        draft.add(marker, ready_of(marker, position), first_use(marker, position, end))
     made = [*closed, *drafts.values()]
     for draft in made:
         draft.markers.sort(key=param_of)

@@ -40,7 +40,12 @@ Bucketing = str | Sequence[str | Sequence[str]]
 
 
 def plan_buckets(
-    gm: fx.GraphModule, *, graph: str, bucketing: Bucketing, prices: Prices | None = None
+    gm: fx.GraphModule,
+    *,
+    graph: str,
+    bucketing: Bucketing,
+    prices: Prices | None = None,
+    known: Sequence[Plan] = (),
 ) -> fx.GraphModule:
     """Write the plan of `gm`; nothing is moved or inserted yet. No markers, no plan.
 
@@ -50,6 +55,8 @@ def plan_buckets(
         least simulated time. That needs prices, and neither copies from and to the host nor
         gradients that the graph itself reads: without the one or with the other it is "per_unit".
     prices: what the plan's figures are made from; without them it has none.
+    known: plans that "auto" follows where one is of such a graph, for other shapes or by another
+        rank: ranks must launch alike, whatever batches they see.
     Metadata: reads PARAM; writes PLAN on the module.
     Numerics: unchanged, bit for bit.
     """
@@ -68,7 +75,8 @@ def plan_buckets(
     if prices is not None:
         priced = PricedGraph(gm.graph, graph, prices)
         if bucketing == "auto":
-            drafts, events = priced.decide(drafts, events)
+            followed = filter(None, map(priced.follow, known))
+            drafts, events = next(followed, None) or priced.decide(drafts, events)
         figures = priced.figures(drafts, events)
     plan = Plan(
         graph=graph,

@@ -46,6 +46,10 @@ class _Local(threading.local):
 _local = _Local()
 
 
+class PlansDiffer(RuntimeError):
+    """Ranks compiled different collectives for one frame. All of them are told."""
+
+
 Agreed = set[tuple[str, tuple[str, ...]]]
 """(frame, digests) that all ranks have, of one model."""
 
@@ -55,7 +59,7 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
 
     frame: a name for what was compiled, the same on every rank.
     agreed: what need not be compared any more; added to.
-    Raises RuntimeError, naming the ranks, if they compiled different collectives, and
+    Raises PlansDiffer, naming the ranks, if they compiled different collectives, and RuntimeError
     if a rank does not answer in time.
     """
     if _is_alone(mesh):
@@ -81,13 +85,27 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
             return other.error if rank == dist.get_rank() else f"rank {rank}: {other.error}"
     differing = [rank for rank, other in outcomes.items() if other.digests != outcome.digests]
     if differing:
-        raise RuntimeError(
+        raise PlansDiffer(
             f"rank {dist.get_rank()} compiled other collectives for {frame} than ranks "
             f"{differing}: build the same model with the same options, and take the same "
             "branches, on every rank"
         )
     agreed.add((frame, outcome.digests))
     return None
+
+
+def share(frame: str, text: str, mesh: DeviceMesh) -> str:
+    """What the first rank of `mesh` has to say of `frame`; all of them call this."""
+    first = int(mesh.mesh.flatten()[0])
+    answers = _exchange(
+        f"shared/{frame}",
+        text if dist.get_rank() == first else "",
+        mesh,
+        group_timeout(mesh),
+        failed=f"rank {dist.get_rank()} waited for the plan of {frame}",
+        hint="Take the same branches on every rank",
+    )
+    return answers[first]
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.passes.layout import Member
+from autoshard.passes.plan import Plan
 from autoshard.runtime.agreement import Agreed, Order
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
@@ -60,6 +61,7 @@ class Unit:
     last_order: tuple[Unit, ...] = ()  # what the latest step that it owned gathered, in order
     orders: dict[str, Order] = field(default_factory=dict)  # phase -> of the steps that it owns
     agreed: Agreed = field(default_factory=set)
+    known_plans: dict[str, list[Plan]] = field(default_factory=dict)  # by frame, which ranks share
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: int = 1

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import Net, net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
-from support.training import assert_same, compiled, replicated
+from support.training import assert_same, compiled, replicated, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -85,6 +86,37 @@ def test_budget(rank: int) -> None:
     assert gathers[-1] < gathers[0]
 
 
+def batches_by_rank(model: Any, rank: int, step: int) -> Tensor:
+    """Of other sizes on each rank, and on one rank alone of another in a later step."""
+    sizes = [[2, 4096], [2, 4096], [600, 4096], [600, 17]]
+    return model(torch.ones(sizes[step][rank], 64) * (1 + rank + step)).square().mean()
+
+
+@each_value(lowering=["eager", "inductor"])
+@on_ranks(2)
+def test_ranks_with_batches_of_other_sizes(rank: int, lowering: str) -> None:
+    """D-69: what is fastest for one is not for the other; all do what rank 0 finds."""
+    if lowering == "eager":
+        alone = []
+        for size in (2, 4096):
+            torch._dynamo.reset()
+            model, _ = compiled(
+                Wide,
+                lambda model, rank, step, size=size: model(torch.ones(size, 64)).sum(),
+                topology="gloo",
+                steps=1,
+            )
+            alone.append([plan.digest for plan in autoshard.plans(model)])
+        assert alone[0] != alone[1]
+    torch._dynamo.reset()
+    want, _ = replicated(Wide, batches_by_rank, make=sgd)
+    got, _ = compiled(Wide, batches_by_rank, make=sgd, topology="gloo", lowering=lowering)
+    assert_same(got, want, rtol=0.0 if lowering == "eager" else 1e-5)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, {plan.digest for plan in autoshard.plans(got)})
+    assert found[0] == found[1]
+
+
 @on_ranks(2)
 def test_host_shards_are_left_to_one_bucket_a_unit(rank: int) -> None:
     offload = autoshard.CPUOffloadPolicy()
@@ -100,8 +132,6 @@ def test_host_shards_are_left_to_one_bucket_a_unit(rank: int) -> None:
 def test_calibrated_topology(rank: int) -> None:
     """Ranks read what rank 0 has written, and their plans agree."""
     import tempfile
-
-    import torch.distributed as dist
 
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
