@@ -6,7 +6,7 @@ Dynamo's graph -> make_frame -> AOTAutograd -> JOINT passes -> partition
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import itertools
 import json
 import logging
@@ -125,9 +125,6 @@ class _Attempt:
         mode: str | None,
         known: Sequence[Plan] = (),
     ) -> None:
-        if settings.searches:  # made a frame of, it could not be tried once more
-            gm, meta = fx.GraphModule(gm, copy.deepcopy(gm.graph)), gm.meta
-            gm.meta = meta
         try:
             self.compilation = Compilation(make_frame(gm, example_inputs), settings, mode, known)
             self.compiled = self.compilation.compile()
@@ -154,23 +151,31 @@ def _agreed_attempt(
 
     What plans are searched for by depends on the batch at hand, which may be another on each rank,
     or in a later call on one rank alone. So plans that ranks have agreed on are kept for the frame;
-    and where ranks found different ones, all follow the first rank's.
+    and where ranks found different ones, all trace it again and follow the first rank's.
     """
     name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
-    known = unit.known_plans.setdefault(name, [])
+    key = f"{name} {settings.lowering} {settings.topology} {settings.memory_budget}"
+    known = unit.known_plans.setdefault(key, [])
     attempt = _Attempt(gm, example_inputs, settings, mode, known)
     try:
         attempt.reason = agree(name, attempt.outcome, mesh, unit.agreed)
     except PlansDiffer:
         if not settings.searches:
             raise
-        plans = json.dumps([plan.to_json() for plan in attempt.plans])
-        known += map(Plan.from_json, json.loads(share(name, plans, mesh)))
-        attempt = _Attempt(gm, example_inputs, settings, mode, known)
-        attempt.reason = agree(name, attempt.outcome, mesh, unit.agreed)
-    found = {plan.digest for plan in known}
-    known += [plan for plan in attempt.plans if plan.digest not in found]
+        plans = json.dumps([_without_figures(plan).to_json() for plan in attempt.plans])
+        shared = [Plan.from_json(plan) for plan in json.loads(share(name, plans, mesh))]
+        if shared == known[: len(shared)]:
+            raise  # this rank, or another, has no such graph
+        known[:] = [*shared, *(plan for plan in known if plan not in shared)]
+        raise _torch.TraceAgain(restart_reason="ranks follow the first one's plan") from None
+    if settings.searches and attempt.reason is None:
+        plans_here = map(_without_figures, attempt.plans)
+        known += [plan for plan in plans_here if plan not in known]
     return attempt
+
+
+def _without_figures(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, figures=None)
 
 
 def _check_bucketing(settings: CompileOptions, param: ShardedParam) -> None:

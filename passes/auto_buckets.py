@@ -2,7 +2,8 @@
 
 The graph becomes a `planner.Problem`, numbers alone; `planner.search` finds a decision; that
 becomes a plan. One bucket a unit, one unit ahead, is among what is compared: a plan is never slower
-than that under the model, and without a budget needs no more memory.
+than that under the model, and without a budget needs no more memory, for the batch that it was
+found with.
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ def plan_buckets(
     key = _bucket_key(bucketing)
     gathers = gather_drafts(gm.graph, position, key)
     reduces = reduce_drafts(gm.graph, position, key)
-    launched = _behind_what_frees(gm.graph, ops, reduces)
-    placed = [*_gather_events(gathers), *_reduce_events(reduces, launched, first=len(gathers))]
+    gathered = _gather_events(gathers)
+    launched = _behind_what_frees(gm.graph, ops, reduces, gathered)
+    placed = [*gathered, *_reduce_events(reduces, launched, first=len(gathers))]
     drafts = [*gathers, *reduces]
     events = [event for _, event in sorted(placed, key=lambda pair: pair[0])]
     figures = None
@@ -142,20 +143,30 @@ def _gather_events(drafts: list[Draft]) -> list[_Placed]:
     return placed
 
 
-def _behind_what_frees(graph: fx.Graph, ops: Sequence[fx.Node], drafts: list[Draft]) -> list[int]:
-    """Where to launch each reduce: its gradients are packed then, and lie in memory twice."""
-    live = count_between(graph)
+def _behind_what_frees(
+    graph: fx.Graph, ops: Sequence[fx.Node], drafts: list[Draft], gathered: list[_Placed]
+) -> list[int]:
+    """Where to launch each reduce: its gradients are packed then, and lie in memory twice.
 
-    def position(draft: Draft) -> int:
+    No launch moves past another one: what is freed, and when, may differ by rank.
+    """
+    if not drafts:
+        return []
+    live = count_between(graph)
+    others = sorted(event.position for _, event in gathered if event.what == "launch")
+    launched: list[int] = []
+    limit = len(ops)
+    for draft in reversed(drafts):
+        limit = min([limit, draft.used, *(at for at in others if at >= draft.ready)])
         found = draft.ready
-        for at in range(max(1, found), draft.used):
+        for at in range(found, limit) if found else ():
             if not (is_view(ops[at]) or is_fusible(ops[at])) or live[at] > live[at - 1]:
                 break
             if live[at] < live[at - 1]:
                 found = at + 1
-        return found
-
-    return [position(draft) for draft in drafts]
+        launched.append(found)
+        limit = found
+    return launched[::-1]
 
 
 def _reduce_events(drafts: list[Draft], launched: list[int], *, first: int) -> list[_Placed]:

@@ -208,7 +208,7 @@ def run_hook(
 ) -> InFlight:
     """Have the user's hook sum and divide `grads`; see `Reducer`. It has been waited for.
 
-    grads: as for `launch_reduce`.
+    grads: as for `pack_grads`.
     """
     state, hook = comm_hook
     world, rank = axes.shard_world, axes.shard_rank

@@ -16,6 +16,7 @@ from support.selection import each_value
 from support.training import assert_same, compiled, replicated, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.passes.planner.topology import Topology
@@ -54,13 +55,15 @@ def test_parity(
 class Wide(nn.Module):
     """Layers whose weights are most of the memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+        self.checkpointing = checkpointing
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.relu(layer(x))
+            y = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+            x = torch.relu(y)
         return x
 
 
@@ -92,9 +95,9 @@ def batches_by_rank(model: Any, rank: int, step: int) -> Tensor:
     return model(torch.ones(sizes[step][rank], 64) * (1 + rank + step)).square().mean()
 
 
-@each_value(lowering=["eager", "inductor"])
+@each_value(lowering=["eager", "inductor"], checkpointing=[True, False])
 @on_ranks(2)
-def test_ranks_with_batches_of_other_sizes(rank: int, lowering: str) -> None:
+def test_ranks_with_batches_of_other_sizes(rank: int, lowering: str, checkpointing: bool) -> None:
     """D-69: what is fastest for one is not for the other; all do what rank 0 finds."""
     if lowering == "eager":
         alone = []
@@ -109,8 +112,9 @@ def test_ranks_with_batches_of_other_sizes(rank: int, lowering: str) -> None:
             alone.append([plan.digest for plan in autoshard.plans(model)])
         assert alone[0] != alone[1]
     torch._dynamo.reset()
-    want, _ = replicated(Wide, batches_by_rank, make=sgd)
-    got, _ = compiled(Wide, batches_by_rank, make=sgd, topology="gloo", lowering=lowering)
+    build = functools.partial(Wide, checkpointing=checkpointing)
+    want, _ = replicated(build, batches_by_rank, make=sgd)
+    got, _ = compiled(build, batches_by_rank, make=sgd, topology="gloo", lowering=lowering)
     assert_same(got, want, rtol=0.0 if lowering == "eager" else 1e-5)
     found: list[Any] = [None, None]
     dist.all_gather_object(found, {plan.digest for plan in autoshard.plans(got)})

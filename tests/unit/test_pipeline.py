@@ -17,6 +17,7 @@ from autoshard.passes.lower_inductor import keep_order, planned_order
 from autoshard.passes.match import is_launch, is_marker, is_pack
 from autoshard.passes.meta import PLAN
 from autoshard.passes.text import parse, render
+from autoshard.passes.verify import verify
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -173,6 +174,30 @@ def test_two_gradients_of_one_parameter_are_both_reduced() -> None:
     packed = [argument for node in gm.graph.nodes if is_pack(node) for argument in node.args[0]]
     assert [node.name for node in packed] == ["g", "h"]
     assert not any(map(is_marker, gm.graph.nodes))
+
+
+def test_a_reduce_is_launched_behind_what_frees_but_behind_no_other() -> None:
+    """The second is read by the op that frees, and has to be there: the first stays before it."""
+    gm = planned(
+        """
+        in %x: f32[4,4]
+        in %y: f32[4,4]
+        in %z: f32[2,4]
+        %u: f32[2,4] = aten.relu(%z)
+        %v: f32[2,4] = aten.neg(%z)
+        %g: f32[4,4] = aten.mm(%x, %y)
+        %first: f32[2,4] = autoshard.reduce_grad(%g, 'f32[4,4]', GROUP, 0)
+        %h: f32[4,4] = aten.mul.Tensor(%x, %y)
+        %second: f32[2,4] = autoshard.reduce_grad(%h, 'f32[4,4]', GROUP, 1)
+        %total: f32[2,4] = aten.addcmul(%second, %u, %v)
+        return [%first, %total]
+        """,
+        "a.w",
+        "b.w",
+    )
+    verify(gm)
+    order = [event[0::2] for event in planned_order(gm.graph)]
+    assert order == [("launch", 0), ("wait", 0), ("launch", 1), ("wait", 1)]
 
 
 TWO_OF_ONE_UNIT = """
