@@ -162,20 +162,20 @@ def _agreed_attempt(
     except PlansDiffer:
         if not settings.searches:
             raise
-        plans = json.dumps([_without_figures(plan).to_json() for plan in attempt.plans])
-        shared = [Plan.from_json(plan) for plan in json.loads(share(name, plans, mesh))]
-        if shared == known[: len(shared)]:
-            raise  # this rank, or another, has no such graph
-        known[:] = [*shared, *(plan for plan in known if plan not in shared)]
+        found = [dataclasses.replace(plan, figures=None) for plan in attempt.plans]
+        is_followed = {plan.digest for plan in found} <= {plan.digest for plan in known}
+        # The first rank says for all whether there is anything new to follow.
+        text = "" if is_followed else json.dumps([plan.to_json() for plan in found])
+        text = share(name, text, mesh)
+        if not text:
+            raise  # one of them has another graph
+        known[:0] = map(Plan.from_json, json.loads(text))
         raise _torch.TraceAgain(restart_reason="ranks follow the first one's plan") from None
     if settings.searches and attempt.reason is None:
-        plans_here = map(_without_figures, attempt.plans)
-        known += [plan for plan in plans_here if plan not in known]
+        digests = {plan.digest for plan in known}
+        new = (plan for plan in attempt.plans if plan.digest not in digests)
+        known += [dataclasses.replace(plan, figures=None) for plan in new]
     return attempt
-
-
-def _without_figures(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, figures=None)
 
 
 def _check_bucketing(settings: CompileOptions, param: ShardedParam) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from autoshard.passes import groups
-from autoshard.passes.drafts import Draft, carrier_of, first_use, info_of, ready_of
+from autoshard.passes.drafts import Draft, carrier_of, first_use, info_of, markers_of, ready_of
 from autoshard.passes.layout import read_members
 from autoshard.passes.liveness import last_uses, live_bytes
 from autoshard.passes.match import (
@@ -81,21 +81,15 @@ class PricedGraph:
     def follow(self, plan: Plan) -> tuple[list[Draft], list[Event]] | None:
         """Buckets and events of `plan`, in its order, made of this graph for other shapes or by
         another rank; None if it is not one of such a graph."""
-        waiting: dict[tuple[str, int, str], list[fx.Node]] = {}
-        for marker in self.items:
-            key = kind_of(marker), param_of(marker), members_of(marker)
-            waiting.setdefault(key, []).append(marker)
-        drafts = []
-        for bucket in plan.buckets:
-            draft = Draft(bucket.unit, ready=0, used=self.problem.num_ops)
-            for param, member in zip(bucket.params, bucket.members.split(), strict=True):
-                alike = waiting.get((bucket.kind, param, member))
-                if not alike:
-                    return None
-                draft.add(alike[0], self.items[alike[0]].ready, self.items[alike.pop(0)].used)
-            drafts.append(draft)
-        if plan.graph != self.problem.graph or any(waiting.values()):
+        found = markers_of(plan.buckets, self.items)
+        if plan.graph != self.problem.graph or found is None:
             return None
+        drafts = []
+        for bucket, markers in zip(plan.buckets, found, strict=True):
+            draft = Draft(bucket.unit, ready=0, used=self.problem.num_ops)
+            for marker in markers:
+                draft.add(marker, self.items[marker].ready, self.items[marker].used)
+            drafts.append(draft)
         events = self._placed(plan, drafts)
         return None if events is None else (drafts, events)
 

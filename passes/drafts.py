@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -105,6 +107,21 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
     for draft in made:
         draft.markers.sort(key=param_of)
     return sorted(made, key=lambda draft: (draft.ready, param_of(draft.markers[0])))
+
+
+def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[list[fx.Node]] | None:
+    """The markers of each bucket: of several that are alike, buckets take them in order. None if
+    they don't come out even."""
+    waiting: dict[tuple[str, int, str], deque[fx.Node]] = defaultdict(deque)
+    for marker in markers:
+        waiting[kind_of(marker), param_of(marker), members_of(marker)].append(marker)
+    keys = [
+        [(bucket.kind, *each) for each in zip(bucket.params, bucket.members.split(), strict=True)]
+        for bucket in buckets
+    ]
+    if Counter(itertools.chain(*keys)) != Counter({k: len(each) for k, each in waiting.items()}):
+        return None
+    return [[waiting[key].popleft() for key in each] for each in keys]
 
 
 def carrier_of(name: str, marker: fx.Node) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autoshard.passes import ops
+from autoshard.passes.drafts import markers_of
 from autoshard.passes.match import (
     asked_of,
     group_of,
@@ -26,13 +27,10 @@ from autoshard.passes.match import (
     is_launch,
     is_marker,
     is_to_host,
-    kind_of,
-    members_of,
-    param_of,
     table_of,
 )
 from autoshard.passes.meta import PLAN, SOURCE
-from autoshard.passes.plan import Bucket, Plan
+from autoshard.passes.plan import Bucket
 
 _FIRST = {
     "gather": (ops.launch_gather, "launch_gather"),
@@ -54,7 +52,8 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     markers = [node for node in graph.nodes if is_marker(node)]
     if plan is None or not markers:
         return gm
-    members = _members(plan, markers)
+    members = markers_of(plan.buckets, markers)
+    assert members is not None, "the plan is of another graph"
     body = [node for node in graph.nodes if is_compute(node) or node.op == "output"]
     to_host = {user.args[0]: user for user in graph.nodes if is_to_host(user)}
     tickets: dict[int, fx.Node] = {}
@@ -84,21 +83,6 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     for marker in markers:
         graph.erase_node(marker)
     return gm
-
-
-def _members(plan: Plan, markers: list[fx.Node]) -> list[list[fx.Node]]:
-    """The markers of each bucket: of several that are alike, buckets take them in order."""
-    waiting: dict[tuple[str, int, str], list[fx.Node]] = {}
-    for marker in markers:
-        key = kind_of(marker), param_of(marker), members_of(marker)
-        waiting.setdefault(key, []).append(marker)
-    return [
-        [
-            waiting[bucket.kind, param, member].pop(0)
-            for param, member in zip(bucket.params, bucket.members.split(), strict=True)
-        ]
-        for bucket in plan.buckets
-    ]
 
 
 def _prepare(members: list[fx.Node], before: fx.Node) -> None:

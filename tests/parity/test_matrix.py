@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from support.models import Net, tokens
 from support.ranks import on_ranks
-from support.selection import IS_FULL
+from support.selection import IS_FULL, part_of
 from support.training import assert_same, average_gradients
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -186,17 +186,24 @@ def sync(model: Any, is_last: bool | None) -> None:
         model.set_requires_gradient_sync(is_last)
 
 
-def equal_replicated(rank: int, strategy: str, low: bool) -> None:
-    cases = cases_of(strategy, low, {2: 31, 4: 71}[num_ranks(strategy)])
+def equal_replicated(rank: int, strategy: str, low: bool, lowering: str | None) -> None:
+    """lowering: of the compiled model; None runs it eagerly."""
+    if lowering is None:
+        cases = cases_of(strategy, low, {2: 31, 4: 71}[num_ranks(strategy)])
+    else:
+        cases = compiled_cases(strategy, low, lowering)
     for case in cases:
+        torch._dynamo.reset()
         # In bfloat16 a last bit of a gradient turns into one of an activation, 2 ** -8, and grows.
-        loose = case.is_reduced_twice
+        loose = case.is_reduced_twice or lowering == "inductor"  # which rounds otherwise
         steps = 2 if loose and low else STEPS
         # Checkpointing changes no value: one truth for all three.
         want = replicated(case._replace(checkpointing=None), rank, low, steps)
         torch.manual_seed(0)
         made = SHAPES[case.shape](checkpointing=case.checkpointing)
         model = shard(made, strategy, LOW if low else None)
+        if lowering is not None:
+            model.compile(backend="autoshard", options={"lowering": lowering, "strict": True})
         got = train(case, model, model, rank, steps, sync)
         try:
             assert_same(got, want, rtol=(5e-2 if low else 1e-4) if loose else 0.0)
@@ -206,15 +213,15 @@ def equal_replicated(rank: int, strategy: str, low: bool) -> None:
         print(f"{strategy}: {len(cases)} combinations")
 
 
-equal_replicated_on = {ranks: on_ranks(ranks, timeout=600)(equal_replicated) for ranks in (2, 4)}
+equal_replicated_on = {ranks: on_ranks(ranks, timeout=1800)(equal_replicated) for ranks in (2, 4)}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_combination(strategy: str, low: bool) -> None:
     """A7, D-1, D-2, D-3, D-14 to D-16, D-19, D-20, D-22, D-35, D-38."""
-    equal_replicated_on[num_ranks(strategy)](strategy=strategy, low=low)
+    equal_replicated_on[num_ranks(strategy)](strategy=strategy, low=low, lowering=None)
 
 
 # ---- compiled
@@ -223,55 +230,26 @@ def test_every_combination(strategy: str, low: bool) -> None:
 def compiled_cases(strategy: str, low: bool, lowering: str) -> list[Case]:
     """With one optimizer each: it sees shards of gradients, however they came about. That is SGD
     with Inductor: Adam divides by what is small, and rounding becomes a step."""
-    others = list(itertools.product(SHAPES, (1, 3), CHECKPOINTING))
-    optimizers = ["sgd"] if lowering == "inductor" else list(OPTIMIZERS)
-    cases = [
-        Case(shape, optimizer, batches, checkpointing)
-        for (shape, batches, checkpointing), optimizer in zip(
-            others, itertools.cycle(optimizers), strict=False
-        )
-    ]
+    others = itertools.product(SHAPES, (1, 3), CHECKPOINTING)
+    optimizers = itertools.cycle(["sgd"] if lowering == "inductor" else OPTIMIZERS)
+    cases = [Case(each[0], next(optimizers), *each[1:]) for each in others]
     first = 5 * STRATEGIES.index(strategy) + 7 * low + 3 * (lowering == "inductor")
     return cases if IS_FULL else cases[first % len(cases) :: len(cases)]
 
 
-def compiled_equal_replicated(rank: int, strategy: str, low: bool, lowering: str) -> None:
-    cases = compiled_cases(strategy, low, lowering)
-    for case in cases:
-        torch._dynamo.reset()
-        loose = case.is_reduced_twice or lowering == "inductor"
-        steps = 2 if loose and low else STEPS
-        want = replicated(case._replace(checkpointing=None), rank, low, steps)
-        torch.manual_seed(0)
-        model = shard(
-            SHAPES[case.shape](checkpointing=case.checkpointing), strategy, LOW if low else None
-        )
-        options = {"lowering": lowering, "strict": True}
-        model.compile(backend="autoshard", options=options)
-        got = train(case, model, model, rank, steps, sync)
-        try:
-            assert_same(got, want, rtol=(5e-2 if low else 1e-4) if loose else 0.0)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from None
-    if rank == 0:
-        print(f"{strategy}: {len(cases)} combinations")
-
-
-compiled_equal_replicated_on = {
-    ranks: on_ranks(ranks, timeout=1800)(compiled_equal_replicated) for ranks in (2, 4)
-}
+EVERYTHING = list(itertools.product(STRATEGIES, (False, True)))
 
 
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "low", "lowering"),
+    [
+        *((*each, "eager") for each in part_of(EVERYTHING, 3)),
+        *((*each, "inductor") for each in part_of(EVERYTHING, 9)),
+    ],
+)
 def test_every_combination_compiled(strategy: str, low: bool, lowering: str) -> None:
-    number = 2 * STRATEGIES.index(strategy) + low
-    if not IS_FULL and number % {"eager": 3, "inductor": 9}[lowering]:
-        pytest.skip("a part; AUTOSHARD_MATRIX=full runs all")
-    call = compiled_equal_replicated_on[num_ranks(strategy)]
-    call(strategy=strategy, low=low, lowering=lowering)
+    equal_replicated_on[num_ranks(strategy)](strategy=strategy, low=low, lowering=lowering)
 
 
 # ---- FSDP2
