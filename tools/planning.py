@@ -241,6 +241,8 @@ def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
 
     Raises ValueError if there is none, or no transformers.
     """
+    if not path.exists():  # else it is taken for a name on the hub, and asked for there
+        raise ValueError(f"{path} is no configuration of a Hugging Face model: no such file")
     try:
         import transformers
     except ImportError as error:

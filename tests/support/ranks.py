@@ -17,11 +17,13 @@ import importlib
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import socket
 import sys
 import time
 import traceback
+import unittest.mock
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,13 @@ from types import ModuleType
 from typing import Any
 
 _TESTS = str(Path(__file__).resolve().parent.parent)
+_IMPORTED_FIRST = ["torch._inductor.compile_fx", "autoshard.backend"]
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",  # what the CPU says is so: no program is run to see
+}
 
 
 def on_ranks(world: int = 2, *, timeout: float = 120.0) -> Callable[[Callable[..., None]], Any]:
@@ -54,7 +63,7 @@ def _without_rank(test: Callable[..., None]) -> Any:
 
 class _Pool:
     def __init__(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _forks() if world > 2 else multiprocessing.get_context("spawn")
         port = _free_port()
         self._pipes, self._processes = [], []
         for rank in range(world):
@@ -112,6 +121,15 @@ def _pool(world: int) -> _Pool:
     return _pools[world]
 
 
+def _forks() -> Any:
+    """Processes of one that has imported torch: quick to start, but all with its hash seed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_FIRST)
+    with unittest.mock.patch.dict(os.environ, _ENVIRONMENT):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
 @atexit.register
 def _stop_pools() -> None:
     for pool in list(_pools.values()):
@@ -120,22 +138,19 @@ def _stop_pools() -> None:
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     os.environ.update(
+        _ENVIRONMENT,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-        TORCH_DYNAMO_RUN_GC_AFTER_COMPILE="0",
-        TORCHINDUCTOR_VEC_ISA_OK="1",  # what the CPU says is so: no program is run to see
     )
     sys.path.insert(0, _TESTS)
+    for name in _IMPORTED_FIRST:
+        importlib.import_module(name)
     import torch
     import torch.distributed as dist
 
-    importlib.import_module("torch._inductor.compile_fx")
-    importlib.import_module("autoshard.backend")
     gc.collect()
     gc.freeze()  # a million objects of torch's, which each collection would look at in vain
     gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
@@ -168,6 +183,8 @@ def _load(file: str, modules: dict[str, ModuleType]) -> ModuleType:
         modules[file] = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = modules[file]  # dataclasses look themselves up there
         spec.loader.exec_module(modules[file])
+        gc.collect()
+        gc.freeze()  # what it has imported, transformers' objects above all
     return modules[file]
 
 
