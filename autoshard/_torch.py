@@ -59,6 +59,17 @@ reduce_scatter_flat: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
+
+def all_gather_grouped(
+    receive: list[torch.Tensor], send: list[torch.Tensor], group: Any
+) -> dist.Work:
+    """Gather each of `send` into its of `receive`, all in one call of the backend, and go on."""
+    # 2.13 renamed it; 2.11 has the old name alone.
+    found = getattr(group, "all_gather_single_coalesced", None)
+    work: dist.Work = (found or group.allgather_into_tensor_coalesced)(receive, send)
+    return work
+
+
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _APPLY_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 

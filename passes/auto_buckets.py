@@ -29,7 +29,7 @@ from autoshard.passes.match import (
 )
 from autoshard.passes.plan import BucketFigures, Event, Figures, Plan
 from autoshard.passes.planner.bound import lower_bound
-from autoshard.passes.planner.costs import PACKED, Costs
+from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import search
 from autoshard.passes.planner.simulate import Bucket, Order, Timeline, make_bucket, replay
@@ -72,7 +72,7 @@ class PricedGraph:
             return list(drafts), list(events)
         known = self.replay(drafts, events)
         budget = known.peak_bytes if self.budget_bytes is None else self.budget_bytes
-        found = search(self.problem, budget_bytes=budget, layouts=(PACKED,)).timeline
+        found = search(self.problem, budget_bytes=budget).timeline
         if _rank(known, budget) <= _rank(found, budget):
             return list(drafts), list(events)
         decided = [self._draft(run.bucket) for run in found.runs]
@@ -86,7 +86,7 @@ class PricedGraph:
             return None
         drafts = []
         for bucket, markers in zip(plan.buckets, found, strict=True):
-            draft = Draft(bucket.unit, ready=0, used=self.problem.num_ops)
+            draft = Draft(bucket.unit, ready=0, used=self.problem.num_ops, layout=bucket.layout)
             for marker in markers:
                 draft.add(marker, self.items[marker].ready, self.items[marker].used)
             drafts.append(draft)
@@ -142,13 +142,13 @@ class PricedGraph:
 
     def _bucket(self, draft: Draft) -> Bucket:
         items = [self.items[marker] for marker in draft.markers]
-        return make_bucket(self.problem, kind_of(draft.markers[0]), items, PACKED)
+        return make_bucket(self.problem, kind_of(draft.markers[0]), items, draft.layout)
 
     def _draft(self, bucket: Bucket) -> Draft:
         markers = sorted((self.marker[id(item)] for item in bucket.items), key=param_of)
         units = list(dict.fromkeys(item.unit for item in bucket.items))
         unit = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
-        return Draft(unit, bucket.ready, bucket.used, markers)
+        return Draft(unit, bucket.ready, bucket.used, markers, bucket.layout)
 
 
 def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
@@ -163,7 +163,7 @@ def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
         shards={carrier: groups.shards(group_of(marker)) for carrier, marker in first.items()},
         copy_us_per_byte=topology.copy_us_per_byte,
         contention=max(1.0, topology.contention),
-        divides=topology.divides,
+        divides=False,  # gradients are divided where they are packed
         call_us=topology.call_us,
     )
 

@@ -26,6 +26,7 @@ from autoshard.passes.match import (
 )
 from autoshard.passes.meta import PARAM, ParamInfo
 from autoshard.passes.plan import Bucket
+from autoshard.passes.planner.costs import PACKED
 
 INNER = "inner"  # the axis of groups of neighbours, along the one that shards
 
@@ -44,6 +45,7 @@ class Draft:
     ready: int
     used: int
     markers: list[fx.Node] = field(default_factory=list)
+    layout: str = PACKED
 
     def add(self, marker: fx.Node, ready: int, used: int) -> None:
         """Take in `marker`, whose input is there at `ready`, and which is read first at `used`."""
@@ -61,6 +63,7 @@ class Draft:
             names=tuple(info.name for info in infos),
             params=tuple(map(param_of, self.markers)),
             members=" ".join(map(members_of, self.markers)),
+            layout=self.layout,
         )
 
     @property

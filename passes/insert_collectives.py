@@ -31,6 +31,7 @@ from autoshard.passes.match import (
 )
 from autoshard.passes.meta import PLAN, SOURCE
 from autoshard.passes.plan import Bucket
+from autoshard.passes.planner.costs import GROUPED
 
 _FIRST = {
     "gather": (ops.launch_gather, "launch_gather"),
@@ -102,8 +103,9 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
     inputs = [member.args[0] for member in members]
     arguments: tuple[Any, ...] = (inputs, bucket.members, group_of(members[0]), number)
     table = table_of(members[0])
-    if bucket.kind == "gather" and any(map(_is_made_here, members)):
-        arguments = (*arguments, True)
+    if bucket.kind == "gather":
+        options = (any(map(_is_made_here, members)), bucket.layout == GROUPED)
+        arguments = (*arguments, *(options if options[1] else filter(None, options)))
     if table is not None:
         arguments = (*arguments, table, list(bucket.params))
     first, name = _FIRST[bucket.kind]

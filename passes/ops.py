@@ -40,7 +40,8 @@ the group of its gradient's reduce, where these are not those of the gather. Bef
 numbers the buckets of one graph. A ticket is one byte: what is packed or in flight is held
 by the runtime, where no compiler can reuse its memory. Packing is an op by itself, so that
 gradients are freed before there is room for their sum. A gather may send a shard that is an input
-of the graph as it is; others it `copies`. What a copy reads is an argument of its wait. No
+of the graph as it is; others it `copies`. One that is `grouped` sends each member by itself, and
+copies none of them to or from a shared buffer. What a copy reads is an argument of its wait. No
 argument depends on the rank.
 
 What a user may change between a graph's forward and its backward (what waits to be added
@@ -89,8 +90,8 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    "launch_gather(Tensor[] shards, str members, str group, int bucket, bool copies=False)"
-    " -> Tensor",
+    "launch_gather(Tensor[] shards, str members, str group, int bucket, bool copies=False,"
+    " bool grouped=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(

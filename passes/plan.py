@@ -16,6 +16,7 @@ from typing import Any
 
 from autoshard.passes.chrome_trace import measured_events, trace_events
 from autoshard.passes.layout import read_members
+from autoshard.passes.planner.costs import GROUPED, PACKED
 
 SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # loaded: at launch; store: at wait
 
@@ -42,6 +43,8 @@ class Bucket:
     names:   its parameters' names, in the order in which they are packed.
     params:  their numbers in the compilation's table.
     members: their dtypes and whole sizes, "f32[64,32] f32[64]".
+    layout:  "packed": they are copied together to be sent, and apart when they are there; or
+             "grouped": each is sent from where it is to where it is read, in one call.
     """
 
     kind: str
@@ -50,6 +53,7 @@ class Bucket:
     names: tuple[str, ...]
     params: tuple[int, ...]
     members: str
+    layout: str = PACKED
 
     @property
     def num_bytes(self) -> int:
@@ -177,9 +181,12 @@ class Plan:
         at = {what: self._positions(what) for what in SHOWN}
         events = [what for what, positions in at.items() if positions]
         columns = ["hidden us", "exposed us"] if self.figures is not None else []
-        rows = [["bucket", "kind", "axis", "unit", "params", "bytes", *events, *columns]]
+        has_grouped = any(bucket.layout == GROUPED for bucket in self.buckets)
+        layout = ["layout"] if has_grouped else []
+        rows = [["bucket", "kind", "axis", "unit", "params", "bytes", *layout, *events, *columns]]
         for number, bucket in enumerate(self.buckets):
             about = [bucket.kind, bucket.axis, bucket.unit, len(bucket.names), bucket.num_bytes]
+            about += [bucket.layout] if has_grouped else []
             where = [at[what].get(number, "") for what in events]
             times = self._times(number) if self.figures is not None else []
             rows.append([str(cell) for cell in (number, *about, *where, *times)])
@@ -237,7 +244,7 @@ class Plan:
         Positions between compute nodes are not part of it: they move no launch past another.
         """
         launches = [
-            (b.kind, b.axis, b.names, b.members)
+            (b.kind, b.axis, b.names, b.members, b.layout)
             for b in (self.buckets[e.bucket] for e in self.schedule if e.what == "launch")
         ]
         return hashlib.sha256(json.dumps([self.graph, launches]).encode()).hexdigest()

@@ -4,6 +4,7 @@ Both the eager runtime and the compiled graphs move bytes through these
 functions, so their results can only agree.
 
     gather:  shards -> one send buffer -> all-gather -> copied out to whole parameters
+    grouped: shards -> all-gathers in one call -> whole parameters
     reduce:  whole gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
 
 A bucket of one needs no copies on the way out: the gathered chunks are the padded
@@ -68,10 +69,30 @@ class InFlight:
         `receive` since the first.
         """
         if self.work is not None:
-            self.work.wait()
-            for _, waited in _observers:
-                waited(self.issued)
+            end(self.work, self.issued)
         return replace(self, work=None, send=self.receive)
+
+
+@dataclass(frozen=True)
+class GroupedFlight:
+    """A launched gather of members that share one call and no memory.
+
+    send, receive: of each member, 1D: this rank's piece, which is its part of the other or the
+        shard itself, and those of all.
+    """
+
+    issued: Issued
+    work: dist.Work
+    send: list[Tensor]
+    receive: list[Tensor]
+    world: int
+
+
+def end(work: dist.Work, issued: Issued) -> None:
+    """Wait for `work`, and tell observers."""
+    work.wait()
+    for _, waited in _observers:
+        waited(issued)
 
 
 Observer = Callable[[Issued], None]
@@ -110,23 +131,50 @@ def launch_gather(
     return InFlight(issued, work, send, receive, world, rank)
 
 
-def wait_gather(flight: InFlight) -> list[Tensor]:
+def launch_grouped_gather(
+    shards: list[Tensor], members: tuple[Member, ...], group: str, *, copies: bool = False
+) -> GroupedFlight:
+    """As `launch_gather`, but what is sent is the shards, and what is received the parameters.
+
+    Copied is only what can't be sent as it is: a shard of another dtype, or of fewer rows.
+    """
+    process_group = _torch.resolve_group(group)
+    world, rank = process_group.size(), process_group.rank()
+    issued = Issued("gather", members, group)
+    with record_function(f"autoshard::launch_grouped_gather {group}"), torch.no_grad():
+        pairs = [
+            _pack_shards([shard], (member,), world, rank, copies=copies)
+            for shard, member in zip(shards, members, strict=True)
+        ]
+        send, receive = map(list, zip(*pairs, strict=True))
+        _announce(issued)
+        work = _torch.all_gather_grouped(receive, send, process_group)
+    return GroupedFlight(issued, work, send, receive, world)
+
+
+def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     """Whole parameters, each contiguous in a storage of its own, (rows, *rest)."""
     members, world = flight.issued.members, flight.world
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
-        flight.wait()
-        if len(members) == 1:
-            padded = [flight.receive]
-        else:
-            lengths = [member.chunk_numel(world) for member in members]
-            padded = [flight.receive.new_empty(world * length) for length in lengths]
-            torch.split_with_sizes_copy(
-                flight.receive.view(world, -1),
-                lengths,
-                dim=1,
-                out=[out.view(world, -1) for out in padded],
-            )
+        if flight.work is not None:
+            end(flight.work, flight.issued)
+        padded = _parted(flight) if isinstance(flight, InFlight) else flight.receive
         return [_whole(out, member, world) for out, member in zip(padded, members, strict=True)]
+
+
+def _parted(flight: InFlight) -> list[Tensor]:
+    """What was gathered of each member, the pieces of all ranks in turn."""
+    if len(flight.issued.members) == 1:
+        return [flight.receive]
+    lengths = [member.chunk_numel(flight.world) for member in flight.issued.members]
+    padded = [flight.receive.new_empty(flight.world * length) for length in lengths]
+    torch.split_with_sizes_copy(
+        flight.receive.view(flight.world, -1),
+        lengths,
+        dim=1,
+        out=[out.view(flight.world, -1) for out in padded],
+    )
+    return padded
 
 
 def _whole(padded: Tensor, member: Member, world: int) -> Tensor:

@@ -16,17 +16,19 @@ from autoshard.passes import groups, ops
 from autoshard.passes.layout import part_of, read_members
 from autoshard.passes.ops import library
 from autoshard.runtime import collectives, copies, graph_extensions, graph_reduce
-from autoshard.runtime.collectives import InFlight
+from autoshard.runtime.collectives import GroupedFlight, InFlight
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.graph_reduce import UnitReductions
 from autoshard.runtime.streams import on_all_reduce_stream
 from autoshard.runtime.tables import look_up
 
+Flight = InFlight | GroupedFlight | UnitReductions | Copies
+
 
 @dataclass(frozen=True)
 class _Entry:
     ticket: Tensor
-    flight: InFlight | UnitReductions | Copies
+    flight: Flight
     keep: InFlight | None = None  # what it followed upon
 
 
@@ -99,15 +101,21 @@ def _wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tenso
 
 
 def _launch_gather(
-    tensors: list[Tensor], members: str, group: str, bucket: int, copies: bool = False
+    tensors: list[Tensor],
+    members: str,
+    group: str,
+    bucket: int,
+    copies: bool = False,
+    grouped: bool = False,
 ) -> Tensor:
-    flight = collectives.launch_gather(tensors, read_members(members), group, copies=copies)
+    launch = collectives.launch_grouped_gather if grouped else collectives.launch_gather
+    flight = launch(tensors, read_members(members), group, copies=copies)
     return _ticket(flight, tensors[0])
 
 
 def _wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
-    flight = _redeem(ticket)
-    assert isinstance(flight, InFlight)
+    flight = _take(ticket)
+    assert isinstance(flight, (InFlight, GroupedFlight))
     return collectives.wait_gather(flight)
 
 
@@ -157,9 +165,7 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
     return collectives.split_reduced(flight, divisor=_mean(group).after)
 
 
-def _ticket(
-    flight: InFlight | UnitReductions | Copies, like: Tensor, keep: InFlight | None = None
-) -> Tensor:
+def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tensor:
     ticket = like.new_empty(1, dtype=torch.uint8)
     _in_flight[ticket.data_ptr()] = _Entry(ticket, flight, keep)
     return ticket
@@ -167,7 +173,7 @@ def _ticket(
 
 def _redeem(ticket: Tensor) -> InFlight | UnitReductions:
     flight = _take(ticket)
-    assert not isinstance(flight, Copies)
+    assert isinstance(flight, (InFlight, UnitReductions))
     return flight
 
 
@@ -181,7 +187,7 @@ def _redeem_copy(ticket: Tensor) -> Copies:
     return flight
 
 
-def _take(ticket: Tensor) -> InFlight | UnitReductions | Copies:
+def _take(ticket: Tensor) -> Flight:
     try:
         entry = _in_flight.pop(ticket.data_ptr())
     except KeyError:

@@ -31,8 +31,8 @@ STREAMED = 2**25  # bytes of a copy: more than caches hold
 def calibrate(path: str | Path, *, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Topology:
     """Measure, and have rank 0 write the topology to `path`; every rank returns the same.
 
-    Needs a process group of at least two ranks. What isn't measured here (memory, the network, what
-    one more member of a grouped bucket costs) is that of the named topology of the device.
+    Needs a process group of at least two ranks. What isn't measured here (memory, the network) is
+    that of the named topology of the device.
     Raises ValueError with one rank; OSError where `path` can't be written.
     """
     world = dist.get_world_size()
@@ -55,6 +55,7 @@ def calibrate(path: str | Path, *, sizes: Sequence[int] = SIZES, rounds: int = R
         tflops=_tflops(known, device, rounds),
         op_us=_op_us(device, rounds),
         call_us=_call_us(device, rounds),
+        member_us=_member_us(device, rounds),
         memory_gb_per_s=memory_gb_per_s,
         copy_gb_per_s=memory_gb_per_s,
         contention=_contention(device, rounds),
@@ -109,6 +110,19 @@ def _call_us(device: torch.device, rounds: int) -> float:
         works.append(_torch.all_gather_flat(whole, part, group=group, async_op=True))
 
     return _median_us(begin, device, rounds, after=lambda: works.pop().wait())
+
+
+def _member_us(device: torch.device, rounds: int) -> float:
+    """Of one more member of a grouped gather: what nine take longer than one, by eight."""
+    group = dist.distributed_c10d._get_default_group()
+    parts = [torch.ones(16, device=device) for _ in range(9)]
+    wholes = [part.new_empty(16 * dist.get_world_size()) for part in parts]
+
+    def gather(count: int) -> None:
+        _torch.all_gather_grouped(wholes[:count], parts[:count], group).wait()
+
+    few, many = (_median_us(partial(gather, count), device, rounds) for count in (1, 9))
+    return max(0.0, (many - few) / 8)
 
 
 def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoshard.passes.layout import Member
-from autoshard.passes.planner.costs import PACKED, Costs
+from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import Decision, search
@@ -206,7 +206,7 @@ def estimate(
 def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
     """As a compilation without a budget of its own does, within what a device has."""
     budget = min(known.peak_bytes, device_bytes)
-    found = search(problem, budget_bytes=budget, layouts=(PACKED,))
+    found = search(problem, budget_bytes=budget)
     if known.peak_bytes <= device_bytes and known.time_us < found.timeline.time_us:
         return Decision(known, found.bound, budget)
     return found

@@ -9,10 +9,12 @@ is a reduce, where the collective itself divides the sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 PACKED, GROUPED = "packed", "grouped"
+LAYOUTS: Mapping[str, Sequence[str]] = {"gather": (PACKED, GROUPED), "reduce": (PACKED,)}
+"""Those that a graph's buckets may have, by kind: a gradient is divided where it is packed."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Costs:
     shards:           ranks that a carrier's whole is cut over.
     copy_us_per_byte: of reading or writing one byte on the device.
     contention:       how much longer compute takes while a collective runs; at least 1.
-    divides:          whether collectives divide sums.
+    divides:          whether collectives divide sums, so that a reduce of one is not copied.
     call_us:          how long compute stands still for a launch and its wait themselves.
     """
 

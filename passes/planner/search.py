@@ -11,12 +11,13 @@ All is decided by numbers and by one generator with a fixed seed: every rank fin
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.passes.planner.bound import Bound, lower_bound
-from autoshard.passes.planner.costs import GROUPED, PACKED
+from autoshard.passes.planner.costs import LAYOUTS
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, simulate
@@ -49,23 +50,23 @@ def search(
     problem: Problem,
     *,
     budget_bytes: float,
-    layouts: Sequence[str] = (PACKED, GROUPED),
+    layouts: Mapping[str, Sequence[str]] = LAYOUTS,
     steps: int = STEPS,
 ) -> Decision:
     """The best decision found for `problem`.
 
     budget_bytes: of all memory; see `simulate`.
-    layouts: those that buckets may have.
+    layouts: those that buckets of each kind may have.
     steps: moves tried at most; fewer where there are many buckets, see `EFFORT`.
     """
-    space = _Space(problem, budget_bytes)
+    space = _Space(problem, budget_bytes, layouts)
     best, timeline = min(
-        (space.evaluate(cuts) for cuts in space.seeds(layouts)), key=lambda found: found[0]
+        (space.evaluate(cuts) for cuts in space.seeds()), key=lambda found: found[0]
     )
     generator = random.Random(0)
     hot = space.hot(timeline, best[1])
     for _ in range(min(steps, EFFORT // max(1, best[0][2])) if space.groups else 0):
-        moved = space.move(best[1], generator, layouts, hot)
+        moved = space.move(best[1], generator, hot)
         if moved is None:
             continue
         found, after = space.evaluate(moved)
@@ -82,9 +83,12 @@ _Found = tuple[_Score, tuple[Cut, ...]]
 class _Space:
     """All decisions about one problem."""
 
-    def __init__(self, problem: Problem, budget_bytes: float) -> None:
+    def __init__(
+        self, problem: Problem, budget_bytes: float, layouts: Mapping[str, Sequence[str]]
+    ) -> None:
         self.problem = problem
         self.budget = budget_bytes
+        self.layouts = layouts
         self.groups: list[tuple[str, list[Item]]] = []
         for kind, items in (("gather", problem.gathers), ("reduce", problem.reduces)):
             carriers: dict[str, list[Item]] = {}
@@ -133,8 +137,8 @@ class _Space:
 
     # ---- seeds
 
-    def seeds(self, layouts: Sequence[str]) -> Iterator[tuple[Cut, ...]]:
-        for layout in layouts:
+    def seeds(self) -> Iterator[tuple[Cut, ...]]:
+        for layout in dict.fromkeys(itertools.chain(*self.layouts.values())):
             yield self._all(layout, [_by_unit(items) for _, items in self.groups])
             yield self._all(layout, [range(1, len(items) + 1) for _, items in self.groups])
             yield from self._capped(layout)
@@ -142,7 +146,13 @@ class _Space:
                 yield self._programme(layout)
 
     def _all(self, layout: str, ends: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
-        return tuple(tuple((end, layout) for end in each) for each in ends)
+        """Buckets of that layout, where their kind may have it."""
+        cuts = []
+        for (kind, _), each in zip(self.groups, ends, strict=True):
+            allowed = self.layouts[kind]
+            chosen = layout if layout in allowed else allowed[0]
+            cuts.append(tuple((end, chosen) for end in each))
+        return tuple(cuts)
 
     def _capped(self, layout: str) -> Iterator[tuple[Cut, ...]]:
         """Buckets filled up to a cap: the best for one kind, then for the other, and again."""
@@ -174,7 +184,6 @@ class _Space:
         self,
         cuts: tuple[Cut, ...],
         generator: random.Random,
-        layouts: Sequence[str],
         hot: Sequence[tuple[int, int]],
     ) -> tuple[Cut, ...] | None:
         """One change, or None where the one that was drawn is impossible."""
@@ -196,8 +205,8 @@ class _Space:
             if not begin < end + by < cut[at + 1][0]:
                 return None
             cut[at] = (end + by, layout)
-        elif what == 3 and len(layouts) > 1 and end - begin > 1:
-            cut[at] = (end, next(other for other in layouts if other != layout))
+        elif what == 3 and len(allowed := self.layouts[self.groups[group][0]]) > 1 < end - begin:
+            cut[at] = (end, next(other for other in allowed if other != layout))
         else:
             return None
         return (*cuts[:group], tuple(cut), *cuts[group + 1 :])

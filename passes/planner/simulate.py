@@ -234,12 +234,14 @@ class _Simulation(ABC):
         """Wait for what is left."""
 
     def _advance(self, position: int) -> None:
-        problem = self.problem
-        if position > self.position:
-            self._note(self.position, position)
-            self.unreduced += problem.made_bytes[position] - problem.made_bytes[self.position]
-        begin = self.now
-        work = problem.compute_us[position] - problem.compute_us[self.position]
+        problem, begin, began_us = self.problem, self.position, self.now
+        stops = [position]
+        if begin < position and self.held + problem.peak_bytes(begin, position) > self.peak_bytes:
+            # What is freed in between may make it less: only then is it looked at in steps.
+            stops = sorted({position, *(at for at, _ in self.frees if begin < at < position)})
+        for stop in stops:
+            self._pass(stop)
+        work = problem.compute_us[position] - problem.compute_us[begin]
         factor = problem.costs.contention
         if factor > 1 and work:
             busy_us = max(0.0, max(self.links.values(), default=0.0) - self.now)
@@ -247,8 +249,15 @@ class _Simulation(ABC):
             self.now += shared_us + (work - shared_us / factor)
         else:
             self.now += work
+        if position > begin:
+            self.compute.append((began_us, self.now, begin, position))
+
+    def _pass(self, position: int) -> None:
+        """Let the ops until `position` make and free what they do."""
+        made = self.problem.made_bytes
         if position > self.position:
-            self.compute.append((begin, self.now, self.position, position))
+            self._note(self.position, position)
+            self.unreduced += made[position] - made[self.position]
         self.position = position
         while self.frees and self.frees[0][0] <= position:
             self.gathered -= heapq.heappop(self.frees)[1]
@@ -288,7 +297,8 @@ class _Simulation(ABC):
         at = self.position
         if bucket.kind == "gather":
             self.gathered += bucket.num_bytes
-            heapq.heappush(self.frees, (bucket.freed, bucket.num_bytes))
+            for item in bucket.items:  # each is freed by itself
+                heapq.heappush(self.frees, (item.freed, item.num_bytes))
             self._note(at, at + 1)
         else:
             copied = bucket.num_bytes if bucket.is_copied else 0

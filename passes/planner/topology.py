@@ -51,7 +51,6 @@ class Topology:
     member_us:        of one more member of a grouped bucket.
     call_us:          how long compute stands still for one more collective itself.
     contention:       how much longer compute takes while a collective runs.
-    divides:          whether collectives divide sums, so that a bucket of one is not copied.
     measured:         "gather 2": (alpha_us, us_per_byte), by kind and ranks; goes before the rest.
     sources:          where each number comes from, by its name.
     """
@@ -72,7 +71,6 @@ class Topology:
     member_us: float
     call_us: float
     contention: float
-    divides: bool
     sources: Mapping[str, str]
     measured: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -92,6 +93,7 @@ ROLES = {
     "_launch_gather": "gathered",
     "_wait_gather": "gathered",
     "_pack_grads": "unreduced",
+    "_launch_reduce": "unreduced",
     "_wait_reduce": "gradients",
 }
 """What storages are that an op of ours makes."""
@@ -100,14 +102,14 @@ ROLES = {
 @contextlib.contextmanager
 def _waits_unseen() -> Iterator[None]:
     """What a backend does in a wait is not looked into."""
-    wait = collectives.InFlight.wait
+    end = collectives.end
 
-    def unseen(flight: collectives.InFlight) -> collectives.InFlight:
+    def unseen(work: dist.Work, issued: collectives.Issued) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
-            return wait(flight)
+            end(work, issued)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives.InFlight, "wait", unseen)
+        patch.setattr(collectives, "end", unseen)
         yield
 
 

@@ -151,7 +151,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Any) ->
     path.write_text(json.dumps(small))
     asked = arguments("--topology", str(path), "--micro-batch", "1", gpus="4")
     assert main(asked) == 1
-    assert "does not fit, with gradients" in capsys.readouterr().out
+    assert "does not fit, with optimizer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

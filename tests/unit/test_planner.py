@@ -113,7 +113,7 @@ def test_topology_is_read_back(tmp_path: Path) -> None:
     [
         ({"op_us": "fast"}, "op_us is 'fast'; expected float"),
         ({"op_us": -1.0}, "op_us is -1.0"),
-        ({"divides": 1}, "divides is 1; expected bool"),
+        ({"name": 1}, "name is 1; expected str"),
         ({"tflops": {"bf16": 1.0}}, "any other dtype"),
         ({"measured": {"gather 2": [1.0]}}, "measured is"),
         ({"bandwidth": 3}, "unknown .'bandwidth'."),

@@ -1,0 +1,156 @@
+"""Predicted beside measured times of three models, with each way to bucket, interleaved.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted.py
+
+Measures the cluster first (`autoshard bench calibrate`), then compiles each model three times for
+the topology found: one bucket a parameter, one a unit, and what the planner finds. Every contestant
+takes a step in turn, forward and backward, after a barrier: medians over the rounds, of the slowest
+rank. The prediction is that of the plans: forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import autoshard
+from autoshard.tools.calibrate import calibrate
+
+BUCKETINGS = ("none", "per_unit", "auto")
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256, "vocab_size": 2048}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts))
+
+
+def vit() -> nn.Module:
+    config = ViTConfig(
+        hidden_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        intermediate_size=768,
+        image_size=64,
+        patch_size=8,
+        num_labels=100,
+    )
+    return ViTForImageClassification(config)
+
+
+def text(rank: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(vocabulary, (4, 128), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def images(rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "pixel_values": torch.randn(8, 3, 64, 64, generator=generator),
+        "labels": torch.randint(100, (8,), generator=generator),
+    }
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, torch.Tensor]]]] = {
+    "llama": (llama, lambda rank: text(rank, 256)),
+    "gpt2": (gpt2, lambda rank: text(rank, 2048)),
+    "vit": (vit, images),
+}
+
+
+def measure(
+    name: str, topology: str, lowering: str, rounds: int
+) -> dict[str, tuple[float, float, float]]:
+    """By bucketing: predicted forward, predicted backward, and measured milliseconds of both."""
+    build, batch_of = MODELS[name]
+    models = {}
+    for bucketing in BUCKETINGS:
+        torch.manual_seed(0)
+        options = {"bucketing": bucketing, "topology": topology, "lowering": lowering}
+        model = autoshard.shard(build())
+        model.compile(backend="autoshard", options={**options, "strict": True})
+        models[bucketing] = model
+    batch = batch_of(dist.get_rank())
+    times: dict[str, list[float]] = {bucketing: [] for bucketing in models}
+    for number in range(rounds + 3):  # the first three compile and warm up
+        for bucketing, model in models.items():
+            dist.barrier()
+            started = time.perf_counter()
+            model(**batch).loss.backward()
+            took = torch.tensor(time.perf_counter() - started)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if number >= 3:
+                times[bucketing].append(1e3 * took.item())
+            model.zero_grad()
+    found = {}
+    for bucketing, model in models.items():
+        predicted = dict.fromkeys(("forward", "backward"), 0.0)
+        for plan in autoshard.plans(model):  # several of each, where the graph breaks
+            predicted[plan.graph] += plan.makespan_us / 1e3
+        found[bucketing] = *predicted.values(), statistics.median(times[bucketing])
+    torch._dynamo.reset()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--topology", help="a file of autoshard bench calibrate; else it is run")
+    parser.add_argument("--lowering", default="inductor")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    dist.init_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(Path(folder) / "calibrated.json")]
+        dist.broadcast_object_list(paths)
+        topology = options.topology or paths[0]
+        if not options.topology:
+            calibrate(topology)
+        if dist.get_rank() == 0:
+            print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, {options}")
+            print("model  bucketing  predicted ms (forward + backward)  measured ms  ratio")
+        for name in options.models:
+            found = measure(name, topology, options.lowering, options.rounds)
+            if dist.get_rank() == 0:
+                for bucketing, (forward, backward, measured) in found.items():
+                    ratio = (forward + backward) / measured
+                    print(
+                        f"{name:6} {bucketing:9} {forward + backward:8.1f} "
+                        f"({forward:.1f} + {backward:.1f}) {measured:12.1f} {ratio:8.2f}"
+                    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
