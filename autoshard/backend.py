@@ -27,7 +27,7 @@ from autoshard.passes.lower_eagerly import lower_eagerly
 from autoshard.passes.lower_inductor import lower_inductor
 from autoshard.passes.match import is_gradient, is_marker, table_of
 from autoshard.passes.meta import PLAN
-from autoshard.passes.plan import Plan
+from autoshard.passes.plan import Plan, show_bytes
 from autoshard.passes.planner.topology import Topology, default_topology
 from autoshard.passes.prices import Prices
 from autoshard.passes.text import render
@@ -98,6 +98,7 @@ def _compile(
         first_call.num_graphs += bool(params)
         for plan in attempt.plans:
             record((param.unit for param in attempt.compilation.frame.params), plan)
+        _warn_beyond_budget(attempt, code)
         return attempt.compilation.frame.wrap(attempt.compiled, name)
     if settings.strict:
         raise attempt.failure or RuntimeError(attempt.reason)
@@ -176,6 +177,25 @@ def _agreed_attempt(
         new = (plan for plan in attempt.plans if plan.digest not in digests)
         known += [dataclasses.replace(plan, figures=None) for plan in new]
     return attempt
+
+
+def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
+    """Where nothing keeps to the memory that is allowed, or a batch is larger than the one that a
+    plan was found with."""
+    compilation = attempt.compilation
+    prices = compilation.prices
+    if not (compilation.options.searches and attempt.plans):
+        return
+    if prices is None or prices.budget_bytes is None:
+        return
+    plan = max(attempt.plans, key=lambda plan: plan.peak_bytes)
+    beyond = plan.peak_bytes - prices.budget_bytes
+    if beyond > 0:
+        _warn_once(
+            f"the {plan.graph} graph of {code} is predicted to need {show_bytes(beyond)} more than "
+            "option 'memory_budget' allows: take a larger budget, a smaller batch, or activation "
+            "checkpointing"
+        )
 
 
 def _check_bucketing(settings: CompileOptions, param: ShardedParam) -> None:

@@ -89,6 +89,12 @@ def test_budget(rank: int) -> None:
     assert max(plan.peak_bytes for plan in found[1]) > 10 * weight
 
 
+@on_ranks(2)
+def test_budget_that_nothing_keeps_to(rank: int) -> None:
+    with pytest.warns(RuntimeWarning, match=r"graph of .* more than .*'memory_budget'"):
+        compiled(Wide, wide_loss, memory_budget=2**17, strategy="full_shard")
+
+
 def batches_by_rank(model: Any, rank: int, step: int) -> Tensor:
     """Of other sizes on each rank, and on one rank alone of another in a later step."""
     sizes = [[2, 4096], [2, 4096], [600, 4096], [600, 17]]
