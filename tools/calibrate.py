@@ -9,6 +9,7 @@ then read: plans must not differ.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from autoshard.passes.planner.topology import KINDS, Topology, default_topology
 SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 KiB to 16 MiB
 ROUNDS = 15
 PRODUCT = 768  # rows and columns of a matrix product
+CALLS = 16  # collectives beside compute
 STREAMED = 2**25  # bytes of a copy: more than caches hold
 
 
@@ -100,16 +102,27 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
 
 
 def _call_us(device: torch.device, rounds: int) -> float:
-    """Until a small all-gather is on its way."""
+    """What a small all-gather takes away from compute that goes on beside it."""
+    a = torch.ones(PRODUCT // 4, PRODUCT // 4, device=device)
     part = torch.ones(16, device=device)
-    whole = part.new_empty(16 * dist.get_world_size())
+    wholes = [part.new_empty(16 * dist.get_world_size()) for _ in range(CALLS)]
     group = dist.distributed_c10d._get_default_group()
-    works: list[dist.Work] = []
 
-    def begin() -> None:
-        works.append(_torch.all_gather_flat(whole, part, group=group, async_op=True))
+    def compute(*, beside: bool) -> None:
+        works: list[dist.Work] = []
+        for whole in wholes:
+            if beside:  # as plans do: launched a step before it is waited for
+                works.append(_torch.all_gather_flat(whole, part, group=group, async_op=True))
+            torch.matmul(a, a)
+            if len(works) > 1:
+                works.pop(0).wait()
+        for work in works:
+            work.wait()
 
-    return _median_us(begin, device, rounds, after=lambda: works.pop().wait())
+    alone, both = (
+        _median_us(partial(compute, beside=beside), device, rounds) for beside in (False, True)
+    )
+    return max(0.0, (both - alone) / CALLS)
 
 
 def _member_us(device: torch.device, rounds: int) -> float:
@@ -158,22 +171,26 @@ def _memory_gb_per_s(device: torch.device, rounds: int) -> float:
 
 
 def _contention(device: torch.device, rounds: int) -> float:
-    """How much longer a matrix product takes beside an all-gather."""
+    """How much longer a matrix product takes beside all-gathers that go on for longer."""
     a = torch.ones(PRODUCT, PRODUCT, device=device)
     world = dist.get_world_size()
     whole = torch.ones(SIZES[-1] // 4, device=device)
     part = whole.new_ones(whole.numel() // world)
     group = dist.distributed_c10d._get_default_group()
-
     product = partial(torch.matmul, a, a)
+    gather = partial(_torch.all_gather_flat, whole, part, group=group, async_op=True)
     alone = _median_us(product, device, rounds)
-    works = []
+    count = 1 + math.ceil(4 * alone / _median_us(lambda: gather().wait(), device, rounds))
+    works: list[dist.Work] = []
 
     def begin() -> None:
-        works.append(_torch.all_gather_flat(whole, part, group=group, async_op=True))
+        works.extend(gather() for _ in range(count))
 
-    busy = _median_us(product, device, rounds, before=begin, after=lambda: works.pop().wait())
-    return max(1.0, busy / alone)
+    def end() -> None:
+        while works:
+            works.pop().wait()
+
+    return max(1.0, _median_us(product, device, rounds, before=begin, after=end) / alone)
 
 
 def _median_us(
