@@ -62,12 +62,18 @@ reduce_scatter_flat: Callable[..., Any] = (
 
 def all_gather_grouped(
     receive: list[torch.Tensor], send: list[torch.Tensor], group: Any
-) -> dist.Work:
-    """Gather each of `send` into its of `receive`, all in one call of the backend, and go on."""
+) -> list[dist.Work]:
+    """Begin to gather each tensor of `send` into that of `receive`, in one call of the backend.
+
+    In one each on devices for which gloo has no such call. Returns what to wait for, all of it.
+    """
+    device = receive[0].device
+    if device.type != "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo):
+        pairs = zip(receive, send, strict=True)
+        return [all_gather_flat(*pair, group=group, async_op=True) for pair in pairs]
     # 2.13 renamed it; 2.11 has the old name alone.
     found = getattr(group, "all_gather_single_coalesced", None)
-    work: dist.Work = (found or group.allgather_into_tensor_coalesced)(receive, send)
-    return work
+    return [(found or group.allgather_into_tensor_coalesced)(receive, send)]
 
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

@@ -180,8 +180,8 @@ def _agreed_attempt(
 
 
 def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
-    """Where nothing keeps to the memory that is allowed, or a batch is larger than the one that a
-    plan was found with."""
+    """Warn once where nothing keeps to the memory that is allowed, or where a batch is larger than
+    the one that a plan was found with."""
     compilation = attempt.compilation
     prices = compilation.prices
     if not (compilation.options.searches and attempt.plans):
@@ -191,10 +191,10 @@ def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
     plan = max(attempt.plans, key=lambda plan: plan.peak_bytes)
     beyond = plan.peak_bytes - prices.budget_bytes
     if beyond > 0:
+        log.info("the %s graph: %s beyond the budget", plan.graph, show_bytes(beyond))
         _warn_once(
-            f"the {plan.graph} graph of {code} is predicted to need {show_bytes(beyond)} more than "
-            "option 'memory_budget' allows: take a larger budget, a smaller batch, or activation "
-            "checkpointing"
+            f"a graph of {code} is predicted to need more memory than option 'memory_budget' "
+            "allows: take a larger budget, a smaller batch, or activation checkpointing"
         )
 
 

@@ -3,10 +3,12 @@
     python benchmarks/planner.py            # all of it; --models 8b for one
     python benchmarks/planner.py --growth   # how long planning takes, by layers
 
-Each row is one graph of layer shapes: matrix products at 600 TFLOP/s and 4 us each, and one link.
+Each row is one graph of layer shapes: matrix products at 600 TFLOP/s and 4 us each, and one link
+whose collectives divide sums, which those of graphs do not yet do.
 Time over lower bound, for one bucket a parameter, one bucket a unit launched a unit ahead, and the
-planner's, packed and grouped; all with the same costs, and the planner's with no more memory than
-one bucket a unit needs (`per_unit`), or with what `--budget-layers` says.
+planner's: all buckets packed; all grouped, also reduces, which no graph has yet; and "auto", each
+gather as is best and each reduce packed. All with the same costs, and the planner's with no more
+memory than one bucket a unit needs (`per_unit`), or with what `--budget-layers` says.
 """
 
 from __future__ import annotations
@@ -92,7 +94,10 @@ def make_problem(model: Model, regime: Regime, graph: str, *, layers: int | None
     link = Link("node", regime.alpha_us, 1 / (regime.gb_per_s * 1e3), MEMBER_US)
     carriers = ("gather", "reduce")
     costs = Costs(
-        dict.fromkeys(carriers, (link,)), dict.fromkeys(carriers, regime.ranks), COPY_US_PER_BYTE
+        dict.fromkeys(carriers, (link,)),
+        dict.fromkeys(carriers, regime.ranks),
+        COPY_US_PER_BYTE,
+        divides=True,
     )
     return Problem(graph, tuple(op_us), (0,) * len(op_us), tuple(gathers), tuple(reduces), costs)
 

@@ -163,7 +163,6 @@ def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
         shards={carrier: groups.shards(group_of(marker)) for carrier, marker in first.items()},
         copy_us_per_byte=topology.copy_us_per_byte,
         contention=max(1.0, topology.contention),
-        divides=False,  # gradients are divided where they are packed
         call_us=topology.call_us,
     )
 
@@ -171,6 +170,9 @@ def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
 def _item(marker: fx.Node, position: Mapping[fx.Node, int], last: Mapping[fx.Node, int]) -> Item:
     (member,) = read_members(members_of(marker))
     info, used = info_of(marker), first_use(marker, position, len(position))
+    is_gather = is_unshard(marker)
+    shard = marker.all_input_nodes[0]
+    is_cast = shard.meta["val"].dtype != member.dtype
     return Item(
         name=info.name,
         unit=info.unit,
@@ -178,7 +180,9 @@ def _item(marker: fx.Node, position: Mapping[fx.Node, int], last: Mapping[fx.Nod
         num_bytes=member.num_bytes,
         ready=ready_of(marker, position),
         used=used,
-        freed=1 + last.get(marker, used) if is_unshard(marker) else used,
+        freed=1 + last.get(marker, used) if is_gather else used,
+        is_copied_in=is_gather and (is_cast or shard.op != "placeholder"),
+        is_copied_out=is_gather and member.dim != 0,
     )
 
 

@@ -104,8 +104,11 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
     arguments: tuple[Any, ...] = (inputs, bucket.members, group_of(members[0]), number)
     table = table_of(members[0])
     if bucket.kind == "gather":
-        options = (any(map(_is_made_here, members)), bucket.layout == GROUPED)
-        arguments = (*arguments, *(options if options[1] else filter(None, options)))
+        copies = any(map(_is_made_here, members))
+        if bucket.layout == GROUPED:
+            arguments = (*arguments, copies, True)
+        elif copies:
+            arguments = (*arguments, True)
     if table is not None:
         arguments = (*arguments, table, list(bucket.params))
     first, name = _FIRST[bucket.kind]

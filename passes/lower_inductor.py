@@ -46,7 +46,11 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     Raises OrderError if the generated code departs from the planned order.
     """
     planned = planned_order(gm.graph)
-    settings = {**_torch.inductor_settings(**SETTINGS), "post_grad_custom_post_pass": KeepOrder()}
+    settings = {
+        **_torch.inductor_settings(**SETTINGS),
+        "joint_custom_post_pass": None,  # it has run; what is compiled here may come from a cache
+        "post_grad_custom_post_pass": KeepOrder(),
+    }
     with torch._inductor.config.patch(settings):
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
     if planned:

@@ -16,7 +16,7 @@ from typing import Any
 
 from autoshard.passes.chrome_trace import measured_events, trace_events
 from autoshard.passes.layout import read_members
-from autoshard.passes.planner.costs import GROUPED, PACKED
+from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
 
 SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # loaded: at launch; store: at wait
 
@@ -222,7 +222,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`. Raises ValueError for a layout that a bucket can't have."""
         data: dict[str, Any] = json.loads(text)
         figures = data.pop("figures")
         if figures is not None:
@@ -230,6 +230,9 @@ class Plan:
             for name in ("compute", "memory"):
                 figures[name] = tuple(map(tuple, figures[name]))
             figures = Figures(**figures)
+        for bucket in data["buckets"]:
+            if bucket.get("layout", PACKED) not in LAYOUTS[bucket["kind"]]:
+                raise ValueError(f"a {bucket['kind']} can't be {bucket['layout']!r} in a plan")
         buckets = tuple(
             Bucket(**{**bucket, "names": tuple(bucket["names"]), "params": tuple(bucket["params"])})
             for bucket in data.pop("buckets")

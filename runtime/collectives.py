@@ -69,28 +69,31 @@ class InFlight:
         `receive` since the first.
         """
         if self.work is not None:
-            end(self.work, self.issued)
+            wait_for([self.work], self.issued)
         return replace(self, work=None, send=self.receive)
 
 
 @dataclass(frozen=True)
 class GroupedFlight:
-    """A launched gather of members that share one call and no memory.
-
-    send, receive: of each member, 1D: this rank's piece, which is its part of the other or the
-        shard itself, and those of all.
+    """A launched gather of members that share a call and no memory. As an `InFlight`, but `send`
+    and `receive` have a tensor a member; the former is empty once it has been waited for.
     """
 
     issued: Issued
-    work: dist.Work
+    works: list[dist.Work]
     send: list[Tensor]
     receive: list[Tensor]
     world: int
 
+    def wait(self) -> None:
+        wait_for(self.works, self.issued)
+        self.send.clear()
 
-def end(work: dist.Work, issued: Issued) -> None:
-    """Wait for `work`, and tell observers."""
-    work.wait()
+
+def wait_for(works: list[dist.Work], issued: Issued) -> None:
+    """Wait for all of `works`, and tell observers."""
+    for work in works:
+        work.wait()
     for _, waited in _observers:
         waited(issued)
 
@@ -136,7 +139,8 @@ def launch_grouped_gather(
 ) -> GroupedFlight:
     """As `launch_gather`, but what is sent is the shards, and what is received the parameters.
 
-    Copied is only what can't be sent as it is: a shard of another dtype, or of fewer rows.
+    Copied is only what can't be sent as it is: a shard of another dtype, or of fewer rows than
+    others have.
     """
     process_group = _torch.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
@@ -148,18 +152,18 @@ def launch_grouped_gather(
         ]
         send, receive = map(list, zip(*pairs, strict=True))
         _announce(issued)
-        work = _torch.all_gather_grouped(receive, send, process_group)
-    return GroupedFlight(issued, work, send, receive, world)
+        works = _torch.all_gather_grouped(receive, send, process_group)
+    return GroupedFlight(issued, works, send, receive, world)
 
 
 def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     """Whole parameters, each contiguous in a storage of its own, (rows, *rest)."""
     members, world = flight.issued.members, flight.world
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
-        if flight.work is not None:
-            end(flight.work, flight.issued)
+        flight.wait()
         padded = _parted(flight) if isinstance(flight, InFlight) else flight.receive
-        return [_whole(out, member, world) for out, member in zip(padded, members, strict=True)]
+        # Taken out one by one: what is copied once more is freed before the next one is.
+        return [_whole(padded.pop(0), member, world) for member in members]
 
 
 def _parted(flight: InFlight) -> list[Tensor]:

@@ -132,7 +132,8 @@ def _member_us(device: torch.device, rounds: int) -> float:
     wholes = [part.new_empty(16 * dist.get_world_size()) for part in parts]
 
     def gather(count: int) -> None:
-        _torch.all_gather_grouped(wholes[:count], parts[:count], group).wait()
+        for work in _torch.all_gather_grouped(wholes[:count], parts[:count], group):
+            work.wait()
 
     few, many = (_median_us(partial(gather, count), device, rounds) for count in (1, 9))
     return max(0.0, (many - few) / 8)

@@ -89,7 +89,10 @@ def _time_rows(best: Estimate) -> Iterator[Sequence[str]]:
 
 def _bucket_rows(decision: Decision) -> Iterator[Sequence[str]]:
     """A line for the buckets that begin in one unit, of one kind, one after another."""
-    yield "kind", "from", "to", "buckets", "params", "bytes", "launch us", "finish us", "exposed us"
+    yield (
+        *("kind", "layout", "from", "to", "buckets", "params", "bytes"),
+        *("launch us", "finish us", "exposed us"),
+    )
     for (kind, unit), each in itertools.groupby(
         decision.timeline.runs, key=lambda run: (run.bucket.kind, run.bucket.items[0].unit)
     ):
@@ -97,6 +100,7 @@ def _bucket_rows(decision: Decision) -> Iterator[Sequence[str]]:
         items = [item for run in runs for item in run.bucket.items]
         yield (
             kind,
+            "/".join(sorted({run.bucket.layout for run in runs})),
             unit,
             items[-1].unit,
             str(len(runs)),

@@ -2,9 +2,9 @@
 
 A collective of B whole bytes takes `alpha_us + B * us_per_byte` on its link. In a *packed* bucket
 of several members a gather's shards are copied together before it and the parameters out of it
-after, a reduce's gradients together before; in a *grouped* bucket nothing is copied, and each
-member after the first costs `member_us` on the link. A gather of one member is copied nowhere; nor
-is a reduce, where the collective itself divides the sum.
+after, a reduce's gradients together before; in a *grouped* bucket nothing is copied to share
+memory, and each member after the first costs `member_us` on the link. Nor is a gather of one
+member, or a reduce of one where the collective itself divides the sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Costs:
     shards:           ranks that a carrier's whole is cut over.
     copy_us_per_byte: of reading or writing one byte on the device.
     contention:       how much longer compute takes while a collective runs; at least 1.
-    divides:          whether collectives divide sums, so that a reduce of one is not copied.
+    divides:          whether collectives divide sums. Those of a graph do not: gradients are
+        divided where they are packed.
     call_us:          how long compute stands still for a launch and its wait themselves.
     """
 
@@ -50,19 +51,20 @@ class Costs:
     shards: Mapping[str, int]
     copy_us_per_byte: float
     contention: float = 1.0
-    divides: bool = True
+    divides: bool = False
     call_us: float = 0.0
 
-    def copy_in_us(self, kind: str, carrier: str, num_bytes: int, num_members: int) -> float:
-        """Before a packed bucket's launch."""
-        if kind == "gather":
-            part = num_bytes / self.shards[carrier] if num_members > 1 else 0.0
-        else:
-            part = num_bytes if num_members > 1 or not self.divides else 0.0
+    def is_shared(self, kind: str, num_members: int, layout: str) -> bool:
+        """Whether members are copied to memory that they share: a gather's out of it, too."""
+        if layout == GROUPED:
+            return False
+        return num_members > 1 or (kind == "reduce" and not self.divides)
+
+    def copy_in_us(self, kind: str, carrier: str, num_bytes: int) -> float:
+        """Of copying so many bytes of the whole before a launch: a gather's are shards."""
+        part = num_bytes / self.shards[carrier] if kind == "gather" else num_bytes
         return 2 * part * self.copy_us_per_byte
 
-    def copy_out_us(self, kind: str, num_bytes: int, num_members: int) -> float:
-        """After a packed bucket's wait: reduces hand out views."""
-        if num_members == 1 or kind == "reduce":
-            return 0.0
+    def copy_out_us(self, num_bytes: int) -> float:
+        """Of copying so many bytes after a gather's wait: reduces hand out views."""
         return 2 * num_bytes * self.copy_us_per_byte

@@ -27,6 +27,10 @@ class Item:
     ready:     the first position at which it may be launched.
     used:      the first position at which what comes of it is read; `num_ops` if none does.
     freed:     the first position at which the whole is needed no more.
+    is_copied_in:  whether a gather copies its shard even if that is sent alone: to another dtype,
+        or because it is made in the graph.
+    is_copied_out: whether its whole is copied even if it arrives alone: shards along other dims
+        than the first do not lie as they are read.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Item:
     ready: int
     used: int
     freed: int
+    is_copied_in: bool = False
+    is_copied_out: bool = False
 
 
 @dataclass(frozen=True)

@@ -65,19 +65,23 @@ class _Table:
         for item in items:
             self.bytes.append(self.bytes[-1] + item.num_bytes)
         self.crossing = [num_bytes * link.us_per_byte for num_bytes in self.bytes]
-        self.copying = [
-            costs.copy_in_us("gather", carrier, num_bytes, 2)
-            + costs.copy_out_us("gather", num_bytes, 2)
+        self.sharing = [
+            costs.copy_in_us("gather", carrier, num_bytes) + costs.copy_out_us(num_bytes)
             for num_bytes in self.bytes
         ]
+        self.copying = [0.0]  # what is copied even where no memory is shared
+        for item in items:
+            copied = costs.copy_in_us("gather", carrier, item.num_bytes * item.is_copied_in)
+            copied += costs.copy_out_us(item.num_bytes * item.is_copied_out)
+            self.copying.append(self.copying[-1] + copied)
         uses = [item.used for item in items] + [problem.num_ops]
         self.compute = [problem.compute_us[position] for position in uses]
 
     def step(self, crossed: float, finished: float, i: int, j: int) -> tuple[float, float]:
         """Once items i to j - 1, as one bucket, are gathered and computed with."""
         crossed += self.alpha + self.crossing[j] - self.crossing[i] + (j - i - 1) * self.member
-        copies = self.copying[j] - self.copying[i] if self.is_packed and j - i > 1 else 0.0
-        busy = self.call + copies + self.compute[j] - self.compute[i]
+        copies = self.sharing if self.is_packed and j - i > 1 else self.copying
+        busy = self.call + copies[j] - copies[i] + self.compute[j] - self.compute[i]
         return crossed, max(finished, crossed) + busy
 
     def time_us(self, ends: Sequence[int]) -> float:

@@ -1,10 +1,10 @@
 """Find buckets: seeds, then moves that make the simulated time less.
 
 Seeds: one bucket a unit, one an item, buckets filled up to caps (one cap for gathers, one for
-reduces), the forward's exact programme; each packed and grouped. Moves on the best of them: merge
-two neighbours, cut one, shift a boundary, change a layout; every other one where compute stands
-still. A decision is better if it needs less beyond the budget, then if it takes less time, then if
-it has fewer buckets.
+reduces), the forward's exact programme; in each layout that a kind may have. Moves on the best of
+them: merge two neighbours, cut one, shift a boundary, change a layout; every other one where
+compute stands still. A decision is better if it needs less beyond the budget, then if it takes less
+time, then if it has fewer buckets.
 
 All is decided by numbers and by one generator with a fixed seed: every rank finds the same.
 """
@@ -195,6 +195,7 @@ class _Space:
         cut = list(cuts[group])
         begin = cut[at - 1][0] if at else 0
         end, layout = cut[at]
+        allowed = self.layouts[self.groups[group][0]]
         what = generator.randrange(4)
         if what == 0 and at + 1 < len(cut):  # merge
             cut[at : at + 2] = [(cut[at + 1][0], layout)]
@@ -205,7 +206,7 @@ class _Space:
             if not begin < end + by < cut[at + 1][0]:
                 return None
             cut[at] = (end + by, layout)
-        elif what == 3 and len(allowed := self.layouts[self.groups[group][0]]) > 1 < end - begin:
+        elif what == 3 and end - begin > 1 and len(allowed) > 1:
             cut[at] = (end, next(other for other in allowed if other != layout))
         else:
             return None

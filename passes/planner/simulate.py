@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autoshard.passes.planner.costs import PACKED
 from autoshard.passes.planner.problem import Item, Problem
 
 
@@ -50,7 +49,7 @@ class Bucket:
     copy_in_us: float
     copy_out_us: float
     shard_bytes: int
-    is_copied: bool
+    twice_bytes: int  # of it, in memory twice while they are copied: in for a reduce, else out
 
     @cached_property
     def is_summed_twice(self) -> bool:
@@ -62,7 +61,9 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
     """A bucket of `items`, which have one carrier."""
     costs, carrier = problem.costs, items[0].carrier
     num_bytes, count = sum(item.num_bytes for item in items), len(items)
-    is_packed = layout == PACKED
+    is_shared = costs.is_shared(kind, count, layout)
+    copied_in = sum(item.num_bytes for item in items if is_shared or item.is_copied_in)
+    copied_out = sum(item.num_bytes for item in items if is_shared or item.is_copied_out)
     return Bucket(
         kind=kind,
         carrier=carrier,
@@ -75,11 +76,10 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
         links=tuple(
             (link.name, link.time_us(num_bytes, count, layout)) for link in costs.links[carrier]
         ),
-        copy_in_us=costs.call_us
-        + (costs.copy_in_us(kind, carrier, num_bytes, count) if is_packed else 0.0),
-        copy_out_us=costs.copy_out_us(kind, num_bytes, count) if is_packed else 0.0,
+        copy_in_us=costs.call_us + costs.copy_in_us(kind, carrier, copied_in),
+        copy_out_us=costs.copy_out_us(copied_out) if kind == "gather" else 0.0,
         shard_bytes=-(-num_bytes // costs.shards[carrier]),
-        is_copied=is_packed and (count > 1 or (kind == "reduce" and not costs.divides)),
+        twice_bytes=copied_out if kind == "gather" else copied_in,
     )
 
 
@@ -281,7 +281,10 @@ class _Simulation(ABC):
 
     def _add_note(self, position: int, live: int, gathered: int, unreduced: int) -> None:
         num_bytes = self.held + live + gathered + unreduced
-        self.memory.append((self.now, num_bytes))
+        if self.memory and self.memory[-1][0] == self.now:
+            self.memory[-1] = self.now, max(num_bytes, self.memory[-1][1])
+        else:
+            self.memory.append((self.now, num_bytes))
         if num_bytes > self.peak_bytes:
             self.peak_bytes = num_bytes
             self.peak = Peak(
@@ -301,8 +304,7 @@ class _Simulation(ABC):
                 heapq.heappush(self.frees, (item.freed, item.num_bytes))
             self._note(at, at + 1)
         else:
-            copied = bucket.num_bytes if bucket.is_copied else 0
-            self._note_packed(copied)
+            self._note_packed(bucket.twice_bytes)
             self.unreduced += bucket.shard_bytes  # where the sum arrives
             self._note_packed(0)
         self.now += bucket.copy_in_us
@@ -329,8 +331,8 @@ class _Simulation(ABC):
         self.now += run.exposed_us
         self._record("wait", run)
         if bucket.kind == "gather":
-            if bucket.is_copied:
-                self._note(self.position, self.position + 1, gathered=bucket.num_bytes)
+            if bucket.twice_bytes:
+                self._note(self.position, self.position + 1, gathered=bucket.twice_bytes)
             self.now += bucket.copy_out_us
         else:
             self.unreduced -= bucket.num_bytes + bucket.shard_bytes
@@ -414,8 +416,7 @@ class _Placing(_Simulation):
         if held + problem.peak_bytes(position, used) > self.budget:
             return False
         held -= sum(num_bytes for at, num_bytes in self.frees if at <= used)
-        copied = bucket.num_bytes if bucket.is_copied else 0
-        return held + copied + problem.peak_bytes(used, bucket.freed) <= self.budget
+        return held + bucket.twice_bytes + problem.peak_bytes(used, bucket.freed) <= self.budget
 
 
 class _Following(_Simulation):

@@ -179,7 +179,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
     "float": (int, float),
-    "bool": (bool,),
 }
 
 
@@ -196,7 +195,7 @@ def _checked(data: Any, path: Path) -> Topology:
         expected = _TYPES.get(str(fields[name].type))
         if expected is None:
             _check_table(name, value, path)
-        elif not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+        elif not isinstance(value, expected) or isinstance(value, bool):
             raise ValueError(f"topology {path}: {name} is {value!r}; expected {fields[name].type}")
         elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
             raise ValueError(f"topology {path}: {name} is {value!r}; expected a number from 0 on")

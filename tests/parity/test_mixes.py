@@ -12,6 +12,7 @@ from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import adamw, assert_same, compiled, replicated, sharded, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
@@ -465,3 +466,16 @@ def test_models_that_change_between_steps(rank: int, form: str, change: Any) -> 
     got, losses = (sharded if form == "eager" else compiled)(build, changing(change))
     assert losses == want_losses
     assert_same(got, want)
+
+
+@on_ranks(2)
+def test_second_run_comes_from_the_cache(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))  # whose group has the same name in both
+    losses = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        losses.append(compiled(Net, net_loss, steps=1, lowering="inductor", mesh=mesh)[1])
+    counted = torch._dynamo.utils.counters["inductor"]
+    assert counted["fxgraph_cache_hit"] == 2, counted  # forward and backward
+    assert losses[0] == losses[1]

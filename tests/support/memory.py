@@ -102,14 +102,14 @@ ROLES = {
 @contextlib.contextmanager
 def _waits_unseen() -> Iterator[None]:
     """What a backend does in a wait is not looked into."""
-    end = collectives.end
+    wait_for = collectives.wait_for
 
-    def unseen(work: dist.Work, issued: collectives.Issued) -> None:
+    def unseen(works: list[dist.Work], issued: collectives.Issued) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
-            end(work, issued)
+            wait_for(works, issued)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "end", unseen)
+        patch.setattr(collectives, "wait_for", unseen)
         yield
 
 

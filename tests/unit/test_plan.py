@@ -26,9 +26,27 @@ from support.programs import (
 )
 
 from autoshard import Plan
+from autoshard.passes.plan import Bucket, Event
 from autoshard.passes.text import render
 
 pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("gather", "loose"), ("reduce", "grouped")])
+def test_layouts_that_no_bucket_can_have(kind: str, layout: str) -> None:
+    bucket = Bucket(kind, "shard", "unit", ("weight",), (0,), "f32[4]", layout)
+    with pytest.raises(ValueError, match=f"a {kind} can't be '{layout}'"):
+        Plan.from_json(Plan("forward", "auto", 1, (bucket,), ()).to_json())
+
+
+def test_layouts_are_agreed_on() -> None:
+    buckets = [
+        Bucket("gather", "shard", "unit", ("a", "b"), (0, 1), "f32[4] f32[2]", layout)
+        for layout in ("packed", "grouped")
+    ]
+    plans = [Plan("forward", "auto", 1, (each,), (Event("launch", 0, 0),)) for each in buckets]
+    assert plans[0].digest != plans[1].digest
+    assert Plan.from_json(plans[1].to_json()) == plans[1]
 
 
 @quick
