@@ -221,6 +221,15 @@ def grouped(
 grouped_on = {ranks: on_ranks(ranks)(grouped) for ranks in (2, 4)}
 
 
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(64, 12), nn.Linear(12, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outward(torch.relu(self.inward(x)))
+
+
 @each_value(lowering=["eager", "inductor"])
 @on_ranks(2)
 def test_grouped_along_other_dims(rank: int, lowering: str) -> None:
@@ -229,7 +238,7 @@ def test_grouped_along_other_dims(rank: int, lowering: str) -> None:
     for bucketing in ("per_unit", "auto"):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 64, bias=False))
+        model = Narrow()
         autoshard.fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
         topology = where_copies_cost_most(tempfile.mkdtemp())
         options = {"topology": topology, "bucketing": bucketing, "lowering": lowering}
