@@ -20,6 +20,7 @@ from autoshard.passes.liveness import last_uses, live_bytes
 from autoshard.passes.match import (
     group_of,
     is_compute,
+    is_made_here,
     is_marker,
     is_reduce_grad,
     is_unshard,
@@ -171,8 +172,7 @@ def _item(marker: fx.Node, position: Mapping[fx.Node, int], last: Mapping[fx.Nod
     (member,) = read_members(members_of(marker))
     info, used = info_of(marker), first_use(marker, position, len(position))
     is_gather = is_unshard(marker)
-    shard = marker.all_input_nodes[0]
-    is_cast = shard.meta["val"].dtype != member.dtype
+    is_cast = marker.all_input_nodes[0].meta["val"].dtype != member.dtype
     return Item(
         name=info.name,
         unit=info.unit,
@@ -181,7 +181,7 @@ def _item(marker: fx.Node, position: Mapping[fx.Node, int], last: Mapping[fx.Nod
         ready=ready_of(marker, position),
         used=used,
         freed=1 + last.get(marker, used) if is_gather else used,
-        is_copied_in=is_gather and (is_cast or shard.op != "placeholder"),
+        is_copied_in=is_gather and (is_cast or is_made_here(marker)),
         is_copied_out=is_gather and member.dim != 0,
     )
 

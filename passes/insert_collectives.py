@@ -25,6 +25,7 @@ from autoshard.passes.match import (
     group_of,
     is_compute,
     is_launch,
+    is_made_here,
     is_marker,
     is_to_host,
     table_of,
@@ -104,7 +105,7 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
     arguments: tuple[Any, ...] = (inputs, bucket.members, group_of(members[0]), number)
     table = table_of(members[0])
     if bucket.kind == "gather":
-        copies = any(map(_is_made_here, members))
+        copies = any(map(is_made_here, members))
         if bucket.layout == GROUPED:
             arguments = (*arguments, copies, True)
         elif copies:
@@ -117,12 +118,6 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
     if bucket.kind == "reduce":
         ticket = _follow(graph, ops.launch_reduce, ticket, "launch_reduce", bucket)
     return ticket
-
-
-def _is_made_here(member: fx.Node) -> bool:
-    """Whether what `member` gathers is a piece or a copy, whose memory a compiler may use again
-    before the gather is over."""
-    return member.all_input_nodes[0].target is operator.getitem
 
 
 def _follow(graph: fx.Graph, op: Any, ticket: fx.Node, name: str, bucket: Bucket) -> fx.Node:

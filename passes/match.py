@@ -112,6 +112,12 @@ def asked_of(node: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and is_before_gather(source) else None
 
 
+def is_made_here(member: fx.Node) -> bool:
+    """Whether what `member`, a marker, gathers is a piece or a copy, whose memory a compiler may
+    use again before the gather is over: it is copied then."""
+    return member.all_input_nodes[0].target is operator.getitem
+
+
 def is_to_device(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is ops.to_device
 
