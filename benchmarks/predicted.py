@@ -24,29 +24,15 @@ from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
 
 import autoshard
 from autoshard.tools.calibrate import calibrate
+from autoshard.tools.demo import build_model
 
 BUCKETINGS = ("none", "per_unit", "auto")
-
-
-def llama() -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-    )
-    return LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
@@ -83,7 +69,7 @@ def images(rank: int) -> dict[str, torch.Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, torch.Tensor]]]] = {
-    "llama": (llama, lambda rank: text(rank, 256)),
+    "llama": (build_model, lambda rank: text(rank, 256)),
     "gpt2": (gpt2, lambda rank: text(rank, 2048)),
     "vit": (vit, images),
 }
