@@ -13,6 +13,7 @@ import torch
 from support.models import Net, net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
+from support.topologies import where_copies_cost_most
 from support.training import adamw, assert_same, in_both_forms, in_form, issued, train
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -292,6 +293,23 @@ def test_compiled_equals_eager(
     assert_same(got, want)
     with torch.no_grad():
         assert torch.equal(net_loss(got, rank, 9), net_loss(want, rank, 9))
+
+
+@each_value(lowering=["eager", "inductor"])
+@on_ranks(2)
+def test_pieces_in_grouped_gathers(rank: int, lowering: str) -> None:
+    """They are copied each by itself: their memory may be used again while they are sent."""
+    made = []
+    with where_copies_cost_most() as topology:
+        for bucketing in ("per_unit", "auto"):
+            torch._dynamo.reset()
+            options = {"topology": topology, "bucketing": bucketing, "lowering": lowering}
+            made.append(with_bytes("full_shard"))
+            made[-1].compile(backend="autoshard", options={**options, "strict": True})
+            train(made[-1], net_loss, adamw(made[-1]))
+    assert_same(made[1], made[0])
+    buckets = [bucket for plan in autoshard.plans(made[1]) for bucket in plan.buckets]
+    assert any(each.layout == "grouped" and "u8[" in each.members for each in buckets)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])

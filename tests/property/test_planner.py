@@ -5,6 +5,7 @@ search is no worse than its seeds and keeps to its budget.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -68,6 +69,8 @@ def problems(draw: st.DrawFn, *, max_items: int = 8, reduces: bool = True) -> Pr
             0,
             use,
             draw(st.integers(use + 1, num_ops)),
+            is_copied_in=draw(st.booleans()),
+            is_copied_out=draw(st.booleans()),
         )
         for n, use in enumerate(uses)
     ]
@@ -107,7 +110,11 @@ def test_nothing_beats_the_bound(data: st.DataObject) -> None:
 
 
 def check_timeline(problem: Problem, timeline: Timeline) -> None:
-    """Each bucket is launched when its inputs are there, and waited for before it is read."""
+    """Each bucket is launched when its inputs are there, and waited for before it is read; and
+    memory is told once for each time, the peak among it."""
+    assert max(num_bytes for _, num_bytes in timeline.memory) == timeline.peak_bytes
+    times = [time_us for time_us, _ in timeline.memory]
+    assert all(itertools.starmap(operator.lt, itertools.pairwise(times)))
     for run in timeline.runs:
         assert run.bucket.ready <= run.launch <= run.wait <= problem.num_ops
         assert run.wait <= run.bucket.used
