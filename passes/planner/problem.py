@@ -11,7 +11,6 @@ Positions are those of plans: an event at position p stands before op p.
 from __future__ import annotations
 
 import itertools
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,21 +78,30 @@ class Problem:
         return tuple(itertools.accumulate(made))
 
     @cached_property
+    def freed_bytes(self) -> tuple[int, ...]:
+        """Of all wholes that are needed no more at each position."""
+        freed = [0] * (self.num_ops + 1)
+        for item in self.gathers:
+            if item.freed <= self.num_ops:
+                freed[item.freed] += item.num_bytes
+        return tuple(itertools.accumulate(freed))
+
+    @cached_property
     def _peaks(self) -> list[list[int]]:
-        """Row k: the most that there is over 2 ** k ops from each on, all gradients until then
-        among it."""
-        made = self.made_bytes
-        rows = [[*map(operator.add, self.live_bytes, made[1:]), made[-1]]]
+        """Row k: the most that there is over 2 ** k ops from each on, with all gradients made until
+        then, and without wholes; those that are freed taken away."""
+        live = (*self.live_bytes, 0)
+        made = (*self.made_bytes[1:], self.made_bytes[-1])
+        rows = [[a + b - c for a, b, c in zip(live, made, self.freed_bytes, strict=True)]]
         while 2 * (step := 1 << (len(rows) - 1)) <= len(rows[0]):
             last = rows[-1]
             rows.append([max(a, b) for a, b in zip(last, last[step:], strict=False)])
         return rows
 
     def peak_bytes(self, begin: int, end: int) -> int:
-        """The most that lives at ops `begin` to `end`, the latter not included, with gradients made
-        since `begin`; 0 for none."""
-        if begin >= end:
-            return 0
+        """The most that lives at ops `begin` to `end`, the latter not included and behind the
+        former, with gradients made since `begin`, less wholes that are freed by then: what is to be
+        added to all that was ever gathered."""
         row = (end - begin).bit_length() - 1
         peaks = self._peaks[row]
         return max(peaks[begin], peaks[end - (1 << row)]) - self.made_bytes[begin]

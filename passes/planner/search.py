@@ -22,9 +22,10 @@ from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, simulate
 
-EFFORT = 150_000  # moves tried times buckets: about a second
+EFFORT = 100_000  # moves tried times buckets: less than a second
 STEPS = 2000  # moves tried at most
 CAPS = 12  # sizes tried for each kind, from all in one bucket down, by halves
+NEAR = tuple(2 ** (step / 6) for step in range(-5, 6))  # of the best of those
 
 Cut = tuple[tuple[int, str], ...]
 """Buckets of one carrier: where each ends, counted in items, and its layout."""
@@ -159,12 +160,20 @@ class _Space:
         caps = {kind: self._caps(kind) for kind in ("gather", "reduce")}
         chosen = {kind: found[len(found) // 2] for kind, found in caps.items()}
         for kind in ("gather", "reduce", "gather"):
-            tried = [
-                (self.evaluate(self._filled(layout, {**chosen, kind: cap}))[0][0], cap)
-                for cap in caps[kind]
-            ]
-            chosen[kind] = min(tried)[1]
+            chosen[kind] = self._best_cap(layout, chosen, kind, caps[kind])
+        for kind in ("gather", "reduce"):
+            near = [chosen[kind] * factor for factor in NEAR]
+            chosen[kind] = self._best_cap(layout, chosen, kind, near)
         yield self._filled(layout, chosen)
+
+    def _best_cap(
+        self, layout: str, chosen: Mapping[str, float], kind: str, caps: Sequence[float]
+    ) -> float:
+        """Of `caps` for `kind`, with the other's as it is chosen."""
+        tried = (
+            (self.evaluate(self._filled(layout, {**chosen, kind: cap}))[0][0], cap) for cap in caps
+        )
+        return min(tried)[1]
 
     def _caps(self, kind: str) -> list[float]:
         of_kind = (items for each, items in self.groups if each == kind)

@@ -22,7 +22,6 @@ then is there room for its sum.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
@@ -190,12 +189,11 @@ class _Simulation(ABC):
         self.position = 0
         self.links: dict[str, float] = {}
         self.exposed = 0.0
-        self.gathered = self.unreduced = self.reduced = 0  # bytes held
+        self.ever_gathered = self.unreduced = self.reduced = 0  # bytes
         self.peak, self.peak_bytes = Peak(), 0
         self.order: list[tuple[str, int, int]] = []
         self.compute: list[tuple[float, float, int, int]] = []
         self.memory: list[tuple[float, int]] = []
-        self.frees: list[tuple[int, int]] = []  # heap of (position, bytes)
 
     def run(self) -> Timeline:
         for position, following in itertools.pairwise([*self.positions(), self.problem.num_ops]):
@@ -221,10 +219,6 @@ class _Simulation(ABC):
         found.update(run.bucket.ready for run in self.reduces)
         return sorted(found)
 
-    @property
-    def held(self) -> int:
-        return self.gathered + self.unreduced + self.reduced
-
     @abstractmethod
     def act(self, position: int, following: int) -> None:
         """Launch and wait at `position`; the next one is `following`."""
@@ -235,12 +229,11 @@ class _Simulation(ABC):
 
     def _advance(self, position: int) -> None:
         problem, begin, began_us = self.problem, self.position, self.now
-        stops = [position]
-        if begin < position and self.held + problem.peak_bytes(begin, position) > self.peak_bytes:
-            # What is freed in between may make it less: only then is it looked at in steps.
-            stops = sorted({position, *(at for at, _ in self.frees if begin < at < position)})
-        for stop in stops:
-            self._pass(stop)
+        if begin == position:
+            return
+        self._note(begin, position)
+        self.unreduced += problem.made_bytes[position] - problem.made_bytes[begin]
+        self.position = position
         work = problem.compute_us[position] - problem.compute_us[begin]
         factor = problem.costs.contention
         if factor > 1 and work:
@@ -249,59 +242,47 @@ class _Simulation(ABC):
             self.now += shared_us + (work - shared_us / factor)
         else:
             self.now += work
-        if position > begin:
-            self.compute.append((began_us, self.now, begin, position))
+        self.compute.append((began_us, self.now, begin, position))
 
-    def _pass(self, position: int) -> None:
-        """Let the ops until `position` make and free what they do."""
-        made = self.problem.made_bytes
-        if position > self.position:
-            self._note(self.position, position)
-            self.unreduced += made[position] - made[self.position]
-        self.position = position
-        while self.frees and self.frees[0][0] <= position:
-            self.gathered -= heapq.heappop(self.frees)[1]
-
-    def _note(self, begin: int, end: int, *, gathered: int = 0) -> None:
+    def _note(self, begin: int, end: int, *, copied: int = 0) -> None:
         """What there is at most at ops `begin` to `end`, with copies of what is gathered."""
         problem = self.problem
-        num_bytes = problem.peak_bytes(begin, end)
-        at, live = begin, 0
-        if self.held + num_bytes + gathered > self.peak_bytes:  # else nobody asks what it is
+        held = self.ever_gathered + self.unreduced + self.reduced + copied
+        num_bytes = held + problem.peak_bytes(begin, end)
+        self._add_note(num_bytes)
+        if num_bytes > self.peak_bytes:
             at = problem.peak_op(begin, end)
             live = problem.live_bytes[at] if at < problem.num_ops else 0
-        self._add_note(at, live, gathered, num_bytes - live)
+            gathered = self.ever_gathered - problem.freed_bytes[at] + copied
+            self._set_peak(at, num_bytes, gathered, live)
 
     def _note_packed(self, copied: int) -> None:
         """What there is between two ops, with copies of gradients: what lives at both, at most."""
-        live = self.problem.live_bytes
-        around = [at for at in (self.position - 1, self.position) if 0 <= at < len(live)]
-        at = min(around, key=live.__getitem__, default=self.position)
-        self._add_note(at, live[at] if around else 0, 0, copied)
-
-    def _add_note(self, position: int, live: int, gathered: int, unreduced: int) -> None:
-        num_bytes = self.held + live + gathered + unreduced
-        if self.memory and self.memory[-1][0] == self.now:
-            self.memory[-1] = self.now, max(num_bytes, self.memory[-1][1])
-        else:
-            self.memory.append((self.now, num_bytes))
+        problem, at = self.problem, self.position
+        lives = problem.live_bytes[max(0, at - 1) : at + 1]
+        live = min(lives, default=0)
+        gathered = self.ever_gathered - problem.freed_bytes[at]
+        num_bytes = gathered + self.unreduced + copied + self.reduced + live
+        self._add_note(num_bytes)
         if num_bytes > self.peak_bytes:
-            self.peak_bytes = num_bytes
-            self.peak = Peak(
-                position=position,
-                gathered=self.gathered + gathered,
-                unreduced=self.unreduced + unreduced,
-                reduced=self.reduced,
-                live=live,
-            )
+            before = len(lives) > 1 and lives[0] <= lives[1]
+            self._set_peak(at - before, num_bytes, gathered, live)
+
+    def _add_note(self, num_bytes: int) -> None:
+        if self.memory and self.memory[-1][0] == self.now:
+            num_bytes = max(num_bytes, self.memory.pop()[1])
+        self.memory.append((self.now, num_bytes))
+
+    def _set_peak(self, position: int, num_bytes: int, gathered: int, live: int) -> None:
+        self.peak_bytes = num_bytes
+        unreduced = num_bytes - gathered - self.reduced - live
+        self.peak = Peak(position, gathered, unreduced, self.reduced, live)
 
     def launch(self, run: Run) -> None:
         bucket = run.bucket
         at = self.position
         if bucket.kind == "gather":
-            self.gathered += bucket.num_bytes
-            for item in bucket.items:  # each is freed by itself
-                heapq.heappush(self.frees, (item.freed, item.num_bytes))
+            self.ever_gathered += bucket.num_bytes
             self._note(at, at + 1)
         else:
             self._note_packed(bucket.twice_bytes)
@@ -332,7 +313,7 @@ class _Simulation(ABC):
         self._record("wait", run)
         if bucket.kind == "gather":
             if bucket.twice_bytes:
-                self._note(self.position, self.position + 1, gathered=bucket.twice_bytes)
+                self._note(self.position, self.position + 1, copied=bucket.twice_bytes)
             self.now += bucket.copy_out_us
         else:
             self.unreduced -= bucket.num_bytes + bucket.shard_bytes
@@ -412,11 +393,10 @@ class _Placing(_Simulation):
         meanwhile, and from then on as if those were.
         """
         problem, position, used = self.problem, self.position, bucket.used
-        held = self.held + bucket.num_bytes
-        if held + problem.peak_bytes(position, used) > self.budget:
+        room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes
+        if position < used and problem.peak_bytes(position, used) > room:
             return False
-        held -= sum(num_bytes for at, num_bytes in self.frees if at <= used)
-        return held + bucket.twice_bytes + problem.peak_bytes(used, bucket.freed) <= self.budget
+        return bucket.twice_bytes + problem.peak_bytes(used, bucket.freed) <= room
 
 
 class _Following(_Simulation):
