@@ -1,19 +1,22 @@
 """How near the lower bound plans come: Llama-3 8B, 70B and 405B in three regimes, simulated.
 
-    python benchmarks/planner.py            # all of it; --models 8b for one
-    python benchmarks/planner.py --growth   # how long planning takes, by layers
+    python benchmarks/planner.py              # all of it; --models 8b for one
+    python benchmarks/planner.py --inductor   # with Inductor's own scheduler beside, torch 2.13
+    python benchmarks/planner.py --growth     # how long planning takes, by layers
 
 Each row is one graph of layer shapes: matrix products at 600 TFLOP/s and 4 us each, and one link
 whose collectives divide sums, which those of graphs do not yet do.
 Time over lower bound, for one bucket a parameter, one bucket a unit launched a unit ahead, and the
 planner's: all buckets packed; all grouped, also reduces, which no graph has yet; and "auto", each
 gather as is best and each reduce packed. All with the same costs, and the planner's with no more
-memory than one bucket a unit needs (`per_unit`), or with what `--budget-layers` says.
+memory than one bucket a unit needs (`per_unit`), or with what `--budget-layers` says. Inductor
+keeps to limits of its own; its peak is beside its time.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from dataclasses import dataclass
 
@@ -39,13 +42,20 @@ class Model:
     keys: int
     layers: int
 
-    def weights(self) -> list[tuple[str, int]]:
-        """Names and elements of one layer's parameters, in order of use."""
+    def weights(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and sizes of one layer's parameters, in order of use."""
         h, i, k = self.hidden, self.inner, self.keys
-        names = ["norm1", "q", "k", "v", "o", "norm2", "gate", "up", "down"]
-        return list(
-            zip(names, [h, h * h, h * k, h * k, h * h, h, h * i, h * i, h * i], strict=True)
-        )
+        return [
+            ("norm1", (h,)),
+            ("q", (h, h)),
+            ("k", (h, k)),
+            ("v", (h, k)),
+            ("o", (h, h)),
+            ("norm2", (h,)),
+            ("gate", (h, i)),
+            ("up", (h, i)),
+            ("down", (i, h)),
+        ]
 
 
 MODELS = {
@@ -75,9 +85,9 @@ REGIMES = {
 def make_problem(model: Model, regime: Regime, graph: str, *, layers: int | None = None) -> Problem:
     """bf16 parameters; backward computes with each weight twice, and makes its gradient then."""
     uses = [
-        (f"layers.{layer}.{name}", f"layers.{layer}", numel)
+        (f"layers.{layer}.{name}", f"layers.{layer}", math.prod(size))
         for layer in range(model.layers if layers is None else layers)
-        for name, numel in model.weights()
+        for name, size in model.weights()
     ]
     op_us: list[float] = []
     gathers, reduces = [], []
@@ -119,18 +129,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--budget-layers", type=float, help="gathered and in flight, in layers")
+    parser.add_argument("--inductor", action="store_true", help="its scheduler beside")
     parser.add_argument("--growth", action="store_true", help="times of planning instead")
     options = parser.parse_args()
     if options.growth:
         print_growth()
         return
     print("time / lower bound; budget and peak in GiB beyond the gradients' shards; planning in s")
-    columns = ("none", "per_unit", "packed", "grouped", "auto", "budget", "peak", "planning")
+    columns = ["none", "per_unit", "packed", "grouped", "auto", "budget", "peak", "planning"]
+    columns += ["Inductor", "its peak", "planning"] if options.inductor else []
     print(f"{'':35}" + "".join(f"{name:>10}" for name in columns) + "  bound by")
     for model in options.models:
         for regime in REGIMES:
             for graph in ("forward", "backward"):
-                print(row(model, regime, graph, options.budget_layers), flush=True)
+                line = row(model, regime, graph, options.budget_layers, inductor=options.inductor)
+                print(line, flush=True)
 
 
 def print_growth() -> None:
@@ -147,7 +160,7 @@ def print_growth() -> None:
         print(f"{layers:6}" + "".join(f"{cell:11.2f}" for cell in cells), flush=True)
 
 
-def row(model: str, regime: str, graph: str, budget_layers: float | None) -> str:
+def row(model: str, regime: str, graph: str, budget_layers: float | None, *, inductor: bool) -> str:
     """One line of the table."""
     problem = make_problem(MODELS[model], REGIMES[regime], graph)
     bound = lower_bound(problem)
@@ -155,7 +168,7 @@ def row(model: str, regime: str, graph: str, budget_layers: float | None) -> str
     unit = per_unit(problem)
     budget: float = unit.peak_bytes
     if budget_layers is not None:
-        layer = sum(numel for _, numel in MODELS[model].weights())
+        layer = sum(math.prod(size) for _, size in MODELS[model].weights())
         budget = shards + budget_layers * 2 * layer
     times = [alone(problem, budget).time_us, unit.time_us]
     peak, began = 0, time.perf_counter()
@@ -167,11 +180,24 @@ def row(model: str, regime: str, graph: str, budget_layers: float | None) -> str
     planning_s = (time.perf_counter() - began) / 3
     cells = [f"{time_us / bound.time_us:10.4f}" for time_us in times]
     cells += [f"{(each - shards) / 2**30:10.2f}" for each in (budget, peak)]
-    return (
-        f"{model:5} {regime:14} {graph:14}"
-        + "".join(cells)
-        + f"{planning_s:10.2f}  {bound.binding}"
-    )
+    cells.append(f"{planning_s:10.2f}")
+    if inductor:
+        began = time.perf_counter()
+        theirs = scheduled_by_inductor(MODELS[model], REGIMES[regime], problem)
+        cells.append(f"{theirs.time_us / bound.time_us:10.4f}")
+        cells.append(f"{(theirs.peak_bytes - shards) / 2**30:10.2f}")
+        cells.append(f"{time.perf_counter() - began:10.2f}")
+    return f"{model:5} {regime:14} {graph:14}" + "".join(cells) + f"  {bound.binding}"
+
+
+def scheduled_by_inductor(model: Model, regime: Regime, problem: Problem) -> Timeline:
+    """The timeline of what it makes of `problem`."""
+    from inductor_scheduler import Weight, inductor
+
+    weights = [Weight(size) for _ in range(model.layers) for _, size in model.weights()]
+    if problem.reduces:
+        weights.reverse()
+    return inductor(problem, weights, regime.tokens, regime.ranks)
 
 
 if __name__ == "__main__":
