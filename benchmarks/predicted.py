@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted.py
 
-Measures the cluster first (`autoshard bench calibrate`), then compiles each model three times for
-the topology found: one bucket a parameter, one a unit, and what the planner finds. Every contestant
-takes a step in turn, forward and backward, after a barrier: medians over the rounds, of the slowest
-rank. The prediction is that of the plans: forward and backward.
+Measures the cluster first, and the models' ops (`autoshard bench calibrate`), then compiles each
+model three times for the topology found: one bucket a parameter, one a unit, and what the planner
+finds. Every contestant takes a step in turn, forward and backward, after a barrier: medians over
+the rounds, of the slowest rank. The prediction is that of the plans: forward and backward.
 """
 
 from __future__ import annotations
@@ -75,6 +75,13 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, torch.Tenso
 }
 
 
+def step_of(name: str) -> Callable[[], object]:
+    """A step of the whole model, neither sharded nor compiled."""
+    build, batch_of = MODELS[name]
+    model, batch = build(), batch_of(dist.get_rank())
+    return lambda: model(**batch).loss.backward()
+
+
 def measure(
     name: str, topology: str, lowering: str, rounds: int
 ) -> dict[str, tuple[float, float, float]]:
@@ -122,7 +129,7 @@ def main() -> None:
         dist.broadcast_object_list(paths)
         topology = options.topology or paths[0]
         if not options.topology:
-            calibrate(topology)
+            calibrate(topology, steps=[step_of(name) for name in options.models])
         if dist.get_rank() == 0:
             print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, {options}")
             print("model  bucketing  predicted ms (forward + backward)  measured ms  ratio")

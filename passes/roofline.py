@@ -4,6 +4,8 @@ A node takes the longer of its floating-point operations at the device's rate an
 memory's, and never less than a kernel does. What Inductor fuses is not counted twice: a value that
 passes from one pointwise node to the next is neither written nor read; such a chain is one kernel.
 
+A topology may have measured times instead; of pointwise ops that are fused they say nothing.
+
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009; the
 operations of each op are those of `torch.utils.flop_counter`.
 """
@@ -32,6 +34,11 @@ def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
         return 0.0
     if getattr(node.target, "namespace", "") == "autoshard":
         return topology.op_us  # not by bytes: shards differ by rank, a plan must not
+    if topology.ops and not (is_fused and is_fusible(node)):
+        values = fx.node.map_arg((node.args, node.kwargs), _value_of)
+        known_us = topology.ops.get(op_key(node.target, values))
+        if known_us is not None:
+            return known_us
     written = list(tensors_of(node))
     flops = num_flops(node)
     if flops:
@@ -51,6 +58,17 @@ def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
         least = topology.op_us
     num_bytes = sum(map(num_bytes_of, [*read, *written]))
     return max(num_bytes / topology.memory_bytes_per_us, least)
+
+
+def op_key(target: object, arguments: object) -> str:
+    """`aten.mm.default(f32[64, 32], f32[32, 8])`: an op and the sizes of the tensors among its
+    `arguments`; symbolic sizes are their hints."""
+    tensors = [each for each in pytree.tree_leaves(arguments) if isinstance(each, Tensor)]
+    texts = (
+        f"{DTYPE_NAMES.get(each.dtype, each.dtype)}{[_hint(size) for size in each.shape]}"
+        for each in tensors
+    )
+    return f"{target}({', '.join(texts)})"
 
 
 def num_flops(node: fx.Node) -> int:
@@ -121,6 +139,10 @@ def _shape_of(node: fx.Node) -> Any:
         return _hint(value) if isinstance(value, torch.SymInt) else value
 
     return pytree.tree_map(without_symbols, node.meta.get("val"))
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("val")
 
 
 def _hint(size: int | torch.SymInt) -> int:

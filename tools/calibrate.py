@@ -4,6 +4,8 @@ Collectives are started together, after a barrier, and take as long as on the ra
 least: what a rank waits for its peers to arrive is no part of their cost. A start-up and a time a
 byte are fitted to several sizes by least squares of relative errors. Rank 0 writes what all ranks
 then read: plans must not differ.
+
+Ops are reckoned by a roofline, or timed one by one in a step of the model that is to be planned.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import _torch
 from autoshard.passes.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import KINDS, Topology, default_topology
+from autoshard.passes.roofline import op_key
 
 SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 KiB to 16 MiB
 ROUNDS = 15
@@ -30,9 +35,16 @@ CALLS = 16  # collectives beside compute
 STREAMED = 2**25  # bytes of a copy: more than caches hold
 
 
-def calibrate(path: str | Path, *, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Topology:
+def calibrate(
+    path: str | Path,
+    *,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = ROUNDS,
+    steps: Sequence[Callable[[], object]] = (),
+) -> Topology:
     """Measure, and have rank 0 write the topology to `path`; every rank returns the same.
 
+    steps: forward and backward of models, neither sharded nor compiled: their ops are timed.
     Needs a process group of at least two ranks. What isn't measured here (memory, the network) is
     that of the named topology of the device.
     Raises ValueError with one rank; OSError where `path` can't be written.
@@ -61,6 +73,7 @@ def calibrate(path: str | Path, *, sizes: Sequence[int] = SIZES, rounds: int = R
         memory_gb_per_s=memory_gb_per_s,
         copy_gb_per_s=memory_gb_per_s,
         contention=_contention(device, rounds),
+        ops=_ops_us(steps, device, rounds),
         sources={"": "measured by autoshard bench calibrate"},
     )
     if dist.get_rank() == 0:
@@ -163,6 +176,40 @@ def _op_us(device: torch.device, rounds: int) -> float:
             y = y + 1
 
     return _median_us(many, device, rounds) / 100
+
+
+class _Times(TorchDispatchMode):
+    """Those of each op that runs in it, in microseconds by `op_key`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.found: dict[str, list[float]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        _synchronize(self.device)
+        begin = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        _synchronize(self.device)
+        took_us = (time.perf_counter() - begin) * 1e6
+        self.found.setdefault(op_key(func, (args, kwargs)), []).append(took_us)
+        return result
+
+
+def _ops_us(
+    steps: Sequence[Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, float]:
+    """Of each op in `steps`, while all ranks do the same: the median of its calls on this one."""
+    times = _Times(device)
+    for step in steps:
+        step()  # what is made at first is not timed
+        for _ in range(rounds):
+            dist.barrier()
+            with times:
+                step()
+    return {key: float(statistics.median(found)) for key, found in sorted(times.found.items())}
 
 
 def _memory_gb_per_s(device: torch.device, rounds: int) -> float:

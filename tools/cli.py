@@ -28,6 +28,10 @@ example, on two CPU ranks of this machine, and on the GPUs of a cluster:
   autoshard bench calibrate --out gloo2.json --ranks 2
   torchrun --nnodes 4 --nproc-per-node 8 ... -m autoshard.tools.cli bench calibrate --out h100.json
 
+with the ops of a model timed one by one, whole on each rank (some of its layers are enough):
+
+  autoshard bench calibrate --out gloo2.json --model my_model:build --batch my_model:batch
+
 then: torch.compile(model, backend="autoshard", options={"topology": "gloo2.json"})
 """
 
@@ -41,6 +45,12 @@ examples, with a config.json from Hugging Face, and my_model.py defining build()
 No GPU is used, and no weights are made. What is left open (mesh, strategy, micro-batch,
 checkpointing) is tried, and the three best configurations are shown. Exit status 1: none fits.
 """
+
+
+BATCH = (
+    "package.module:function of (rank, step) that returns a batch: a dict of keyword arguments, a "
+    "tuple of arguments, or one argument"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,11 +82,7 @@ def add_parity(commands: Any) -> None:
         "batches, and name the first parameter that differs, on which rank, by how much.",
     )
     parser.add_argument("model", nargs="?", help="package.module:function that returns the model")
-    parser.add_argument(
-        "--batch",
-        help="package.module:function of (rank, step) that returns a batch: a dict of keyword "
-        "arguments, a tuple of arguments, or one argument",
-    )
+    parser.add_argument("--batch", help=BATCH)
     parser.add_argument("--loss", help="package.module:function of (model, batch)")
     parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
@@ -104,9 +110,12 @@ def add_bench(commands: Any) -> None:
         description="Time collectives of several sizes, matrix products and copies, and write "
         "what plans reckon with.",
     )
+    calibrate.add_argument("--model", help="package.module:function that returns a model to time")
+    calibrate.add_argument("--batch", help=f"{BATCH}; of that model")
+    calibrate.add_argument("--loss", help="package.module:function of (model, batch)")
     calibrate.add_argument("--out", required=True, help="the JSON file to write")
     calibrate.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
-    calibrate.set_defaults(run=run_calibrate)
+    calibrate.set_defaults(run=run_calibrate, parser=calibrate)
 
 
 def add_plan(commands: Any) -> None:
@@ -170,16 +179,30 @@ def run_plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
     """Start the ranks unless torchrun did."""
+    if bool(options.model) != bool(options.batch):
+        options.parser.error("--model needs --batch, and --batch needs --model")
     if "RANK" not in os.environ:
         return launch(arguments, options.ranks)
     from autoshard.runtime.mesh import ensure_process_group
     from autoshard.tools.calibrate import calibrate
 
     ensure_process_group()
-    topology = calibrate(options.out)
+    steps = [make_step(options)] if options.model else []
+    topology = calibrate(options.out, steps=steps)
     if int(os.environ["RANK"]) == 0:
         print(topology.to_json(), end="")
     return 0
+
+
+def make_step(options: argparse.Namespace) -> Callable[[], object]:
+    """Forward and backward of the model that `options` names, whole on each rank."""
+    from autoshard.runtime.mesh import device_type
+    from autoshard.tools.parity import default_loss
+
+    model = load(options.model)().to(device_type())
+    batch = load(options.batch)(int(os.environ["RANK"]), 0)
+    loss = load(options.loss) if options.loss else default_loss
+    return lambda: loss(model, batch).backward()
 
 
 def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -15,7 +15,8 @@ ranks of a node use the network at once, each its share. Source: the costs of ri
 over the narrower of two levels; start-ups grow with the logarithm of nodes, as trees' and those of
 NCCL's PAT do.
 
-A calibrated topology has measured times instead, for groups of one size: see `measured`.
+A calibrated topology has measured times instead, for groups of one size: see `measured`; and of ops
+that were timed one by one: see `ops`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Topology:
     call_us:          how long compute stands still for one more collective itself.
     contention:       how much longer compute takes while a collective runs.
     measured:         "gather 2": (alpha_us, us_per_byte), by kind and ranks; goes before the rest.
+    ops:              microseconds, by `roofline.op_key`; go before what is reckoned.
     sources:          where each number comes from, by its name.
     """
 
@@ -73,6 +75,7 @@ class Topology:
     contention: float
     sources: Mapping[str, str]
     measured: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    ops: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def load(name: str) -> Topology:
@@ -187,7 +190,7 @@ def _checked(data: Any, path: Path) -> Topology:
     if not isinstance(data, dict):
         raise ValueError(f"topology {path}: expected an object, not {type(data).__name__}")
     fields = {field.name: field for field in dataclasses.fields(Topology)}
-    missing = [name for name in fields if name not in data and name != "measured"]
+    missing = [name for name in fields if name not in data and name not in ("measured", "ops")]
     unknown = [name for name in data if name not in fields]
     if missing or unknown:
         raise ValueError(f"topology {path}: missing {missing}, unknown {unknown}")
@@ -209,6 +212,7 @@ def _check_table(name: str, value: Any, path: Path) -> None:
 
     checks = {
         "tflops": is_number,
+        "ops": is_number,
         "sources": lambda entry: isinstance(entry, str),
         "measured": lambda entry: (
             isinstance(entry, list) and len(entry) == 2 and all(map(is_number, entry))

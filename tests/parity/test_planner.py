@@ -159,14 +159,18 @@ def test_host_shards_are_left_to_one_bucket_a_unit(rank: int) -> None:
 
 @on_ranks(2)
 def test_calibrated_topology(rank: int) -> None:
-    """Ranks read what rank 0 has written, and their plans agree."""
+    """Ranks read what rank 0 has written, ops of the model too, and their plans agree."""
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     path = str(Path(folder[0]) / "here.json")
-    found = calibrate(path, sizes=(2**12, 2**16, 2**20), rounds=3)
+    net = Net()
+    steps = [lambda: net_loss(net, rank, 0).backward()]
+    found = calibrate(path, sizes=(2**12, 2**16, 2**20), rounds=3, steps=steps)
     assert found == Topology.load(path)
     assert set(found.measured) == {"gather 2", "reduce 2", "all_reduce 2"}
     assert all(us_per_byte > 0 for _, us_per_byte in found.measured.values())
+    assert found.ops["aten.addmm.default(f32[7], f32[5, 6], f32[6, 7])"] > 0
+    assert any(key.startswith("aten.threshold_backward") for key in found.ops)
     got, _ = compiled(Net, net_loss, topology=path)
     texts: list[Any] = [None, None]
     dist.all_gather_object(texts, [plan.text() for plan in autoshard.plans(got)])

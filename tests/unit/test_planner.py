@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import search
 from autoshard.passes.planner.simulate import make_bucket, simulate
 from autoshard.passes.planner.topology import Topology, default_topology, names
-from autoshard.passes.roofline import base_of, node_us, num_flops
+from autoshard.passes.roofline import base_of, node_us, num_flops, op_key
 
 H100 = Topology.load("h100")
 
@@ -116,6 +117,7 @@ def test_topology_is_read_back(tmp_path: Path) -> None:
         ({"name": 1}, "name is 1; expected str"),
         ({"tflops": {"bf16": 1.0}}, "any other dtype"),
         ({"measured": {"gather 2": [1.0]}}, "measured is"),
+        ({"ops": {"aten.mm.default()": "fast"}}, "ops is"),
         ({"bandwidth": 3}, "unknown .'bandwidth'."),
         ({"op_us": None}, "missing .'op_us'."),
     ],
@@ -197,3 +199,10 @@ def test_roofline() -> None:
         assert node_us(node, H100, is_fused=True) == pytest.approx(once_us)
     assert node_us(view, H100, is_fused=False) == 0
     assert base_of(view) is last
+    key = "aten.mm.default(bf16[4096, 4096], bf16[4096, 4096])"
+    relu_key = "aten.relu.default(bf16[4096, 4096])"
+    timed = dataclasses.replace(H100, ops={key: 7.0, relu_key: 3.0})
+    assert op_key(product.target, (x.meta["val"], x.meta["val"])) == key
+    assert node_us(product, timed, is_fused=True) == 7
+    assert node_us(relu, timed, is_fused=False) == 3
+    assert node_us(relu, timed, is_fused=True) == pytest.approx(once_us)
