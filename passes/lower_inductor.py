@@ -12,6 +12,7 @@ and, from torch 2.14, in a pass that overlaps collectives by itself. So
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import re
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
 from autoshard.passes.match import bucket_of, event_of, is_pack, kind_of
+from autoshard.passes.roofline import tensors_of
 
 SETTINGS = {
     "reorder_for_locality": False,  # of graphs without gradients; it puts launches before waits
@@ -49,7 +51,7 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     settings = {
         **_torch.inductor_settings(**SETTINGS),
         "joint_custom_post_pass": None,  # it has run; what is compiled here may come from a cache
-        "post_grad_custom_post_pass": KeepOrder(),
+        "post_grad_custom_post_pass": KeepOrder(gm.graph),
     }
     with torch._inductor.config.patch(settings):
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
@@ -107,13 +109,27 @@ def _event(order: Order, at: int) -> str:
 
 
 class KeepOrder(CustomGraphPass):
-    """Chain each pack, launch and wait to the one before, and to the compute planned before it."""
+    """Chain each pack, launch and wait to the one before, and to the compute planned before it.
+
+    Inductor's cache is to know the sizes of what our ops give: a shard may have more rows on one
+    rank than on another, in graphs whose inputs are alike.
+    """
+
+    def __init__(self, planned: fx.Graph) -> None:
+        super().__init__()
+        ours = (node for node in planned.nodes if _namespace(node) == "autoshard")
+        sizes = [[tuple(each.shape) for each in tensors_of(node)] for node in ours]
+        self.sizes = hashlib.sha256(str(sizes).encode()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> None:
         keep_order(graph)
 
     def uuid(self) -> str:
-        return "autoshard.keep_order.4"
+        return f"autoshard.keep_order.5 {self.sizes}"
+
+
+def _namespace(node: fx.Node) -> str:
+    return str(getattr(node.target, "namespace", ""))
 
 
 def keep_order(graph: fx.Graph) -> None:

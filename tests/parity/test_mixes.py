@@ -479,3 +479,31 @@ def test_second_run_comes_from_the_cache(rank: int) -> None:
     counted = torch._dynamo.utils.counters["inductor"]
     assert counted["fxgraph_cache_hit"] == 2, counted  # forward and backward
     assert losses[0] == losses[1]
+
+
+class OneUneven(nn.Module):
+    """Only a parameter that backward does not gather has other sizes on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+@on_ranks(2)
+def test_ranks_with_other_sizes_do_not_share_graphs(rank: int) -> None:
+    """Those whose inputs have the same sizes on each rank, but whose results have not."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        return model(torch.arange(4) + (rank + step) % 2).square().mean()
+
+    want, want_losses = replicated(OneUneven, loss)
+    for _ in range(2):
+        torch._dynamo.reset()
+        got, losses = compiled(OneUneven, loss, lowering="inductor", mesh=mesh)
+        assert losses == pytest.approx(want_losses, rel=1e-5)
+        assert_same(got, want, rtol=1e-5)
