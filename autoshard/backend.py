@@ -1,6 +1,6 @@
 """The Dynamo backend: torch.compile(model, backend="autoshard").
 
-Dynamo's graph -> make_frame -> AOTAutograd -> JOINT passes -> partition
+Dynamo's graph -> make_frame -> AOTAutograd -> joint passes -> partition
   -> pipeline over the forward graph, and over the backward graph -> lower -> call
 """
 
@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from torch import fx
 
 from autoshard import _torch, passes
 from autoshard.options import CompileOptions
+from autoshard.passes.auto_buckets import PricedGraph
 from autoshard.passes.drafts import INNER
 from autoshard.passes.dump import Dump
 from autoshard.passes.lower_eagerly import lower_eagerly
 from autoshard.passes.lower_inductor import lower_inductor
 from autoshard.passes.match import is_gradient, is_marker, table_of
-from autoshard.passes.meta import PLAN
+from autoshard.passes.meta import PLAN, PRICED
 from autoshard.passes.plan import Plan, show_bytes
+from autoshard.passes.planner.keep import worth_keeping
 from autoshard.passes.planner.topology import Topology, default_topology
 from autoshard.passes.prices import Prices
 from autoshard.passes.text import render
@@ -125,9 +127,11 @@ class _Attempt:
         settings: CompileOptions,
         mode: str | None,
         known: Sequence[Plan] = (),
+        kept: Collection[str] = (),
     ) -> None:
         try:
-            self.compilation = Compilation(make_frame(gm, example_inputs), settings, mode, known)
+            frame = make_frame(gm, example_inputs)
+            self.compilation = Compilation(frame, settings, mode, known, kept)
             self.compiled = self.compilation.compile()
             self.plans = tuple(self.compilation.plans)
         except Exception as error:
@@ -157,7 +161,15 @@ def _agreed_attempt(
     name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
     key = f"{name} {settings.lowering} {settings.topology} {settings.memory_budget}"
     known = unit.known_plans.setdefault(key, [])
-    attempt = _Attempt(gm, example_inputs, settings, mode, known)
+    if settings.searches and settings.memory_budget is not None and key not in unit.kept_params:
+        worth = _worth_keeping(gm, example_inputs, settings, mode)
+        if worth is not None:
+            worth = json.loads(share(name, json.dumps(worth), mesh))
+            log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
+            unit.kept_params[key] = frozenset(worth)
+            raise _torch.TraceAgain(restart_reason="what to keep for backward was decided")
+    kept = unit.kept_params.get(key, frozenset())
+    attempt = _Attempt(gm, example_inputs, settings, mode, known, kept)
     try:
         attempt.reason = agree(name, attempt.outcome, mesh, unit.agreed)
     except PlansDiffer:
@@ -177,6 +189,20 @@ def _agreed_attempt(
         new = (plan for plan in attempt.plans if plan.digest not in digests)
         known += [dataclasses.replace(plan, figures=None) for plan in new]
     return attempt
+
+
+def _worth_keeping(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
+) -> Sequence[str] | None:
+    """Names of the parameters that forward should keep whole for backward, as far as this rank can
+    tell; None if there is no backward."""
+    drawn = dataclasses.replace(settings, bucketing="per_unit")
+    try:
+        draft = Draft(make_frame(gm, example_inputs), drawn, mode)
+        draft.compile()
+    except Exception:  # so will the compilation, and that says why
+        return ()
+    return draft.worth_keeping() if draft.has_backward else None
 
 
 def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
@@ -219,17 +245,27 @@ def _check_bucketing(settings: CompileOptions, param: ShardedParam) -> None:
 
 
 class Compilation:
-    """The compilation of one frame: its graphs share a table of parameters and the options."""
+    """The compilation of one frame: its graphs share a table of parameters and the options.
+
+    known: plans that "auto" follows where one is of such a graph.
+    kept: names of parameters that are kept whole for backward, whatever their units say.
+    """
 
     _numbers = itertools.count()
 
     def __init__(
-        self, frame: Frame, options: CompileOptions, mode: str | None, known: Sequence[Plan] = ()
+        self,
+        frame: Frame,
+        options: CompileOptions,
+        mode: str | None,
+        known: Sequence[Plan] = (),
+        kept: Collection[str] = (),
     ) -> None:
         self.frame = frame
         self.options = options
         self.mode = mode
         self.known = known
+        self.kept = kept
         self.number = next(self._numbers)
         self.table = frame.table()
         pairs = list(zip(frame.params, self.table, strict=True))
@@ -239,6 +275,7 @@ class Compilation:
         self.axes |= {axes.shard_group: INNER for axes in smaller if axes is not None}
         self.prices = self._prices()
         self.plans: list[Plan] = []  # filled as graphs are compiled
+        self.priced: dict[str, PricedGraph] = {}  # likewise, by kind
         self._begins: Callable[[str], None] = lambda graph: None
 
     def _prices(self) -> Prices | None:
@@ -308,7 +345,8 @@ class Compilation:
 
     def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Before partitioning, in place: the partitioner's caller holds this very module."""
-        for transform in passes.JOINT:
+        kept = {number for number, info in enumerate(self.table) if info.name in self.kept}
+        for transform in passes.joint(kept):
             gm = transform(gm)
         without = [node.name for node in gm.graph.nodes if is_gradient(node) and not table_of(node)]
         if without:
@@ -337,7 +375,9 @@ class Compilation:
         left = [node.name for node in gm.graph.nodes if is_marker(node)]
         if left:
             raise passes.PassError(f"markers %{', %'.join(left)} are in no bucket of the plan")
-        plan = PLAN.get(gm)
+        priced, plan = PRICED.get(gm), PLAN.get(gm)
+        if priced is not None:
+            self.priced[graph] = priced
         if plan is not None and plan.buckets:
             self._tell(plan, gm)
         return gm
@@ -359,6 +399,31 @@ class Compilation:
         dump = Dump(folder, self.axes)
         dump("partition", gm)
         return dump
+
+
+class Draft(Compilation):
+    """Graphs that are planned to be looked at; what is compiled gives the right numbers, slowly."""
+
+    @property
+    def has_backward(self) -> bool:
+        return self._num_graphs() == 2
+
+    def worth_keeping(self) -> tuple[str, ...]:
+        """Names of parameters; none without a budget, or where nothing is gathered again."""
+        forward, backward = self.priced.get("forward"), self.priced.get("backward")
+        if forward is None or backward is None or forward.budget_bytes is None:
+            return ()
+        return worth_keeping(
+            forward.problem, backward.problem, forward.candidates, forward.budget_bytes
+        )
+
+    def lower_inductor(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        return lower_eagerly(gm)
+
+    def _tell(self, plan: Plan, gm: fx.GraphModule) -> None:
+        """Nobody needs to know of it."""
 
 
 def _device_name(device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from autoshard.passes.copy_shards import copy_shards as copy_shards
@@ -12,6 +12,7 @@ from autoshard.passes.drop_local_markers import drop_local_markers as drop_local
 from autoshard.passes.give_table import give_table as give_table
 from autoshard.passes.hoist_shards import hoist_shards as hoist_shards
 from autoshard.passes.insert_collectives import insert_collectives as insert_collectives
+from autoshard.passes.keep_gathered import keep_gathered as keep_gathered
 from autoshard.passes.merge_markers import merge_markers as merge_markers
 from autoshard.passes.meta import ParamInfo as ParamInfo
 from autoshard.passes.name_params import name_params as name_params
@@ -26,14 +27,20 @@ from autoshard.passes.prices import Prices as Prices
 from autoshard.passes.tag_recompute import tag_recompute as tag_recompute
 from autoshard.passes.use_kept import use_kept as use_kept
 
-JOINT: tuple[Pass, ...] = (
-    use_kept,  # what is there already is not gathered, nor recomputed
-    merge_markers,  # first: a tag below must hold for every use of a parameter
-    cut_smaller,  # a tag below keeps what it cuts
-    give_table,  # backward is to have it among its inputs
-    tag_recompute,  # last: what the partitioner, next in line, obeys
-)
-"""Forward and backward in one graph, before it is partitioned."""
+
+def joint(kept: Collection[int] = ()) -> tuple[Pass, ...]:
+    """Forward and backward in one graph, before it is partitioned.
+
+    kept: numbers of parameters that are kept whole for backward, whatever their units say.
+    """
+    return (
+        use_kept,  # what is there already is not gathered, nor recomputed
+        merge_markers,  # first: a tag below must hold for every use of a parameter
+        partial(keep_gathered, params=kept),  # a tag below says so to the partitioner
+        cut_smaller,  # a tag below keeps what it cuts
+        give_table,  # backward is to have it among its inputs
+        tag_recompute,  # last: what the partitioner, next in line, obeys
+    )
 
 
 def pipeline(
@@ -56,7 +63,7 @@ def pipeline(
 def preparation(table: Sequence[ParamInfo]) -> tuple[Pass, ...]:
     """The passes of the pipeline before anything is decided."""
     return (
-        use_kept,  # an inference graph comes here without having been through JOINT
+        use_kept,  # an inference graph comes here without having been through joint()
         merge_markers,  # nor has it been through this
         give_table,  # nor through this
         drop_dead_markers,  # nothing below should plan for what nobody reads

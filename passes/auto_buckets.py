@@ -15,6 +15,7 @@ from torch import fx
 
 from autoshard.passes import groups
 from autoshard.passes.drafts import Draft, carrier_of, first_use, info_of, markers_of, ready_of
+from autoshard.passes.keep_gathered import can_be_kept
 from autoshard.passes.layout import read_members
 from autoshard.passes.liveness import last_uses, live_bytes
 from autoshard.passes.match import (
@@ -61,6 +62,15 @@ class PricedGraph:
             gathers=tuple(sorted(gathers, key=lambda item: item.used)),
             reduces=tuple(sorted(reduces, key=lambda item: item.ready)),
             costs=_costs(markers, prices),
+        )
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """Names of parameters that forward may keep whole for backward."""
+        return frozenset(
+            item.name
+            for marker, item in self.items.items()
+            if is_unshard(marker) and can_be_kept(marker)
         )
 
     def decide(

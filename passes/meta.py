@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 from torch import fx
 
 if TYPE_CHECKING:
+    from autoshard.passes.auto_buckets import PricedGraph
     from autoshard.passes.plan import Plan
 
 T = TypeVar("T")
@@ -48,4 +49,5 @@ class ParamInfo:
 
 PARAM: Key[ParamInfo] = Key("autoshard.param")  # on a marker: whose it is
 SOURCE: Key[str] = Key("autoshard.source")  # for people: what a node is about
+PRICED: Key[PricedGraph] = Key("autoshard.priced")  # on a graph module: what it was planned from
 PLAN: Key[Plan] = Key("autoshard.plan")  # on a graph module: what the acting passes obey

@@ -30,7 +30,7 @@ from autoshard.passes.auto_buckets import PricedGraph
 from autoshard.passes.drafts import Draft, Key, gather_drafts, reduce_drafts
 from autoshard.passes.liveness import count_between
 from autoshard.passes.match import group_of, is_compute, is_marker
-from autoshard.passes.meta import PLAN, ParamInfo
+from autoshard.passes.meta import PLAN, PRICED, ParamInfo
 from autoshard.passes.plan import Event, Plan
 from autoshard.passes.prices import Prices
 from autoshard.passes.roofline import is_fusible, is_view
@@ -57,7 +57,7 @@ def plan_buckets(
     prices: what the plan's figures are made from; without them it has none.
     known: plans that "auto" follows where one is of such a graph, for other shapes or by another
         rank: ranks must launch alike, whatever batches they see.
-    Metadata: reads PARAM; writes PLAN on the module.
+    Metadata: reads PARAM; writes PLAN on the module, and PRICED.
     Numerics: unchanged, bit for bit.
     """
     if not any(map(is_marker, gm.graph.nodes)):
@@ -75,6 +75,7 @@ def plan_buckets(
     figures = None
     if prices is not None:
         priced = PricedGraph(gm.graph, graph, prices)
+        PRICED.set(gm, priced)
         if bucketing == "auto":
             followed = filter(None, map(priced.follow, known))
             drafts, events = next(followed, None) or priced.decide(drafts, events)

@@ -62,6 +62,7 @@ class Unit:
     orders: dict[str, Order] = field(default_factory=dict)  # phase -> of the steps that it owns
     agreed: Agreed = field(default_factory=set)
     known_plans: dict[str, list[Plan]] = field(default_factory=dict)  # by frame, which ranks share
+    kept_params: dict[str, frozenset[str]] = field(default_factory=dict)  # likewise
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: int = 1

@@ -23,10 +23,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import _torch, passes
-from autoshard.backend import Compilation
+from autoshard.backend import Draft
 from autoshard.options import CompileOptions
 from autoshard.passes.auto_buckets import PricedGraph
-from autoshard.passes.lower_eagerly import lower_eagerly
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.repeat import repeat
 from autoshard.passes.planner.topology import Topology
@@ -134,8 +133,8 @@ class _Recorded(Exception):
     """Raised where a compiled step would run: there is nothing to run it on."""
 
 
-class _Recording(Compilation):
-    """Keeps each graph in numbers, before anything is decided, and has nothing lowered."""
+class _Recording(Draft):
+    """Keeps each graph in numbers, before anything is decided."""
 
     def __init__(
         self,
@@ -153,11 +152,6 @@ class _Recording(Compilation):
         prepared = passes.run(gm, passes.preparation(self.table))
         self.graphs[graph] = PricedGraph(prepared.graph, graph, prices)
         return gm
-
-    def lower_inductor(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-    ) -> Any:
-        return lower_eagerly(gm)
 
 
 def _pretend_ranks() -> None:

@@ -11,8 +11,7 @@ from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, rep
 
 def per_unit(problem: Problem) -> Timeline:
     """The timeline of that. A unit of several carriers has a bucket for each."""
-    gathers = _by_unit(problem, "gather", problem.gathers)
-    reduces = _by_unit(problem, "reduce", problem.reduces)
+    gathers, reduces = unit_buckets(problem)
     placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
     for number, bucket in enumerate(gathers):
         ahead = max(bucket.ready, gathers[number - 1].used if number else 0)
@@ -25,6 +24,14 @@ def per_unit(problem: Problem) -> Timeline:
         placed.append(((following, 0, 2 * number + 1), ("wait", at, following)))
     order = tuple(event for _, event in sorted(placed))
     return replay(problem, gathers, reduces, order)
+
+
+def unit_buckets(problem: Problem) -> tuple[list[Bucket], list[Bucket]]:
+    """Gathers and reduces, one bucket a unit and carrier."""
+    return (
+        _by_unit(problem, "gather", problem.gathers),
+        _by_unit(problem, "reduce", problem.reduces),
+    )
 
 
 def _by_unit(problem: Problem, kind: str, items: Iterable[Item]) -> list[Bucket]:

@@ -32,7 +32,7 @@ NEEDS = {  # what a pass obeys is written by others, which run before the pictur
 
 def every_pass(table: Sequence[ParamInfo], graph: str) -> dict[str, passes.Pass]:
     after_partition = passes.pipeline(table, graph=graph, bucketing="per_unit")
-    return {pass_name(each): each for each in (*passes.JOINT, *after_partition)}
+    return {pass_name(each): each for each in (*passes.joint({0}), *after_partition)}
 
 
 PASSES = tuple(every_pass([], "forward"))

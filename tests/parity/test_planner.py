@@ -74,6 +74,39 @@ def wide_loss(model: Any, rank: int, step: int) -> Tensor:
     return model(torch.ones(2, 64) * (1 + rank + step)).square().mean()
 
 
+@each_value(
+    lowering=["eager", "inductor"],
+    checkpointing=[None, "non-reentrant"],
+    strategy=["full_shard", "hybrid_shard"],
+)
+@on_ranks(2)
+def test_kept_for_backward(
+    rank: int, lowering: str, checkpointing: str | None, strategy: str
+) -> None:
+    """With room for them, backward gathers nothing that forward has gathered; without, all."""
+    build = functools.partial(Net, checkpointing=checkpointing)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    options: dict[str, Any] = {"lowering": lowering, "strategy": strategy, "topology": "gloo"}
+    options |= {"mesh": mesh} if strategy == "hybrid_shard" else {}
+    want, want_losses = compiled(build, net_loss, bucketing="per_unit", **options)
+    again = [bucket.names for bucket in gathers_of(want)[1]]
+    assert again
+    torch._dynamo.reset()
+    got, losses = compiled(build, net_loss, memory_budget=10**6, **options)
+    assert losses == want_losses
+    assert_same(got, want)
+    forward, backward = gathers_of(got)
+    assert sum(len(each.names) for each in forward) == len(dict(got.named_parameters()))
+    assert not backward
+
+
+def gathers_of(model: nn.Module) -> list[list[Any]]:
+    return [
+        [bucket for bucket in plan.buckets if bucket.kind == "gather"]
+        for plan in autoshard.plans(model)[:2]
+    ]
+
+
 @on_ranks(2)
 def test_like_blocks_are_planned_once(rank: int) -> None:
     """Compiled each by itself, they share a graph and its plan."""

@@ -245,7 +245,7 @@ def test_buckets_come_last_in_the_pipeline(graph: str) -> None:
 def test_passes_under_a_fake_mode_of_somebody_elses(text: str) -> None:
     """D-72: values in the graph are of its own mode, and so are those that passes make."""
     gm = small(text)
-    transforms = (*passes.JOINT, *passes.pipeline(STEP_TABLE, graph="forward", bucketing="auto"))
+    transforms = (*passes.joint(), *passes.pipeline(STEP_TABLE, graph="forward", bucketing="auto"))
     want = passes.run(gm, transforms)
     with FakeTensorMode():
         got = passes.run(gm, transforms)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import fx
 
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import GROUPED, PACKED, Costs, Link
+from autoshard.passes.planner.keep import worth_keeping
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import search
@@ -206,3 +209,29 @@ def test_roofline() -> None:
     assert node_us(product, timed, is_fused=True) == 7
     assert node_us(relu, timed, is_fused=False) == 3
     assert node_us(relu, timed, is_fused=True) == pytest.approx(once_us)
+
+
+def test_what_is_kept_for_backward() -> None:
+    """As much as there is room for, what forward gathers last first; nothing that costs no time."""
+    forward = problem(50.0, 100_000)
+    items = [
+        dataclasses.replace(item, used=3 - n, freed=4 - n) for n, item in enumerate(forward.gathers)
+    ]
+    backward = dataclasses.replace(forward, graph="backward", gathers=tuple(items[::-1]))
+    names = [item.name for item in forward.gathers]
+
+    def kept(budget: int, candidates: Sequence[str] = names) -> list[str]:
+        return list(worth_keeping(forward, backward, candidates, budget))
+
+    found = [kept(budget * 100_000) for budget in range(1, 8)]
+    assert found[0] == names[-1:]  # it is the last in the one, and the first in the other
+    assert all(each == names[len(names) - len(each) :] for each in found)
+    assert all(len(few) <= len(many) for few, many in itertools.pairwise(found))
+    assert found[-1] == names[1:]  # the first is there by the time backward comes to it
+    assert kept(10**6, names[:2]) == names[:2]
+    assert kept(10**6, []) == []
+    forward, backward = (
+        dataclasses.replace(each, op_us=(1e6,) * 4, gathers=each.gathers[1:])
+        for each in (forward, backward)
+    )
+    assert kept(10**6) == []  # compute hides them all but the first, which is not among them

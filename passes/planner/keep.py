@@ -1,0 +1,87 @@
+"""Which parameters to keep whole from forward to backward: gathers for memory.
+
+What forward gathers last, backward reads first: it is kept for the shortest time. So units are
+taken from the end of forward on, more and more of them, each time with the time and the memory that
+forward and backward then take with one bucket a unit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator
+
+from autoshard.passes.planner.per_unit import unit_buckets
+from autoshard.passes.planner.problem import Problem
+from autoshard.passes.planner.simulate import simulate
+
+GROWTH = 1.25  # from one number of units that is tried to the next
+
+
+def worth_keeping(
+    forward: Problem, backward: Problem, candidates: Collection[str], budget_bytes: float
+) -> tuple[str, ...]:
+    """Names of the parameters without whose gathers backward is fastest, in order of first use.
+
+    candidates: names of those that may be kept.
+    budget_bytes: of all memory, which keeping never goes beyond.
+    """
+    again = {item.name for item in backward.gathers} & set(candidates)
+    units = dict.fromkeys(item.unit for item in reversed(forward.gathers) if item.name in again)
+    best: tuple[str, ...] = ()
+    least = _cost(forward, backward, best, budget_bytes)
+    for count in _counts(len(units)):
+        taken = set(itertools.islice(units, count))
+        of_taken = (item.name for item in forward.gathers if item.unit in taken)
+        names = tuple(name for name in of_taken if name in again)
+        cost = _cost(forward, backward, names, budget_bytes)
+        if cost < least:
+            best, least = names, cost
+    return best
+
+
+def _counts(most: int) -> Iterator[int]:
+    count = 1
+    while count < most:
+        yield count
+        count = max(count + 1, int(count * GROWTH))
+    if most:
+        yield most
+
+
+def _cost(
+    forward: Problem, backward: Problem, names: Collection[str], budget_bytes: float
+) -> tuple[float, float]:
+    """(Bytes beyond the budget, time) of both."""
+    over, time_us = 0.0, 0.0
+    for problem in (_kept_after(forward, names), _kept_before(backward, names)):
+        gathers, reduces = unit_buckets(problem)
+        timeline = simulate(problem, gathers, reduces, budget_bytes=budget_bytes)
+        over = max(over, timeline.peak_bytes - budget_bytes)
+        time_us += timeline.time_us
+    return over, time_us
+
+
+def _kept_after(problem: Problem, names: Collection[str]) -> Problem:
+    """`problem` with wholes of those `names` that are never freed."""
+    gathers = tuple(
+        dataclasses.replace(item, freed=problem.num_ops + 1) if item.name in names else item
+        for item in problem.gathers
+    )
+    return dataclasses.replace(problem, gathers=gathers)
+
+
+def _kept_before(problem: Problem, names: Collection[str]) -> Problem:
+    """`problem` with wholes of those `names` there from the start, as long as they are needed."""
+    freed = [0] * (problem.num_ops + 2)
+    kept = [item for item in problem.gathers if item.name in names]
+    for item in kept:
+        freed[item.freed] += item.num_bytes
+    gone, total = itertools.accumulate(freed), sum(freed)
+    return dataclasses.replace(
+        problem,
+        live_bytes=tuple(
+            live + total - by_now for live, by_now in zip(problem.live_bytes, gone, strict=False)
+        ),
+        gathers=tuple(item for item in problem.gathers if item.name not in names),
+    )
