@@ -50,6 +50,7 @@ def vit() -> nn.Module:
         image_size=64,
         patch_size=8,
         num_labels=100,
+        problem_type="single_label_classification",  # else forward writes it, and is compiled again
     )
     return ViTForImageClassification(config)
 

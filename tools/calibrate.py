@@ -1,7 +1,8 @@
 """`autoshard bench calibrate`: measure what a topology says, on the cluster at hand.
 
 Collectives are started together, after a barrier, and take as long as on the rank where they take
-least: what a rank waits for its peers to arrive is no part of their cost. A start-up and a time a
+least: what a rank waits for its peers to arrive is no part of their cost. On a CPU compute goes on
+beside them, as in a step: on the same cores, each slows the other down. A start-up and a time a
 byte are fitted to several sizes by least squares of relative errors. Rank 0 writes what all ranks
 then read: plans must not differ.
 
@@ -15,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,7 +98,10 @@ def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
 
 
 def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int) -> float:
-    """Of `num_bytes` whole: the median over rounds of the least over ranks."""
+    """Of `num_bytes` whole, the mean over rounds of the least over ranks, but for the longest: on
+    busy cores a collective takes next to nothing, or a time slice.
+    """
+    a = torch.ones(PRODUCT // 8, PRODUCT // 8, device=device)
     world = dist.get_world_size()
     whole = torch.ones(num_bytes // 4, device=device)
     part = whole.new_ones(whole.numel() // world)
@@ -109,9 +114,18 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
             work = _torch.reduce_scatter_flat(part, whole, group=group, async_op=True)
         else:
             work = dist.all_reduce(whole, async_op=True)
-        work.wait()
+        if device.type != "cpu":
+            work.wait()
+            return
+        waiting = waiter.submit(
+            work.wait
+        )  # not all works of gloo say themselves when they are over
+        while not waiting.done():
+            torch.matmul(a, a)
 
-    return _median_us(once, device, rounds)
+    with ThreadPoolExecutor(1) as waiter:
+        times = sorted(_times_us(once, device, 2 * rounds))
+    return statistics.fmean(times[: math.ceil(0.9 * len(times))])
 
 
 def _call_us(device: torch.device, rounds: int) -> float:
@@ -249,7 +263,19 @@ def _median_us(
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> float:
-    """The median over rounds of the least over ranks; `before` and `after` are not timed."""
+    """The median of `_times_us`."""
+    return float(statistics.median(_times_us(run, device, rounds, before=before, after=after)))
+
+
+def _times_us(
+    run: Callable[[], object],
+    device: torch.device,
+    rounds: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """By round, of the rank where it took least; `before` and `after` are not timed."""
     times = []
     for _ in range(rounds + 3):
         dist.barrier()
@@ -262,8 +288,7 @@ def _median_us(
         after()
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, times[3:])
-    least = [min(each) for each in zip(*gathered, strict=True)]
-    return float(statistics.median(least))
+    return [min(each) for each in zip(*gathered, strict=True)]
 
 
 def _synchronize(device: torch.device) -> None:
