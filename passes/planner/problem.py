@@ -78,6 +78,14 @@ class Problem:
         return tuple(itertools.accumulate(made))
 
     @cached_property
+    def made_shard_bytes(self) -> tuple[int, ...]:
+        """The same once they are reduced."""
+        made = [0] * (self.num_ops + 1)
+        for item in self.reduces:
+            made[item.ready] += -(-item.num_bytes // self.costs.shards[item.carrier])
+        return tuple(itertools.accumulate(made))
+
+    @cached_property
     def freed_bytes(self) -> tuple[int, ...]:
         """Of all wholes that are needed no more at each position."""
         freed = [0] * (self.num_ops + 1)

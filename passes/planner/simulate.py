@@ -332,7 +332,8 @@ class _Placing(_Simulation):
         budget_bytes: float,
     ) -> None:
         super().__init__(problem, gathers, reduces)
-        self.budget = budget_bytes
+        # A running reduce has room where its sum arrives.
+        self.budget = budget_bytes - max((each.shard_bytes for each in reduces), default=0)
         self.next_gather = self.next_reduce = self.next_wait = 0
         self.in_flight: deque[Run] = deque()  # reduces
         self.horizon = 0.0  # compute from here to the next position
@@ -390,13 +391,15 @@ class _Placing(_Simulation):
     def _fits(self, bucket: Bucket) -> bool:
         """Whether there is room for `bucket` until its first use, and from then on: what is freed
         by then makes room for its copy. Gradients count until then as if none were reduced
-        meanwhile, and from then on as if those were.
+        meanwhile, and from then on as if those were, to shards.
         """
         problem, position, used = self.problem, self.position, bucket.used
         room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes
         if position < used and problem.peak_bytes(position, used) > room:
             return False
-        return bucket.twice_bytes + problem.peak_bytes(used, bucket.freed) <= room
+        shards = problem.made_shard_bytes
+        room -= bucket.twice_bytes + shards[used] - shards[position]
+        return problem.peak_bytes(used, bucket.freed) <= room
 
 
 class _Following(_Simulation):
