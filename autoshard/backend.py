@@ -38,10 +38,9 @@ from autoshard.runtime import access, first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
 from autoshard.runtime.agreement import Outcome, PlansDiffer, agree, share
 from autoshard.runtime.frame import Frame, follow_replaced, make_frame, sharded_parameters
-from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.param import ShardedParam, find
 from autoshard.runtime.plans import record
 from autoshard.runtime.precision import cast_buffers
-from autoshard.runtime.unit import Unit
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +90,9 @@ def _compile(
     code = _torch.traced_code()
     if params:
         _check_bucketing(settings, params[0])
-        unit = params[0].unit
-        attempt = _agreed_attempt(gm, example_inputs, settings, mode, unit, code)
-        name = f"the graph of {code} ({', '.join([unit.name, *attempt.outcome.digests])})"
+        attempt = _agreed_attempt(gm, example_inputs, settings, mode, params, code)
+        unit = params[0].unit.name
+        name = f"the graph of {code} ({', '.join([unit, *attempt.outcome.digests])})"
     else:  # it has no collective, and other ranks may not have it at all
         attempt, name = _Attempt(gm, example_inputs, settings, mode), code
     if attempt.reason is None:
@@ -149,25 +148,27 @@ def _agreed_attempt(
     example_inputs: Sequence[Any],
     settings: CompileOptions,
     mode: str | None,
-    unit: Unit,
+    params: Sequence[ShardedParam],
     code: str,
 ) -> _Attempt:
     """A compilation that all ranks have done alike, or none can use.
 
     What plans are searched for by depends on the batch at hand, which may be another on each rank,
     or in a later call on one rank alone. So plans that ranks have agreed on are kept for the frame;
-    and where ranks found different ones, all trace it again and follow the first rank's.
+    and where ranks found different ones, all trace it again and follow the first rank's. So it is
+    with what is kept for backward, which is decided once, before anything else.
     """
+    unit = params[0].unit
     name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
     key = f"{name} {settings.lowering} {settings.topology} {settings.memory_budget}"
     known = unit.known_plans.setdefault(key, [])
-    if settings.searches and settings.memory_budget is not None and key not in unit.kept_params:
+    may_keep = settings.searches and settings.memory_budget is not None
+    if may_keep and key not in unit.kept_params and _is_whole_step(params, example_inputs):
         worth = _worth_keeping(gm, example_inputs, settings, mode)
-        if worth is not None:
-            worth = json.loads(share(name, json.dumps(worth), mesh))
-            log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
-            unit.kept_params[key] = frozenset(worth)
-            raise _torch.TraceAgain(restart_reason="what to keep for backward was decided")
+        worth = json.loads(share(name, json.dumps(worth), mesh, is_first=True))
+        log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
+        unit.kept_params[key] = frozenset(worth)
+        raise _torch.TraceAgain(restart_reason="what to keep for backward was decided")
     kept = unit.kept_params.get(key, frozenset())
     attempt = _Attempt(gm, example_inputs, settings, mode, known, kept)
     try:
@@ -191,18 +192,31 @@ def _agreed_attempt(
     return attempt
 
 
+def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]) -> bool:
+    """Whether a frame with those inputs has a backward, and all parameters that the model shards:
+    what several frames keep would add up, and none knows of the others."""
+    own = {id(param.param) for param in params}
+    sharded = (each for each in access.root_of(params[0]).parameters() if find(each) is not None)
+    return _has_backward(example_inputs) and all(id(each) in own for each in sharded)
+
+
+def _has_backward(inputs: Sequence[Any]) -> bool:
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def _worth_keeping(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
-) -> Sequence[str] | None:
+) -> Sequence[str]:
     """Names of the parameters that forward should keep whole for backward, as far as this rank can
-    tell; None if there is no backward."""
-    drawn = dataclasses.replace(settings, bucketing="per_unit")
+    tell. `gm` is used up."""
+    drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:
         draft = Draft(make_frame(gm, example_inputs), drawn, mode)
         draft.compile()
-    except Exception:  # so will the compilation, and that says why
+        return draft.worth_keeping()
+    except Exception:  # the compilation will meet it, too, and tell all ranks
         return ()
-    return draft.worth_keeping() if draft.has_backward else None
 
 
 def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
@@ -220,7 +234,8 @@ def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
         log.info("the %s graph: %s beyond the budget", plan.graph, show_bytes(beyond))
         _warn_once(
             f"a graph of {code} is predicted to need more memory than option 'memory_budget' "
-            "allows: take a larger budget, a smaller batch, or activation checkpointing"
+            "allows: take a larger budget, a smaller batch, or activation checkpointing; and where "
+            "batches differ, begin with the largest"
         )
 
 
@@ -304,9 +319,7 @@ class Compilation:
 
     def _num_graphs(self) -> int:
         """Forward and backward, or one for inference."""
-        inputs = (value for value in self.frame.inputs if isinstance(value, torch.Tensor))
-        has_backward = torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
-        return 2 if has_backward else 1
+        return 2 if _has_backward(self.frame.inputs) else 1
 
     def _compile_eagerly(self) -> Callable[..., Any]:
         def lower(graph: str) -> Callable[..., Any]:
@@ -375,7 +388,7 @@ class Compilation:
         left = [node.name for node in gm.graph.nodes if is_marker(node)]
         if left:
             raise passes.PassError(f"markers %{', %'.join(left)} are in no bucket of the plan")
-        priced, plan = PRICED.get(gm), PLAN.get(gm)
+        plan, priced = PLAN.get(gm), PRICED.pop(gm)  # no cache could tell what the latter is
         if priced is not None:
             self.priced[graph] = priced
         if plan is not None and plan.buckets:
@@ -403,10 +416,6 @@ class Compilation:
 
 class Draft(Compilation):
     """Graphs that are planned to be looked at; what is compiled gives the right numbers, slowly."""
-
-    @property
-    def has_backward(self) -> bool:
-        return self._num_graphs() == 2
 
     def worth_keeping(self) -> tuple[str, ...]:
         """Names of parameters; none without a budget, or where nothing is gathered again."""

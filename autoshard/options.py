@@ -28,10 +28,11 @@ class CompileOptions:
                of module names or of lists of them, one bucket an entry.
     memory_budget: bytes, or a fraction of the device's memory (a float up to 1), that a plan with
                "auto" keeps to: a graph's memory with its inputs, and with gradients and two
-               optimizer states for its parameters' shards. Where there is room and backward
-               would wait for gathers, whole parameters are kept for it, the last ones first, as
-               if their units did not reshard. None: what "per_unit" needs. A graph for which
-               nothing keeps to it has a warning.
+               optimizer states for its parameters' shards. Where the model is one graph, there
+               is room, and backward would wait for gathers, whole parameters are kept for it,
+               the last ones first, as if their units did not reshard: decided for the first
+               shapes that are trained with. None: what "per_unit" needs. A graph whose plan does
+               not keep to it has a warning.
     topology:  what plans reckon with: the name of one ("h100", "gloo", ...) or a file of
                `autoshard bench calibrate`; None, with a budget, for the one of the device.
                With neither a topology nor a budget "auto" is "per_unit", and plans have no

@@ -27,6 +27,9 @@ class Key(Generic[T]):
     def get(self, at: fx.Node | fx.GraphModule) -> T | None:
         return cast("T | None", at.meta.get(self.name))
 
+    def pop(self, at: fx.Node | fx.GraphModule) -> T | None:
+        return cast("T | None", at.meta.pop(self.name, None))
+
     def set(self, at: fx.Node | fx.GraphModule, value: T) -> None:
         at.meta[self.name] = value
 

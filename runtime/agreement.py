@@ -94,8 +94,11 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
     return None
 
 
-def share(frame: str, text: str, mesh: DeviceMesh) -> str:
-    """What the first rank of `mesh` has to say of `frame`; all of them call this."""
+def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) -> str:
+    """What the first rank of `mesh` has to say of `frame`; all of them call this.
+
+    is_first: whether nothing of `frame` was compared before: ranks may be a compilation apart.
+    """
     if _is_alone(mesh):
         return text
     first = int(mesh.mesh.flatten()[0])
@@ -103,8 +106,8 @@ def share(frame: str, text: str, mesh: DeviceMesh) -> str:
         f"shared/{frame}",
         text if dist.get_rank() == first else "",
         mesh,
-        group_timeout(mesh),
-        failed=f"rank {dist.get_rank()} waited for the plan of {frame}",
+        max(group_timeout(mesh), COMPILE_TIMEOUT) if is_first else group_timeout(mesh),
+        failed=f"rank {dist.get_rank()} waited for what the first rank planned for {frame}",
         hint="Take the same branches on every rank",
     )
     return answers[first]

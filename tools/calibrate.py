@@ -122,6 +122,7 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
         )  # not all works of gloo say themselves when they are over
         while not waiting.done():
             torch.matmul(a, a)
+        waiting.result()
 
     with ThreadPoolExecutor(1) as waiter:
         times = sorted(_times_us(once, device, 2 * rounds))

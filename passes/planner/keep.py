@@ -24,7 +24,7 @@ def worth_keeping(
     """Names of the parameters without whose gathers backward is fastest, in order of first use.
 
     candidates: names of those that may be kept.
-    budget_bytes: of all memory, which keeping never goes beyond.
+    budget_bytes: of all memory, beyond which keeping never goes further.
     """
     again = {item.name for item in backward.gathers} & set(candidates)
     units = dict.fromkeys(item.unit for item in reversed(forward.gathers) if item.name in again)
@@ -52,12 +52,12 @@ def _counts(most: int) -> Iterator[int]:
 def _cost(
     forward: Problem, backward: Problem, names: Collection[str], budget_bytes: float
 ) -> tuple[float, float]:
-    """(Bytes beyond the budget, time) of both."""
+    """(Bytes beyond the budget, time), each of both together."""
     over, time_us = 0.0, 0.0
     for problem in (_kept_after(forward, names), _kept_before(backward, names)):
         gathers, reduces = unit_buckets(problem)
         timeline = simulate(problem, gathers, reduces, budget_bytes=budget_bytes)
-        over = max(over, timeline.peak_bytes - budget_bytes)
+        over += max(0.0, timeline.peak_bytes - budget_bytes)
         time_us += timeline.time_us
     return over, time_us
 

@@ -468,14 +468,16 @@ def test_models_that_change_between_steps(rank: int, form: str, change: Any) -> 
     assert_same(got, want)
 
 
+@each_value(options=[{}, {"topology": "gloo"}, {"topology": "gloo", "memory_budget": 10**6}])
 @on_ranks(2)
-def test_second_run_comes_from_the_cache(rank: int) -> None:
+def test_second_run_comes_from_the_cache(rank: int, options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (2,))  # whose group has the same name in both
     losses = []
     for _ in range(2):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        losses.append(compiled(Net, net_loss, steps=1, lowering="inductor", mesh=mesh)[1])
+        _, each = compiled(Net, net_loss, steps=1, lowering="inductor", mesh=mesh, **options)
+        losses.append(each)
     counted = torch._dynamo.utils.counters["inductor"]
     assert counted["fxgraph_cache_hit"] == 2, counted  # forward and backward
     assert losses[0] == losses[1]

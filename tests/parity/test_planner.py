@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Net, net_loss
+from support.models import Net, net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.topologies import where_copies_cost_most
@@ -22,7 +25,9 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard import backend
 from autoshard.passes.planner.topology import Topology
+from autoshard.tools import cli
 from autoshard.tools.calibrate import calibrate, fit
 
 
@@ -98,6 +103,43 @@ def test_kept_for_backward(
     forward, backward = gathers_of(got)
     assert sum(len(each.names) for each in forward) == len(dict(got.named_parameters()))
     assert not backward
+
+
+@on_ranks(2)
+def test_kept_for_backward_after_evaluation(rank: int) -> None:
+    """A graph without a backward keeps nothing, and leaves the decision to those that have one."""
+    model = autoshard.shard(Net())
+    options = {"lowering": "eager", "memory_budget": 10**6, "topology": "gloo", "strict": True}
+    model.compile(backend="autoshard", options=options)
+    with torch.no_grad():
+        model(tokens(rank, 0))
+    net_loss(model, rank, 0).backward()
+    plans = autoshard.plans(model)
+    assert [plan.graph for plan in plans] == ["inference", "forward", "backward"]
+    assert not [bucket for bucket in plans[-1].buckets if bucket.kind == "gather"]
+
+
+@on_ranks(2)
+def test_parts_of_a_model_keep_nothing(rank: int) -> None:
+    """None knows what the others keep: together that may be more than there is room for."""
+    model = autoshard.shard(Net())
+    options = {"lowering": "eager", "memory_budget": 10**6, "topology": "gloo", "strict": True}
+    for layer in model.layers:
+        layer.compile(backend="autoshard", options=options)
+    net_loss(model, rank, 0).backward()
+    assert len(gathers_of(model)[1]) > 0
+
+
+@on_ranks(2)
+def test_one_rank_can_not_tell_what_to_keep(rank: int) -> None:
+    """The first one says for all."""
+    want, want_losses = replicated(Net, net_loss)
+    broken = mock.patch.object(backend.Draft, "compile", side_effect=ValueError("no draft"))
+    with broken if rank == 1 else contextlib.nullcontext():
+        got, losses = compiled(Net, net_loss, memory_budget=10**6, topology="gloo")
+    assert losses == want_losses
+    assert_same(got, want)
+    assert not gathers_of(got)[1]
 
 
 def gathers_of(model: nn.Module) -> list[list[Any]]:
@@ -196,9 +238,9 @@ def test_calibrated_topology(rank: int) -> None:
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     path = str(Path(folder[0]) / "here.json")
-    net = Net()
-    steps = [lambda: net_loss(net, rank, 0).backward()]
-    found = calibrate(path, sizes=(2**12, 2**16, 2**20), rounds=3, steps=steps)
+    names = {"model": "support.models:Net", "batch": "support.models:tokens", "loss": None}
+    steps = [cli.make_step(argparse.Namespace(**names))]
+    found = calibrate(path, sizes=(2**12, 2**18, 2**24), rounds=3, steps=steps)
     assert found == Topology.load(path)
     assert set(found.measured) == {"gather 2", "reduce 2", "all_reduce 2"}
     assert all(us_per_byte > 0 for _, us_per_byte in found.measured.values())

@@ -154,6 +154,12 @@ def test_parity_command_says_what_is_missing(capsys: pytest.CaptureFixture[str])
     assert "a model and --batch are required, or --matrix" in capsys.readouterr().err
 
 
+def test_calibrate_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "calibrate", "--out", "here.json", "--model", "my_model:build"])
+    assert "--model needs --batch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["parity", "plan", "bench calibrate"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
