@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted.py
 
 Measures the cluster first, and the models' ops (`autoshard bench calibrate`), then compiles each
-model three times for the topology found: one bucket a parameter, one a unit, and what the planner
-finds. Every contestant takes a step in turn, forward and backward, after a barrier: medians over
-the rounds, of the slowest rank. The prediction is that of the plans: forward and backward.
+model for the topology found: one bucket a parameter, one a unit, and what the planner finds; that
+also with all gathers packed, and all grouped. Every contestant takes a step in turn, forward and
+backward, after a barrier: medians over the rounds, of the slowest rank. The prediction is that of
+the plans: forward and backward.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,10 +31,18 @@ from transformers import (
 )
 
 import autoshard
+from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
 from autoshard.tools.calibrate import calibrate
 from autoshard.tools.demo import build_model
 
-BUCKETINGS = ("none", "per_unit", "auto")
+CONTESTANTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "none": ("none", (PACKED, GROUPED)),
+    "per_unit": ("per_unit", (PACKED, GROUPED)),
+    "auto": ("auto", (PACKED, GROUPED)),
+    "packed": ("auto", (PACKED,)),
+    "grouped": ("auto", (GROUPED,)),
+}
+"""By name: the option, and the layouts that the planner may choose from for gathers."""
 
 
 def gpt2() -> nn.Module:
@@ -86,33 +96,35 @@ def step_of(name: str) -> Callable[[], object]:
 def measure(
     name: str, topology: str, lowering: str, rounds: int
 ) -> dict[str, tuple[float, float, float]]:
-    """By bucketing: predicted forward, predicted backward, and measured milliseconds of both."""
+    """By contestant: predicted forward, predicted backward, and measured milliseconds of both."""
     build, batch_of = MODELS[name]
+    batch = batch_of(dist.get_rank())
     models = {}
-    for bucketing in BUCKETINGS:
+    for contestant, (bucketing, layouts) in CONTESTANTS.items():
         torch.manual_seed(0)
         options = {"bucketing": bucketing, "topology": topology, "lowering": lowering}
         model = autoshard.shard(build())
         model.compile(backend="autoshard", options={**options, "strict": True})
-        models[bucketing] = model
-    batch = batch_of(dist.get_rank())
-    times: dict[str, list[float]] = {bucketing: [] for bucketing in models}
-    for number in range(rounds + 3):  # the first three compile and warm up
-        for bucketing, model in models.items():
+        with mock.patch.dict(LAYOUTS, {"gather": layouts}):
+            model(**batch).loss.backward()
+        models[contestant] = model
+    times: dict[str, list[float]] = {contestant: [] for contestant in models}
+    for number in range(rounds + 3):  # the first three warm up
+        for contestant, model in models.items():
             dist.barrier()
             started = time.perf_counter()
             model(**batch).loss.backward()
             took = torch.tensor(time.perf_counter() - started)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if number >= 3:
-                times[bucketing].append(1e3 * took.item())
+                times[contestant].append(1e3 * took.item())
             model.zero_grad()
     found = {}
-    for bucketing, model in models.items():
+    for contestant, model in models.items():
         predicted = dict.fromkeys(("forward", "backward"), 0.0)
         for plan in autoshard.plans(model):  # several of each, where the graph breaks
             predicted[plan.graph] += plan.makespan_us / 1e3
-        found[bucketing] = *predicted.values(), statistics.median(times[bucketing])
+        found[contestant] = *predicted.values(), statistics.median(times[contestant])
     torch._dynamo.reset()
     return found
 
@@ -133,14 +145,14 @@ def main() -> None:
             calibrate(topology, steps=[step_of(name) for name in options.models])
         if dist.get_rank() == 0:
             print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, {options}")
-            print("model  bucketing  predicted ms (forward + backward)  measured ms  ratio")
+            print("model  contestant predicted ms (forward + backward)  measured ms  ratio")
         for name in options.models:
             found = measure(name, topology, options.lowering, options.rounds)
             if dist.get_rank() == 0:
-                for bucketing, (forward, backward, measured) in found.items():
+                for contestant, (forward, backward, measured) in found.items():
                     ratio = (forward + backward) / measured
                     print(
-                        f"{name:6} {bucketing:9} {forward + backward:8.1f} "
+                        f"{name:6} {contestant:9} {forward + backward:8.1f} "
                         f"({forward:.1f} + {backward:.1f}) {measured:12.1f} {ratio:8.2f}"
                     )
     dist.destroy_process_group()
