@@ -46,6 +46,7 @@ push_saved_tensors_hooks: Callable[..., None] = _autograd._push_saved_tensors_de
 pop_saved_tensors_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # The ignores: torch has these two at run time, and its type information has not.
 default_store: Callable[[], Any] = _c10d._get_default_store
+default_group: Callable[[], dist.ProcessGroup] = _c10d._get_default_group
 resolve_group: Callable[[Any], dist.ProcessGroup] = _c10d._resolve_process_group  # type: ignore[attr-defined]
 HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]
 # State-dict methods that torch.distributed.checkpoint is to look behind.

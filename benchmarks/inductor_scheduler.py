@@ -76,7 +76,10 @@ class _Drawn:
         self.shard = {shard.name: number for number, shard in enumerate(shards)}
         for number, weight in enumerate(weights):
             whole = self._call(
-                c10d.all_gather_into_tensor.default, shards[number], self.ranks, _group()
+                c10d.all_gather_into_tensor.default,
+                shards[number],
+                self.ranks,
+                _torch.default_group().group_name,
             )
             whole = self._call(c10d.wait_tensor.default, whole)
             whole = self._call(aten.view.default, whole, list(weight.size))
@@ -88,7 +91,13 @@ class _Drawn:
             gradient_of_x = self._compute(*_backward(self, x, whole, weight))
             made = self._compute(*_gradient(self, saved[number], x, weight))
             self.gradient[made.name] = number
-            sent = self._call(c10d.reduce_scatter_tensor.default, made, "sum", self.ranks, _group())
+            sent = self._call(
+                c10d.reduce_scatter_tensor.default,
+                made,
+                "sum",
+                self.ranks,
+                _torch.default_group().group_name,
+            )
             results.append(self._call(c10d.wait_tensor.default, sent))
             x = gradient_of_x
         self.graph.output((x, *results))
@@ -137,10 +146,6 @@ def _gradient(drawn: _Drawn, saved: fx.Node, x: fx.Node, weight: Weight) -> tupl
     if len(weight.size) == 1:
         return aten.sum.dim_IntList, drawn._call(aten.mul.Tensor, saved, x), [0]
     return aten.mm.default, drawn._call(aten.t.default, saved), x
-
-
-def _group() -> str:
-    return torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
 
 
 def _schedule(drawn: _Drawn) -> fx.GraphModule:

@@ -105,7 +105,7 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
     world = dist.get_world_size()
     whole = torch.ones(num_bytes // 4, device=device)
     part = whole.new_ones(whole.numel() // world)
-    group = dist.distributed_c10d._get_default_group()
+    group = _torch.default_group()
 
     def once() -> None:
         if kind == "gather":
@@ -117,9 +117,7 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
         if device.type != "cpu":
             work.wait()
             return
-        waiting = waiter.submit(
-            work.wait
-        )  # not all works of gloo say themselves when they are over
+        waiting = waiter.submit(work.wait)  # not every work of gloo says when it is over
         while not waiting.done():
             torch.matmul(a, a)
         waiting.result()
@@ -134,7 +132,7 @@ def _call_us(device: torch.device, rounds: int) -> float:
     a = torch.ones(PRODUCT // 4, PRODUCT // 4, device=device)
     part = torch.ones(16, device=device)
     wholes = [part.new_empty(16 * dist.get_world_size()) for _ in range(CALLS)]
-    group = dist.distributed_c10d._get_default_group()
+    group = _torch.default_group()
 
     def compute(*, beside: bool) -> None:
         works: list[dist.Work] = []
@@ -155,7 +153,7 @@ def _call_us(device: torch.device, rounds: int) -> float:
 
 def _member_us(device: torch.device, rounds: int) -> float:
     """Of one more member of a grouped gather: what nine take longer than one, by eight."""
-    group = dist.distributed_c10d._get_default_group()
+    group = _torch.default_group()
     parts = [torch.ones(16, device=device) for _ in range(9)]
     wholes = [part.new_empty(16 * dist.get_world_size()) for part in parts]
 
@@ -197,7 +195,7 @@ class _Times(TorchDispatchMode):
     """Those of each op that runs in it, in microseconds by `op_key`."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.device = device
         self.found: dict[str, list[float]] = {}
 
@@ -239,7 +237,7 @@ def _contention(device: torch.device, rounds: int) -> float:
     world = dist.get_world_size()
     whole = torch.ones(SIZES[-1] // 4, device=device)
     part = whole.new_ones(whole.numel() // world)
-    group = dist.distributed_c10d._get_default_group()
+    group = _torch.default_group()
     product = partial(torch.matmul, a, a)
     gather = partial(_torch.all_gather_flat, whole, part, group=group, async_op=True)
     alone = _median_us(product, device, rounds)
