@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import fx
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import GROUPED, PACKED, Costs, Link
 from autoshard.passes.planner.keep import worth_keeping
+from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import search
@@ -24,6 +26,8 @@ from autoshard.passes.planner.topology import Topology, default_topology, names
 from autoshard.passes.roofline import base_of, node_us, num_flops, op_key
 
 H100 = Topology.load("h100")
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+LAYERS = 32  # enough for a backward with an idle link to gather far ahead
 
 
 def test_every_topology_says_where_its_numbers_come_from() -> None:
@@ -235,3 +239,21 @@ def test_what_is_kept_for_backward() -> None:
         for each in (forward, backward)
     )
     assert kept(10**6) == []  # compute hides them all but the first, which is not among them
+
+
+@pytest.mark.parametrize("layout", ["packed", "grouped"])
+@pytest.mark.parametrize("regime", ["compute-bound", "balanced", "link-bound"])
+@pytest.mark.parametrize("graph", ["forward", "backward"])
+def test_plans_keep_to_the_memory_of_one_bucket_a_unit(
+    graph: str, regime: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    planner = importlib.import_module("planner")
+    problem = planner.make_problem(
+        planner.MODELS["8b"], planner.REGIMES[regime], graph, layers=LAYERS
+    )
+    unit = per_unit(problem)
+    only = {"gather": (layout,), "reduce": (layout,)}
+    found = search(problem, budget_bytes=unit.peak_bytes, layouts=only, steps=100).timeline
+    assert found.peak_bytes <= unit.peak_bytes
+    assert found.time_us <= unit.time_us
