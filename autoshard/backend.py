@@ -30,7 +30,6 @@ from autoshard.passes.match import is_gradient, is_marker, table_of
 from autoshard.passes.meta import PLAN, PRICED
 from autoshard.passes.plan import Plan, show_bytes
 from autoshard.passes.planner.keep import worth_keeping
-from autoshard.passes.planner.topology import Topology, default_topology
 from autoshard.passes.prices import Prices
 from autoshard.passes.text import render
 from autoshard.progress import progress
@@ -162,7 +161,8 @@ def _agreed_attempt(
     name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
     key = f"{name} {settings.lowering} {settings.topology} {settings.memory_budget}"
     known = unit.known_plans.setdefault(key, [])
-    may_keep = settings.searches and settings.memory_budget is not None
+    searches = settings.searches_for(params[0].device)
+    may_keep = searches and settings.memory_budget is not None
     if may_keep and key not in unit.kept_params and _is_whole_step(params, example_inputs):
         worth = _worth_keeping(gm, example_inputs, settings, mode)
         worth = json.loads(share(name, json.dumps(worth), mesh, is_first=True))
@@ -174,7 +174,7 @@ def _agreed_attempt(
     try:
         attempt.reason = agree(name, attempt.outcome, mesh, unit.agreed)
     except PlansDiffer:
-        if not settings.searches:
+        if not searches:
             raise
         found = [dataclasses.replace(plan, figures=None) for plan in attempt.plans]
         is_followed = {plan.digest for plan in found} <= {plan.digest for plan in known}
@@ -185,7 +185,7 @@ def _agreed_attempt(
             raise  # one of them has another graph
         known[:0] = map(Plan.from_json, json.loads(text))
         raise _torch.TraceAgain(restart_reason="ranks follow the first one's plan") from None
-    if settings.searches and attempt.reason is None:
+    if searches and attempt.reason is None:
         digests = {plan.digest for plan in known}
         new = (plan for plan in attempt.plans if plan.digest not in digests)
         known += [dataclasses.replace(plan, figures=None) for plan in new]
@@ -224,7 +224,7 @@ def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
     the one that a plan was found with."""
     compilation = attempt.compilation
     prices = compilation.prices
-    if not (compilation.options.searches and attempt.plans):
+    if compilation.options.bucketing != "auto" or not attempt.plans:
         return
     if prices is None or prices.budget_bytes is None:
         return
@@ -294,14 +294,13 @@ class Compilation:
         self._begins: Callable[[str], None] = lambda graph: None
 
     def _prices(self) -> Prices | None:
-        """From sizes, options and the kind of device: the same on every rank. None where the user
-        asks for neither a topology nor a budget.
+        """From sizes, options and the kind of device: the same on every rank. None where nothing is
+        known of costs.
         """
         params, budget = self.frame.params, self.options.memory_budget
-        if not params or (self.options.topology is None and budget is None):
+        topology = self.options.topology_for(params[0].device) if params else None
+        if topology is None:
             return None
-        device = _device_name(params[0].device)
-        topology = Topology.load(self.options.topology or default_topology(device))
         if isinstance(budget, float):
             budget = int(budget * topology.memory_bytes)
         if budget is not None:  # a gradient, and two states of an optimizer
@@ -433,10 +432,6 @@ class Draft(Compilation):
 
     def _tell(self, plan: Plan, gm: fx.GraphModule) -> None:
         """Nobody needs to know of it."""
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _shard_bytes(param: ShardedParam) -> int:

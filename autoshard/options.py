@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.passes.planner.topology import Topology, names
+from autoshard.passes.planner.topology import Topology, default_topology, is_known, names
 from autoshard.runtime.shard import ARGUMENT_CHECKS, STRATEGIES
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -34,10 +35,11 @@ class CompileOptions:
                shapes that are trained with. None: what "per_unit" needs. A graph whose plan does
                not keep to it has a warning.
     topology:  what plans reckon with: the name of one ("h100", "gloo", ...) or a file of
-               `autoshard bench calibrate`; None, with a budget, for the one of the device.
-               With neither a topology nor a budget "auto" is "per_unit", and plans have no
-               figures. Predicted times follow the shapes that are compiled for first; where
-               ranks' batches differ, the first rank's. Later shapes keep that plan.
+               `autoshard bench calibrate`; None for the one of the GPU at hand. Where that is
+               not known by its name, or is a CPU, and there is no budget either, "auto" is
+               "per_unit", and plans have no figures. Predicted times follow the shapes that are
+               compiled for first; where ranks' batches differ, the first rank's. Later shapes
+               keep that plan.
     dump:      a folder; every graph is written there as text after every pass.
     strict:    raise where tracing, a pass or the lowering fails, rather than run the
                frame on the eager runtime with a warning.
@@ -65,11 +67,20 @@ class CompileOptions:
     backward_prefetch: str | int | None = "pre"
     limit_all_gathers: bool = True
 
-    @property
-    def searches(self) -> bool:
-        """Whether plans are found by predicted times."""
-        has_prices = self.topology is not None or self.memory_budget is not None
-        return self.bucketing == "auto" and has_prices
+    def topology_for(self, device: torch.device) -> Topology | None:
+        """What plans for `device` reckon with: the same on every rank of a uniform cluster."""
+        if self.topology is not None:
+            return Topology.load(self.topology)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        if not is_known(name) and self.memory_budget is None:
+            return None
+        found = Topology.load(default_topology(name))
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", found.ranks_per_node))  # torchrun's
+        return dataclasses.replace(found, ranks_per_node=per_node)
+
+    def searches_for(self, device: torch.device) -> bool:
+        """Whether plans for `device` are found by predicted times."""
+        return self.bucketing == "auto" and self.topology_for(device) is not None
 
     def __post_init__(self) -> None:
         _expect(self, "lowering", self.lowering in LOWERINGS, f"one of {list(LOWERINGS)}")

@@ -143,6 +143,21 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
+GPUS = {
+    "H200": "h200",
+    "H100": "h100",
+    "A100": "a100-efa",
+    "B200": "b200-nvl72",
+    "L40S": "l40s",
+}
+"""The named topology of a GPU, by a part of its name."""
+
+
+def is_known(device: str) -> bool:
+    """Whether a topology of this package is that of a device by its name."""
+    return any(part in device for part in GPUS)
+
+
 def default_topology(device: str) -> str:
     """The named topology of a device by its name, "NVIDIA H100 80GB HBM3"; "gloo" for a CPU.
 
@@ -150,14 +165,7 @@ def default_topology(device: str) -> str:
     """
     if device == "cpu":
         return "gloo"
-    known = {
-        "H200": "h200",
-        "H100": "h100",
-        "A100": "a100-efa",
-        "B200": "b200-nvl72",
-        "L40S": "l40s",
-    }
-    return next((name for part, name in known.items() if part in device), "h100")
+    return next((name for part, name in GPUS.items() if part in device), "h100")
 
 
 def _us_per_byte(share: float, gb_per_s: float) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -174,3 +175,36 @@ def test_shard_arguments() -> None:
         "strategy": "shard_grad_op",
         "sync_module_states": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu", "topology"),
+    [
+        ({}, "NVIDIA H100 80GB HBM3", "h100"),
+        ({}, "NVIDIA GeForce RTX 4090", None),
+        ({}, None, None),
+        ({"memory_budget": 0.5}, "NVIDIA GeForce RTX 4090", "h100"),
+        ({"memory_budget": 0.5}, None, "gloo"),
+        ({"topology": "l40s"}, "NVIDIA H100 80GB HBM3", "l40s"),
+    ],
+)
+def test_what_plans_reckon_with(
+    options: dict[str, Any],
+    gpu: str | None,
+    topology: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu)
+    device = torch.device("cuda" if gpu else "cpu")
+    found = CompileOptions.read(options).topology_for(device)
+    assert (found.name if found else None) == topology
+    assert CompileOptions.read(options).searches_for(device) == (topology is not None)
+    assert not CompileOptions.read({**options, "bucketing": "none"}).searches_for(device)
+
+
+def test_ranks_per_node_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    found = CompileOptions().topology_for(torch.device("cuda"))
+    assert found is not None
+    assert found.ranks_per_node == 4
