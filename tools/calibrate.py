@@ -98,9 +98,7 @@ def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
 
 
 def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int) -> float:
-    """Of `num_bytes` whole, the mean over rounds of the least over ranks, but for the longest: on
-    busy cores a collective takes next to nothing, or a time slice.
-    """
+    """Of `num_bytes` whole, the mean over rounds of the least over ranks."""
     a = torch.ones(PRODUCT // 8, PRODUCT // 8, device=device)
     world = dist.get_world_size()
     whole = torch.ones(num_bytes // 4, device=device)
@@ -123,8 +121,7 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
         waiting.result()
 
     with ThreadPoolExecutor(1) as waiter:
-        times = sorted(_times_us(once, device, 2 * rounds))
-    return statistics.fmean(times[: math.ceil(0.9 * len(times))])
+        return _mean(_times_us(once, device, 2 * rounds))
 
 
 def _call_us(device: torch.device, rounds: int) -> float:
@@ -214,7 +211,10 @@ class _Times(TorchDispatchMode):
 def _ops_us(
     steps: Sequence[Callable[[], object]], device: torch.device, rounds: int
 ) -> dict[str, float]:
-    """Of each op in `steps`, while all ranks do the same: the median of its calls on this one."""
+    """Of each op in `steps`, while all ranks do the same: the mean of its calls on this one.
+
+    Most take less, and a step's ops together what their means say.
+    """
     times = _Times(device)
     for step in steps:
         step()  # what is made at first is not timed
@@ -222,7 +222,12 @@ def _ops_us(
             dist.barrier()
             with times:
                 step()
-    return {key: float(statistics.median(found)) for key, found in sorted(times.found.items())}
+    return {key: _mean(found) for key, found in sorted(times.found.items())}
+
+
+def _mean(times: Sequence[float]) -> float:
+    """But for the longest tenth: on busy cores anything takes a time slice now and then."""
+    return statistics.fmean(sorted(times)[: math.ceil(0.9 * len(times))])
 
 
 def _memory_gb_per_s(device: torch.device, rounds: int) -> float:

@@ -326,7 +326,11 @@ def _compare_runs(case: Case) -> str | None:
     rtol = _rtol(case)
     if rtol == 0.0 and losses != eager_losses:
         return f"losses differ: compiled {losses}, eager {eager_losses}"
-    problem = compare_local(compiled, eager, rtol, floor=FLOOR)
+    exact = None
+    if rtol > 0.0 and PRECISIONS[case.precision] is not None:
+        exact = _shard(_build(case), dataclasses.replace(case, precision="float32"))
+        _train(exact, exact, case)
+    problem = compare_local(compiled, eager, rtol, floor=FLOOR, exact=exact)
     if problem is not None:
         return f"compiled and eager differ: {problem}"
     changes_values = case.divide_by is not None or case.gathered == "in two parts"

@@ -235,18 +235,28 @@ def _compare(runs: dict[str, _Run], run: str, against: str, rtol: float) -> Comp
 
 
 def compare_local(
-    got: nn.Module, want: nn.Module, rtol: float, *, floor: float = 0.0
+    got: nn.Module,
+    want: nn.Module,
+    rtol: float,
+    *,
+    floor: float = 0.0,
+    exact: nn.Module | None = None,
 ) -> str | None:
     """The first parameter whose part on this rank differs by more than `rtol`, in words.
 
     want: replicated, or sharded likewise.
     rtol: of the part's largest element, or of `floor` if that is smaller.
+    exact: as `want`, but trained in more bits: what `want` is off by is rounding, and twice that
+        is not told, as one may be off as far to the one side as the other to the other.
     """
     theirs = dict(want.named_parameters())
+    exacts = {} if exact is None else dict(exact.named_parameters())
     for name, param in got.named_parameters():
-        other = theirs[name.replace("_orig_mod.", "")]
-        absolute, relative = _difference(_local(param, param), _local(other, param))
-        if relative > rtol and absolute > rtol * floor:
+        key = name.replace("_orig_mod.", "")
+        other = _local(theirs[key], param)
+        absolute, relative = _difference(_local(param, param), other)
+        rounding = _difference(other, _local(exacts[key], param))[0] if exacts else 0.0
+        if relative > rtol and absolute > max(rtol * floor, 2 * rounding):
             return f"{name} by {absolute:.3g} ({relative:.3g} relative)"
     return None
 

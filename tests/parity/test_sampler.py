@@ -7,9 +7,11 @@ import unittest.mock
 import pytest
 import torch
 from support.ranks import on_ranks
+from torch import nn
 
 from autoshard.runtime import step as steps
 from autoshard.tools.matrix import CHOICES, draw, try_case
+from autoshard.tools.parity import compare_local
 
 
 def test_a_seed_is_a_case() -> None:
@@ -44,3 +46,14 @@ def test_a_problem_on_one_rank_is_told_on_all(rank: int) -> None:
     assert outcome.problem is not None
     assert outcome.problem.startswith("rank ")
     assert "differ" in outcome.problem
+
+
+def test_rounding_is_not_told() -> None:
+    def one(value: float) -> nn.Module:
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(module.weight, value)
+        return module
+
+    assert compare_local(one(1.02), one(0.99), 0.01) == "weight by 0.03 (0.0303 relative)"
+    assert compare_local(one(1.02), one(0.99), 0.01, exact=one(1.01)) is None
+    assert compare_local(one(1.02), one(0.99), 0.01, exact=one(1.0)) is not None
