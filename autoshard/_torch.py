@@ -312,6 +312,20 @@ def compile_with_inductor(
     return call
 
 
+def fresh_inductor_cache() -> contextlib.AbstractContextManager[Any]:
+    """No kernel of earlier compilations is found, and those of later ones are removed at exit."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
+def inductor_cache_folder() -> str:
+    """Where Inductor keeps kernels. Makes it; raises OSError where that can't be."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
 def is_to_local(node: torch.fx.Node) -> bool:
     """Whether `node`, of a graph that Dynamo made, is `DTensor.to_local()`.
 

@@ -29,6 +29,7 @@ from autoshard import _torch
 from autoshard.passes.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import KINDS, Topology, default_topology
 from autoshard.passes.roofline import op_key
+from autoshard.tools.device import current_device, synchronize
 
 SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 KiB to 16 MiB
 ROUNDS = 15
@@ -54,7 +55,7 @@ def calibrate(
     world = dist.get_world_size()
     if world < 2:
         raise ValueError("calibrate measures collectives: run it under torchrun with two ranks")
-    device = _device()
+    device = current_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     known = Topology.load(default_topology(name))
     memory_gb_per_s = _memory_gb_per_s(device, rounds)
@@ -75,7 +76,7 @@ def calibrate(
         memory_gb_per_s=memory_gb_per_s,
         copy_gb_per_s=memory_gb_per_s,
         contention=_contention(device, rounds),
-        ops=_ops_us(steps, device, rounds),
+        ops=_ops_us(steps, rounds),
         sources={"": "measured by autoshard bench calibrate"},
     )
     if dist.get_rank() == 0:
@@ -191,31 +192,28 @@ def _op_us(device: torch.device, rounds: int) -> float:
 class _Times(TorchDispatchMode):
     """Those of each op that runs in it, in microseconds by `op_key`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self.device = device
         self.found: dict[str, list[float]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        _synchronize(self.device)
+        synchronize()
         begin = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        _synchronize(self.device)
+        synchronize()
         took_us = (time.perf_counter() - begin) * 1e6
         self.found.setdefault(op_key(func, (args, kwargs)), []).append(took_us)
         return result
 
 
-def _ops_us(
-    steps: Sequence[Callable[[], object]], device: torch.device, rounds: int
-) -> dict[str, float]:
+def _ops_us(steps: Sequence[Callable[[], object]], rounds: int) -> dict[str, float]:
     """Of each op in `steps`, while all ranks do the same: the mean of its calls on this one.
 
     Most take less, and a step's ops together what their means say.
     """
-    times = _Times(device)
+    times = _Times()
     for step in steps:
         step()  # what is made at first is not timed
         for _ in range(rounds):
@@ -283,24 +281,13 @@ def _times_us(
     times = []
     for _ in range(rounds + 3):
         dist.barrier()
-        _synchronize(device)
+        synchronize()
         before()
         begin = time.perf_counter()
         run()
-        _synchronize(device)
+        synchronize()
         times.append((time.perf_counter() - begin) * 1e6)
         after()
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, times[3:])
     return [min(each) for each in zip(*gathered, strict=True)]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

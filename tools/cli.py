@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 PARITY_EXAMPLE = """\
@@ -36,6 +37,16 @@ then: torch.compile(model, backend="autoshard", options={"topology": "gloo2.json
 """
 
 
+STEP_EXAMPLE = """\
+examples, on two CPU ranks of this machine, and on the GPUs of a node:
+
+  autoshard bench step --models small vit --rounds 10
+  torchrun --nproc-per-node 8 -m autoshard.tools.cli bench step --dtype bf16
+
+Needs `pip install transformers`. Models: small, medium, large (Llamas), gpt2, vit.
+"""
+
+
 PLAN_EXAMPLE = """\
 examples, with a config.json from Hugging Face, and my_model.py defining build() -> nn.Module:
 
@@ -44,6 +55,37 @@ examples, with a config.json from Hugging Face, and my_model.py defining build()
 
 No GPU is used, and no weights are made. What is left open (mesh, strategy, micro-batch,
 checkpointing) is tried, and the three best configurations are shown. Exit status 1: none fits.
+"""
+
+
+TRACE_EXAMPLE = """\
+examples, with a config.json from Hugging Face, and my_model.py defining build() -> nn.Module:
+
+  autoshard trace --model config.json --ranks 8 --seq 128 --dump graphs
+  autoshard trace --model my_model:build --ranks 64 --options '{"topology": "h100"}' --out plans
+
+No GPU is used, no weights are made, and nothing is run.
+"""
+
+
+GOLDEN_EXAMPLE = """\
+examples:
+
+  autoshard golden --model my_model:build --ranks 8 --dir golden/my_model --accept
+  autoshard golden --model my_model:build --ranks 8 --dir golden/my_model
+
+The first writes the files, for you to read and keep beside the code; the second, in CI, prints how
+the model's graphs and plans differ from them. Exit status 1: they do.
+"""
+
+
+DOCTOR_EXAMPLE = """\
+examples, with two ranks of this machine, and with those of a cluster:
+
+  autoshard doctor
+  torchrun --nnodes 4 --nproc-per-node 8 ... -m autoshard.tools.cli doctor
+
+Exit status 1: something is amiss, and the line that begins with FAIL says what to do.
 """
 
 
@@ -60,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_parity(commands)
     add_bench(commands)
     add_plan(commands)
+    add_trace(commands)
+    add_golden(commands)
+    add_doctor(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options, list(sys.argv[1:] if arguments is None else arguments))
     return status
@@ -117,6 +162,22 @@ def add_bench(commands: Any) -> None:
     calibrate.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
     calibrate.set_defaults(run=run_calibrate, parser=calibrate)
 
+    step = _with_example(
+        what,
+        "step",
+        STEP_EXAMPLE,
+        help="time a step beside FSDP1, FSDP2, DDP and others",
+        description="Train models with autoshard and with what else there is, a step of each in "
+        "turn, and print medians, what communication adds, and how long the first step takes.",
+    )
+    step.add_argument("--models", nargs="+", default=["small", "medium", "large"])
+    step.add_argument("--contestants", nargs="+", help="some of them (all)")
+    step.add_argument("--rounds", type=int, default=20, help="steps of each (default 20)")
+    step.add_argument("--dtype", choices=["f32", "bf16"], default="f32", help="of computation")
+    step.add_argument("--options", default="{}", help="of autoshard's backend, as JSON")
+    step.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    step.set_defaults(run=run_step, parser=step)
+
 
 def add_plan(commands: Any) -> None:
     """`autoshard plan`."""
@@ -128,28 +189,126 @@ def add_plan(commands: Any) -> None:
         description="Trace a model, and predict what a step takes on a cluster: peak memory by "
         "category, time, exposed communication, and what bounds it.",
     )
-    parser.add_argument(
-        "--model", required=True, help="a Hugging Face config.json, or package.module:function"
-    )
+    _add_workload(parser)
     parser.add_argument("--gpus", required=True, help="number and kind, 64xH100, or a number")
     parser.add_argument("--topology", help="a name or a file of `autoshard bench calibrate`")
     parser.add_argument("--mesh", help="replicas x shards, 8x8, or shards alone")
     parser.add_argument("--strategy", help="full_shard, shard_grad_op, hybrid_shard, ...")
-    parser.add_argument("--seq", type=int, default=4096, help="length of sequences (4096)")
     parser.add_argument("--micro-batch", type=int, help="sequences a step and rank")
-    parser.add_argument("--dtype", default="bf16", help="of computation and gathers (bf16)")
-    parser.add_argument("--param-dtype", default="f32", help="of shards and reduces (f32)")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...")
     parser.add_argument("--checkpointing", choices=["none", "full"], help="of every unit")
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--buckets", action="store_true", help="print buckets too, by unit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_plan, parser=parser)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    """What is trained, of commands that trace a model without running it."""
+    parser.add_argument(
+        "--model", required=True, help="a Hugging Face config.json, or package.module:function"
+    )
     parser.add_argument(
         "--batch",
         help="package.module:function of (micro_batch, seq) that returns a dict of keyword "
         "arguments, a tuple of arguments, or one argument; by default token ids",
     )
-    parser.add_argument("--buckets", action="store_true", help="print buckets too, by unit")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run_plan, parser=parser)
+    parser.add_argument("--seq", type=int, default=4096, help="length of sequences (4096)")
+    parser.add_argument("--dtype", default="bf16", help="of computation and gathers (bf16)")
+    parser.add_argument("--param-dtype", default="f32", help="of shards and reduces (f32)")
+
+
+def add_trace(commands: Any) -> None:
+    """`autoshard trace`."""
+    parser = _with_example(
+        commands,
+        "trace",
+        TRACE_EXAMPLE,
+        help="print the plans of a model, and write its graphs",
+        description="Trace one step of a model, sharded over ranks that are not there, and print "
+        "its plans.",
+    )
+    _add_traced(parser)
+    parser.add_argument("--out", help="a folder for the plans as JSON, and their timelines")
+    parser.add_argument("--dump", help="a folder for the graphs, a file a pass")
+    parser.set_defaults(run=run_trace, parser=parser)
+
+
+def add_golden(commands: Any) -> None:
+    """`autoshard golden`."""
+    parser = _with_example(
+        commands,
+        "golden",
+        GOLDEN_EXAMPLE,
+        help="compare a model's graphs and plans with files",
+        description="Trace one step of a model as `autoshard trace` does, and compare its graphs "
+        "and plans with those of earlier.",
+    )
+    _add_traced(parser)
+    parser.add_argument("--dir", required=True, help="the folder of the files")
+    parser.add_argument("--accept", action="store_true", help="write the files")
+    parser.set_defaults(run=run_golden, parser=parser, dump=None)
+
+
+def add_doctor(commands: Any) -> None:
+    """`autoshard doctor`."""
+    parser = _with_example(
+        commands,
+        "doctor",
+        DOCTOR_EXAMPLE,
+        help="say what is installed, what is amiss, and whether ranks reach each other",
+        description="Print versions, devices, topology, compiler, caches and environment, and "
+        "test collectives and a compiled step on all ranks.",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    parser.add_argument("--only", choices=["here", "group"], help="one half of it")
+    parser.set_defaults(run=run_doctor, parser=parser)
+
+
+def _add_traced(parser: argparse.ArgumentParser) -> None:
+    _add_workload(parser)
+    parser.add_argument("--ranks", type=int, default=8, help="that are not there (default 8)")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences a rank (default 1)")
+    parser.add_argument("--options", default="{}", help="of the backend, as JSON")
+    parser.set_defaults(optimizer="adamw", lowering="eager")
+
+
+def run_trace(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Exit status 2 for what can't be read or traced."""
+    from autoshard.tools.trace import write
+
+    found = _traced(options)
+    for each in found:
+        print(each.plan.text())
+    if options.out:
+        print("\n".join(map(str, write(found, Path(options.out)))))
+    return 0
+
+
+def run_golden(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Exit status 1 where the files differ, 2 for what can't be read or traced."""
+    from autoshard.tools.trace import accept, differences, golden_texts
+
+    texts, folder = golden_texts(_traced(options)), Path(options.dir)
+    if options.accept:
+        accept(texts, folder)
+    lines = list(differences(texts, folder))
+    print("\n".join(lines) or f"{folder}: {len(texts)} files, as they were")
+    return 1 if lines else 0
+
+
+def _traced(options: argparse.Namespace) -> Any:
+    from autoshard.options import CompileOptions
+    from autoshard.tools.planning import read_workload
+    from autoshard.tools.trace import trace_workload
+
+    try:
+        given = {"lowering": "eager", "dump": options.dump, **json.loads(options.options)}
+        settings = CompileOptions.read(given)
+        workload = read_workload(options, load)
+        return trace_workload(workload, options.ranks, options.micro_batch, settings)
+    except (ValueError, RuntimeError) as error:
+        options.parser.error(str(error))
 
 
 def run_plan(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -192,6 +351,57 @@ def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
     if int(os.environ["RANK"]) == 0:
         print(topology.to_json(), end="")
     return 0
+
+
+def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Start the ranks unless torchrun did; exit status 2 for a name that isn't there."""
+    if "RANK" not in os.environ:
+        return launch(arguments, options.ranks)
+    import torch
+
+    from autoshard.passes.layout import DTYPES
+    from autoshard.runtime.mesh import ensure_process_group
+    from autoshard.tools.bench import bench_step
+    from autoshard.tools.contestants import CONTESTANTS
+
+    ensure_process_group()
+    is_first = int(os.environ["RANK"]) == 0
+    if is_first:
+        print(f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {' '.join(arguments)}")
+    try:
+        bench_step(
+            options.models,
+            contestants=options.contestants or tuple(CONTESTANTS),
+            rounds=options.rounds,
+            dtype=DTYPES[options.dtype],
+            options=json.loads(options.options),
+            tell=lambda text: print(text, flush=True) if is_first else None,
+        )
+    except ValueError as error:
+        options.parser.error(str(error))
+    return 0
+
+
+def run_doctor(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Start the ranks unless torchrun did; exit status 1 if something is amiss."""
+    from autoshard.tools.doctor import checkup, self_test
+
+    rank = int(os.environ.get("RANK", "0"))
+    findings = []
+    if options.only != "group" and rank == 0:
+        for finding in checkup():
+            print(finding, flush=True)
+            findings.append(finding)
+    if options.only != "here":
+        if "RANK" not in os.environ:
+            launched = launch(["doctor", "--only", "group"], options.ranks)
+            return 1 if launched or any(each.level == "FAIL" for each in findings) else 0
+        tested = self_test()
+        findings += tested
+        shown = [each for each in tested if rank == 0 or each.level == "FAIL"]
+        for finding in shown:
+            print(finding, flush=True)
+    return 1 if any(each.level == "FAIL" for each in findings) else 0
 
 
 def make_step(options: argparse.Namespace) -> Callable[[], object]:

@@ -98,7 +98,7 @@ def trace(
     topology: what compute costs.
     Raises RuntimeError if forward is not one graph with a backward.
     """
-    _pretend_ranks()
+    pretend_ranks(RANKS)
     for unit in find_units(model, None):
         if checkpointing:
             again = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -108,12 +108,24 @@ def trace(
     model.to_empty(device="cpu")
     graphs: dict[str, PricedGraph] = {}
     options = CompileOptions(lowering=lowering)
+    compile_only(model, call, lambda frame: _Recording(frame, options, topology, graphs).compile())
+    if set(graphs) != {"forward", "backward"}:
+        raise RuntimeError("the model's output depends on no parameter: there is nothing to train")
+    return graphs
 
+
+def compile_only(
+    model: nn.Module, call: Callable[[Any], Any], compile_frame: Callable[[Frame], object]
+) -> None:
+    """Have `compile_frame` compile what `call` runs of the sharded `model`, and run none of it.
+
+    Raises RuntimeError if forward is not one graph.
+    """
     is_recorded = False
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal is_recorded
-        _Recording(make_frame(gm, example_inputs), options, topology, graphs).compile()
+        compile_frame(make_frame(gm, example_inputs))
         is_recorded = True
         raise _Recorded
 
@@ -124,9 +136,6 @@ def trace(
         if not is_recorded:  # else it is ours
             message = f"the model's forward can't be planned as one graph: {error}"
             raise RuntimeError(message) from error
-    if set(graphs) != {"forward", "backward"}:
-        raise RuntimeError("the model's output depends on no parameter: there is nothing to train")
-    return graphs
 
 
 class _Recorded(Exception):
@@ -154,10 +163,11 @@ class _Recording(Draft):
         return gm
 
 
-def _pretend_ranks() -> None:
+def pretend_ranks(ranks: int) -> None:
+    """Be rank 0 of `ranks` that are not there. Raises RuntimeError in any other group."""
     if not dist.is_initialized():
-        _torch.pretend_ranks(RANKS)
-    if dist.get_backend() != "fake":
+        _torch.pretend_ranks(ranks)
+    if dist.get_backend() != "fake" or dist.get_world_size() != ranks:
         raise RuntimeError("a dry run needs a process of its own, without a process group")
 
 

@@ -145,22 +145,15 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
 
 def _step(workload: Workload, topology: Topology, micro_batch: int, recompute: bool) -> Step:
     """Traced with few blocks, if that gives what all of them would."""
-    model = _on_meta(workload)
+    model = on_meta(workload)
     parameters = _parameters(model)
     stacks = cut_stacks(model)
-    low, full = DTYPES[workload.dtype], DTYPES[workload.param_dtype]
-    policy = MixedPrecisionPolicy(low, full) if low != full else MixedPrecisionPolicy()
+    policy = policy_of(workload)
 
     def graphs(model: nn.Module) -> Any:
-        batch = _batch(workload, model, micro_batch)
-
-        def call(compiled: Any) -> None:
-            args, kwargs = ((), batch) if isinstance(batch, dict) else (_as_tuple(batch), {})
-            mean_loss(compiled(*args, **kwargs)).backward()
-
         return trace(
             model,
-            call,
+            step_of(workload, model, micro_batch),
             mp_policy=policy,
             checkpointing=recompute,
             lowering=workload.lowering,
@@ -170,11 +163,29 @@ def _step(workload: Workload, topology: Topology, micro_batch: int, recompute: b
     try:
         found = grown(graphs(model), stacks)
     except ValueError:  # blocks that look alike are not computed alike
-        found = grown(graphs(_on_meta(workload)), [])
-    return Step(found, parameters, workload.optimizer, low != full)
+        found = grown(graphs(on_meta(workload)), [])
+    return Step(found, parameters, workload.optimizer, policy.param_dtype is not None)
 
 
-def _on_meta(workload: Workload) -> nn.Module:
+def step_of(workload: Workload, model: nn.Module, micro_batch: int) -> Callable[[Any], None]:
+    """Forward and backward of what `model` is compiled to, with a batch of `workload`."""
+    batch = _batch(workload, model, micro_batch)
+
+    def call(compiled: Any) -> None:
+        args, kwargs = ((), batch) if isinstance(batch, dict) else (_as_tuple(batch), {})
+        mean_loss(compiled(*args, **kwargs)).backward()
+
+    return call
+
+
+def policy_of(workload: Workload) -> MixedPrecisionPolicy:
+    """Gathers and computation in `dtype`, reduces in `param_dtype`."""
+    low, full = DTYPES[workload.dtype], DTYPES[workload.param_dtype]
+    return MixedPrecisionPolicy(low, full) if low != full else MixedPrecisionPolicy()
+
+
+def on_meta(workload: Workload) -> nn.Module:
+    """The model, whole, without memory."""
     with torch.device("meta"):
         model = workload.build()
     return model.to(DTYPES[workload.param_dtype])

@@ -1,0 +1,105 @@
+"""`autoshard doctor`: what it finds amiss, and that it never waits for long."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from autoshard import _torch
+from autoshard.tools import doctor
+from autoshard.tools.cli import main
+
+
+def amiss() -> dict[str, str]:
+    """By subject, what is no "ok"."""
+    return {each.subject: str(each) for each in doctor.checkup() if each.level != "ok"}
+
+
+def test_nothing_is_amiss_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--only", "here"]) == 0
+    printed = capsys.readouterr().out
+    assert "FAIL" not in printed
+    for subject in ("versions", "devices", "topology", "backend", "compiler", "cache"):
+        assert f"\nok   {subject}" in f"\n{printed}"
+
+
+def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", "2.10.1")
+    assert "FAIL versions    torch 2.10.1" in amiss()["versions"]
+    assert "needs torch 2.11 to 2.15; upgrade torch" in amiss()["versions"]
+    monkeypatch.setattr("torch.__version__", "2.16.0.dev1")
+    assert "warn" in amiss()["versions"]
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert 'install g++, or take options={"lowering": "eager"}' in amiss()["compiler"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "subject", "remedy"),
+    [
+        ("TORCHDYNAMO_DISABLE", "1", "backend", "unset it"),
+        ("TORCHINDUCTOR_CACHE_DIR", "/dev/null/x", "cache", "set TORCHINDUCTOR_CACHE_DIR"),
+    ],
+)
+def test_environment(
+    variable: str, value: str, subject: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    found = amiss()
+    assert found[subject].startswith("FAIL")
+    assert remedy in found[subject]
+    assert main(["doctor", "--only", "here"]) == 1
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = _torch.HashStore()
+    store.set("doctor/gather/2", "here")
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] did not come to it in 0 s"):
+        doctor._meet(store, "gather", 0, 4, 0.1)
+
+
+def _group(world: int, ranks: list[int]) -> list[tuple[int, str]]:
+    """Exit status and output of `ranks`, of a group of `world`."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    script = "from autoshard.tools import doctor; import sys; found = doctor.self_test(4.0); "
+    script += "print(*found, sep='\\n'); sys.exit(any(each.level == 'FAIL' for each in found))"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, **address, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, outputs, strict=True)]
+
+
+def test_a_group_that_works() -> None:
+    for status, text in _group(2, [0, 1]):
+        assert status == 0, text
+        lines = text.splitlines()
+        names = [line.split()[1] for line in lines]
+        assert names == ["store", "gather", "reduce", "speed", "step"]
+        assert "compiled = replicated bitwise" in lines[-1]
+
+
+def test_a_group_that_lacks_a_rank() -> None:
+    began = time.monotonic()
+    ((status, text),) = _group(2, [0])
+    assert status == 1
+    assert text.startswith("FAIL group       rank 0: ")
+    assert "WORLD_SIZE the number of ranks started?" in text
+    assert time.monotonic() - began < 40

@@ -1,0 +1,216 @@
+"""`autoshard bench step`: a step of a model with autoshard, and with what else there is.
+
+One process group, one run: every contestant takes one step in turn, so that a busy moment of the
+machine hits all alike. A step is forward, backward and AdamW; times are of the rank that takes
+longest, medians over the rounds. Beside them stands what nothing can beat without overlap: forward
+and backward of the unsharded model, compiled, and autoshard's own collectives with nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autoshard import _torch
+from autoshard.runtime.mesh import device_type
+from autoshard.runtime.plans import plans
+from autoshard.tools.contestants import CONTESTANTS, RIVALS, Setting
+from autoshard.tools.device import current_device, synchronize
+from autoshard.tools.workloads import Workload, workload
+
+WARM_UP = 3
+OURS = "autoshard, compiled"
+ALONE = next(iter(CONTESTANTS))
+
+
+@dataclass
+class Entry:
+    """One contestant's measurements: milliseconds a round; bytes are 0 on a CPU.
+
+    first_s: seconds of the first forward and backward, which compile.
+    """
+
+    first_s: float = 0.0
+    backward_ms: list[float] = field(default_factory=list)  # forward and backward
+    optimizer_ms: list[float] = field(default_factory=list)
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+    @property
+    def step_ms(self) -> list[float]:
+        return [a + b for a, b in zip(self.backward_ms, self.optimizer_ms, strict=True)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one model. collectives_ms: autoshard's own of one step, one after another."""
+
+    name: str
+    tokens: int
+    entries: dict[str, Entry]
+    collectives_ms: float
+
+    def text(self) -> str:
+        """A table, a line a contestant, and the ratios."""
+        medians = {name: statistics.median(each.step_ms) for name, each in self.entries.items()}
+        rivals = {name: medians[name] for name in RIVALS if name in medians}
+        best = min(rivals, key=lambda name: rivals[name]) if rivals else next(iter(medians))
+        alone = self.entries.get(ALONE)
+        lines = [
+            f"{self.name}: ms a step, and from the fastest to the slowest; of {best}; what forward "
+            "and backward take longer than unsharded; tokens/s; seconds of the first step"
+        ]
+        for name, entry in self.entries.items():
+            steps = entry.step_ms
+            exposed = ""
+            if alone is not None:
+                exposed = f"{_median(entry.backward_ms) - _median(alone.backward_ms):8.1f}"
+            lines.append(
+                f"  {name:24} {medians[name]:8.1f} ({min(steps):.1f} to {max(steps):.1f}) "
+                f"{medians[name] / medians[best]:6.2f} {exposed} "
+                f"{self.tokens / medians[name] * 1e3:9.0f} {entry.first_s:7.1f}{_memory(entry)}"
+            )
+        if alone is not None and OURS in self.entries:
+            bound = _median(alone.backward_ms) + self.collectives_ms
+            ratio = _median(self.entries[OURS].backward_ms) / bound
+            lines.append(
+                f"  forward and backward of {OURS}: {ratio:.2f} of unsharded, compiled, plus its "
+                f"own collectives alone ({self.collectives_ms:.1f} ms)"
+            )
+        return "\n".join(lines)
+
+
+def bench_step(
+    names: Sequence[str],
+    *,
+    contestants: Sequence[str] = tuple(CONTESTANTS),
+    rounds: int = 20,
+    dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Result]:
+    """Measure the named models, see `workloads.SIZES`, on the ranks there are.
+
+    contestants: names in `CONTESTANTS`. options: of autoshard's backend.
+    tell: is given each model's table as soon as it is there.
+    Raises ValueError for a name that is not there.
+    """
+    unknown = [name for name in contestants if name not in CONTESTANTS]
+    if unknown:
+        raise ValueError(f"there is no contestant {unknown}; expected some of {list(CONTESTANTS)}")
+    workloads = {name: workload(name, device_type()) for name in names}
+    found = []
+    for name, work in workloads.items():
+        found.append(_bench_model(name, work, contestants, rounds, dtype, options or {}))
+        tell(found[-1].text())
+    return found
+
+
+def _bench_model(
+    name: str,
+    work: Workload,
+    contestants: Sequence[str],
+    rounds: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> Result:
+    device = current_device()
+    setting = Setting(device, work.blocks, dtype, options)
+    batch = {key: value.to(device) for key, value in work.batch(dist.get_rank()).items()}
+    entries = {name: Entry() for name in contestants}
+    models, optimizers = {}, {}
+    torch._dynamo.reset()
+    # The models' classes are the same, so all that compile have their graphs in one cache.
+    with torch._dynamo.config.patch(recompile_limit=64), _torch.fresh_inductor_cache():
+        for contestant, entry in entries.items():
+            torch.manual_seed(0)
+            models[contestant] = CONTESTANTS[contestant](work.build().to(device), setting)
+            params = models[contestant].parameters()
+            optimizers[contestant] = torch.optim.AdamW(params, lr=1e-3)
+            entry.first_s = _timed(lambda: _backward(models[contestant], batch)) / 1e3  # noqa: B023
+        for number in range(rounds + WARM_UP):
+            for contestant, entry in entries.items():
+                _reset_peak(device)
+                model, optimizer = models[contestant], optimizers[contestant]
+                backward_ms = _timed(lambda: _backward(model, batch))  # noqa: B023
+                optimizer_ms = _timed(lambda: _step(optimizer))  # noqa: B023
+                if number >= WARM_UP:
+                    entry.backward_ms.append(backward_ms)
+                    entry.optimizer_ms.append(optimizer_ms)
+                    _note_peak(entry, device)
+        collectives_ms = _collectives_ms(models[OURS], dtype, rounds) if OURS in models else 0.0
+    models.clear()
+    gc.collect()
+    return Result(name, work.tokens, entries, collectives_ms)
+
+
+def _backward(model: Any, batch: dict[str, Tensor]) -> None:
+    model(**batch).loss.backward()
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _timed(run: Callable[[], None]) -> float:
+    """Milliseconds, of the slowest rank, from a common start."""
+    dist.barrier()
+    synchronize()
+    started = time.perf_counter()
+    run()
+    synchronize()
+    took = torch.tensor((time.perf_counter() - started) * 1e3, device=current_device())
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def _collectives_ms(model: Any, dtype: torch.dtype, rounds: int) -> float:
+    """Those of a compiled model's plans, each waited for before the next begins."""
+    group, world, device = _torch.default_group(), dist.get_world_size(), current_device()
+    buckets = [bucket for plan in plans(model) for bucket in plan.buckets]
+
+    def once() -> None:
+        for bucket, whole, part in buffers:
+            if bucket.kind == "gather":
+                _torch.all_gather_flat(whole, part, group=group, async_op=True).wait()
+            else:
+                _torch.reduce_scatter_flat(part, whole, group=group, async_op=True).wait()
+
+    buffers = []
+    for bucket in buckets:
+        numel = -(-bucket.num_bytes // dtype.itemsize // world)
+        part = torch.ones(numel, device=device, dtype=dtype)
+        buffers.append((bucket, part.new_ones(world * numel), part))
+    return _median([_timed(once) for _ in range(rounds + WARM_UP)][WARM_UP:])
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def _memory(entry: Entry) -> str:
+    if not entry.allocated_bytes:
+        return ""
+    return f"  {entry.allocated_bytes / 2**20:.0f} MiB of {entry.reserved_bytes / 2**20:.0f}"
+
+
+def _reset_peak(device: torch.device) -> None:
+    """What others keep is no part of a contestant's peak, nor what the allocator has kept."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _note_peak(entry: Entry, device: torch.device) -> None:
+    if device.type == "cuda":
+        entry.allocated_bytes = torch.cuda.max_memory_allocated(device)
+        entry.reserved_bytes = torch.cuda.max_memory_reserved(device)

@@ -1,0 +1,190 @@
+"""Ways to train a model on several ranks, each as its documentation has it.
+
+Each takes a whole model and gives what is to be called. The last is the scheme of SimpleFSDP (Zhang
+and others, "SimpleFSDP: simpler fully sharded data parallel with torch.compile", 2024), in few
+lines: a parameter is a DTensor, read through a property that redistributes it, which is recomputed
+in backward; Inductor buckets the collectives that it traces.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from autoshard.runtime.shard import shard
+from autoshard.runtime.unit_policies import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class Setting:
+    """dtype: of computation and gathers; gradients are reduced in float32.
+
+    options: of autoshard's backend.
+    """
+
+    device: torch.device
+    blocks: Callable[[Any], Sequence[nn.Module]]
+    dtype: torch.dtype
+    options: dict[str, Any]
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.dtype != torch.float32
+
+
+Contestant = Callable[[Any, Setting], Any]
+
+
+def unsharded(model: Any, setting: Setting) -> Any:
+    """Compiled, on each rank by itself: computation alone, and no training of one model."""
+    return _with_autocast(torch.compile(model), setting)
+
+
+def ddp(model: Any, setting: Setting) -> Any:
+    """A whole model on each rank; gradients are reduced in buckets."""
+    return _with_autocast(DistributedDataParallel(model), setting)
+
+
+def fsdp1(model: Any, setting: Setting) -> Any:
+    """FullyShardedDataParallel, a unit a block."""
+    mixed = fsdp.MixedPrecision(param_dtype=setting.dtype, reduce_dtype=torch.float32)
+    kinds = {type(block) for block in setting.blocks(model)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and says so
+        return fsdp.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy(kinds),
+            mixed_precision=mixed if setting.is_mixed else None,
+            device_id=setting.device,
+            use_orig_params=True,
+        )
+
+
+def fsdp2(model: Any, setting: Setting) -> Any:
+    """`fully_shard`, a unit a block."""
+    policy = fsdp.MixedPrecisionPolicy()
+    if setting.is_mixed:
+        policy = fsdp.MixedPrecisionPolicy(setting.dtype, torch.float32)
+    for block in setting.blocks(model):
+        fsdp.fully_shard(block, mp_policy=policy)
+    return fsdp.fully_shard(model, mp_policy=policy)
+
+
+def fsdp2_compiled_blocks(model: Any, setting: Setting) -> Any:
+    """The same, each block compiled."""
+    for block in setting.blocks(model):
+        block.compile()
+    return fsdp2(model, setting)
+
+
+def autoshard_eager(model: Any, setting: Setting) -> Any:
+    """The eager runtime."""
+    policy = MixedPrecisionPolicy(setting.dtype, torch.float32) if setting.is_mixed else None
+    return shard(model, mp_policy=policy)
+
+
+def autoshard_compiled(model: Any, setting: Setting) -> Any:
+    """The backend, on the whole model."""
+    return torch.compile(
+        autoshard_eager(model, setting), backend="autoshard", options=setting.options
+    )
+
+
+def simple_fsdp(model: Any, setting: Setting) -> Any:
+    """DTensors redistributed in getters, compiled as a whole, with Inductor's bucketing."""
+    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
+    sharded: dict[int, nn.Parameter] = {}  # by the id of the whole one: ties stay
+    for module in model.modules():
+        whole = {name: param for name, param in module._parameters.items() if param is not None}
+        if not whole:
+            continue
+        for name, param in whole.items():
+            if id(param) not in sharded:
+                sharded[id(param)] = nn.Parameter(_shards(param, mesh))
+            module._parameters[name] = sharded[id(param)]
+        kind = type(module)
+        getters = {name: property(_getter(name, setting.dtype)) for name in whole}
+        module.__class__ = type(kind.__name__, (kind,), getters)
+    return torch.compile(model, options=_inductor_options(setting))
+
+
+def _shards(param: Tensor, mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(param.detach(), mesh, [Shard(0)])
+
+
+def _getter(name: str, dtype: torch.dtype) -> Callable[[Any], Tensor]:
+    def get(module: Any) -> Tensor:
+        whole: Tensor = checkpoint(
+            functools.partial(_gather, dtype=dtype),
+            module._parameters[name],
+            use_reentrant=False,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, _recompute_gathers),
+        )
+        return whole
+
+    return get
+
+
+def _gather(param: DTensor, *, dtype: torch.dtype) -> Tensor:
+    gathered = param.redistribute(
+        placements=[Replicate()], forward_dtype=dtype, backward_dtype=torch.float32
+    )
+    return gathered.to_local(grad_placements=[Partial("avg")])
+
+
+def _recompute_gathers(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    c10d = torch.ops._c10d_functional
+    if op in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default):
+        return CheckpointPolicy.MUST_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _inductor_options(setting: Setting) -> dict[str, Any]:
+    """Its scheduler needs to know a GPU; on a CPU it only makes buckets."""
+    if setting.device.type == "cuda":
+        prefix = "aten_distributed_optimizations"
+        scheduler = ("enable_overlap_scheduling", "collective_bucketing", "insert_overlap_deps")
+        return {f"{prefix}.{name}": True for name in scheduler} | {"reorder_for_peak_memory": False}
+    return {
+        "bucket_all_gathers_fx": "all",
+        "bucket_reduce_scatters_fx": "all",
+        "reorder_for_peak_memory": False,
+    }
+
+
+def _with_autocast(model: Any, setting: Setting) -> Any:
+    if setting.is_mixed:
+        model.forward = torch.autocast(setting.device.type, setting.dtype)(model.forward)
+    return model
+
+
+CONTESTANTS: dict[str, Contestant] = {
+    "unsharded, compiled": unsharded,
+    "DDP": ddp,
+    "FSDP1": fsdp1,
+    "FSDP2": fsdp2,
+    "FSDP2, blocks compiled": fsdp2_compiled_blocks,
+    "SimpleFSDP scheme": simple_fsdp,
+    "autoshard, eager": autoshard_eager,
+    "autoshard, compiled": autoshard_compiled,
+}
+"""The first computes, and communicates nothing."""
+
+RIVALS = ("FSDP1", "FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
+"""Those that shard parameters, as ours do."""

@@ -1,0 +1,280 @@
+"""`autoshard doctor`: what is here, what is amiss, and whether ranks can talk to each other.
+
+    checkup()     versions, devices, topology, compiler, caches, environment: of this process
+    self_test()   store, collectives, one compiled step: of all ranks, in seconds, never hanging
+
+Every line says what was found, and, where something is amiss, the remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard import _torch
+from autoshard.options import CompileOptions
+from autoshard.passes.plan import show_bytes
+from autoshard.runtime.mesh import device_type
+from autoshard.tools.device import current_device, synchronize
+from autoshard.tools.parity import parity
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+SMALL = 2**30  # bytes on the disk of Inductor's cache
+SENT = 2**23  # bytes of the timed gather
+LIMIT_S = 10.0
+PREFIXES = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "CUDA_VISIBLE", "OMP_", "AUTOSHARD_")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. level: "ok", "warn" (it works, but not as well as it could) or "FAIL"."""
+
+    level: str
+    subject: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level:5}{self.subject:12}{self.text}"
+
+
+def checkup() -> Iterator[Finding]:
+    """What this process finds without talking to others."""
+    environment = list(_environment())  # torch writes some of it as it is asked
+    yield from _versions()
+    yield from _devices()
+    yield _topology()
+    yield _backend()
+    yield _compiler()
+    yield _cache()
+    yield from environment
+
+
+def _versions() -> Iterator[Finding]:
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    span = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    text = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if version < OLDEST:
+        yield Finding("FAIL", "versions", f"{text}: autoshard needs torch {span}; upgrade torch")
+    elif version > NEWEST:
+        yield Finding("warn", "versions", f"{text}: autoshard is tested with torch {span}")
+    else:
+        yield Finding("ok", "versions", text)
+    others = (f"{name} {_version_of(name)}" for name in ("autoshard", "transformers", "numpy"))
+    yield Finding("ok", "", ", ".join(others))
+
+
+def _version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("ok", "devices", f"no GPU; {os.cpu_count()} CPU cores, gloo")
+        return
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        text = f"{about.name}, {show_bytes(about.total_memory)}"
+        yield Finding("ok", "devices" if number == 0 else "", f"cuda:{number} {text}")
+    versions = f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    yield Finding("ok", "", versions)
+
+
+def _topology() -> Finding:
+    found = CompileOptions().topology_for(current_device())
+    if found is not None:
+        return Finding("ok", "topology", f"{found.name}: {found.title}")
+    return Finding(
+        "ok",
+        "topology",
+        'none is known of this device: "auto" is one bucket a unit; measure one with '
+        "`autoshard bench calibrate`, or name one with the option topology=",
+    )
+
+
+def _backend() -> Finding:
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" or os.environ.get("TORCH_COMPILE_DISABLE"):
+        return Finding(
+            "FAIL",
+            "backend",
+            "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set: torch.compile does nothing, and "
+            "a model is not sharded by it; unset it",
+        )
+    if "autoshard" not in torch._dynamo.list_backends():
+        return Finding(
+            "FAIL", "backend", "torch does not know it: install autoshard with pip, not by a path"
+        )
+    return Finding("ok", "backend", 'torch.compile(model, backend="autoshard") is found')
+
+
+def _compiler() -> Finding:
+    if torch.cuda.is_available():
+        name = "triton"
+        text = f"triton {_version_of('triton')}"
+        is_there = _version_of(name) != "is not installed"
+        remedy = "pip install triton"
+    else:
+        wanted = [os.environ.get("CXX"), "g++", "clang++"]
+        path = next((found for name in wanted if name and (found := shutil.which(name))), None)
+        text, is_there = path or "no C++ compiler", path is not None
+        remedy = "install g++"
+    if is_there:
+        return Finding("ok", "compiler", text)
+    return Finding("warn", "compiler", f'{text}: {remedy}, or take options={{"lowering": "eager"}}')
+
+
+def _cache() -> Finding:
+    try:
+        folder = Path(_torch.inductor_cache_folder())
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding(
+            "FAIL", "cache", f"{error}; set TORCHINDUCTOR_CACHE_DIR to a folder that you can write"
+        )
+    text = f"{folder}, {show_bytes(free)} free"
+    if free < SMALL:
+        return Finding("warn", "cache", f"{text}: a compilation may fail; make room")
+    return Finding("ok", "cache", text)
+
+
+def _environment() -> Iterator[Finding]:
+    names = sorted(name for name in os.environ if name.startswith(PREFIXES) or name in TORCHRUN)
+    shown = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    yield Finding("ok", "environment", shown or "nothing that matters is set")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "OMP_NUM_THREADS" not in os.environ:
+        cores = os.cpu_count() or 1
+        share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        yield Finding("warn", "", f"OMP_NUM_THREADS is not set: {share} gives each rank its share")
+
+
+# ---- of all ranks
+
+
+def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
+    """What a group of this process's own finds out, each test within `limit_s` seconds.
+
+    Call it on all ranks, under torchrun, before there is a process group; it is ended after. The
+    tests after one that fails are left out.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device_type() == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+    found: list[Finding] = []
+    tests: dict[str, Callable[[], str]] = {
+        "store": lambda: f"{world} ranks",
+        "gather": _gather,
+        "reduce": _reduce,
+        "speed": _speed,
+        "step": _step,
+    }
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
+    except Exception as error:
+        return [Finding("FAIL", "group", f"rank {rank}: {_first_line(error)}; {_REACH}")]
+    store = _torch.default_store()
+    for name, test in tests.items():
+        began = time.perf_counter()
+        try:
+            _meet(store, name, rank, world, limit_s)
+            text = test()
+        except Exception as error:
+            found.append(Finding("FAIL", name, f"rank {rank}: {_first_line(error)}"))
+            break
+        found.append(Finding("ok", name, f"{text} ({time.perf_counter() - began:.1f} s)"))
+    if all(each.level == "ok" for each in found):
+        dist.destroy_process_group()  # else it may wait for a rank that is gone
+    return found
+
+
+_BROKEN = "the network, or a driver, changes what is sent"
+_REACH = "is MASTER_ADDR reached from every host, and WORLD_SIZE the number of ranks started?"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _meet(store: Any, test: str, rank: int, world: int, limit_s: float) -> None:
+    """Wait until all ranks begin with `test`. Raises RuntimeError, naming those that don't."""
+    store.set(f"doctor/{test}/{rank}", "here")
+    deadline = time.monotonic() + limit_s
+    missing = list(range(world))
+    while missing and time.monotonic() < deadline:
+        missing = [each for each in missing if not store.check([f"doctor/{test}/{each}"])]
+        if missing:
+            time.sleep(0.01)
+    if missing:
+        raise RuntimeError(
+            f"ranks {missing} did not come to it in {limit_s:.0f} s: look at what they printed, "
+            "or whether their hosts reach this one"
+        )
+
+
+def _gather() -> str:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    part = torch.full((4,), float(rank), device=current_device())
+    whole = part.new_empty(4 * world)
+    _torch.all_gather_flat(whole, part)
+    if whole.tolist() != [float(each) for each in range(world) for _ in range(4)]:
+        raise RuntimeError(f"an all-gather gave {whole.tolist()}: {_BROKEN}")
+    return f"all-gather over {dist.get_backend()}"
+
+
+def _reduce() -> str:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(2.0 * world, device=current_device()) + rank
+    part = whole.new_empty(2)
+    _torch.reduce_scatter_flat(part, whole)
+    ranks = world * (world - 1) / 2
+    want = [world * (2.0 * rank + each) + ranks for each in range(2)]
+    if part.tolist() != want:
+        raise RuntimeError(f"a reduce-scatter gave {part.tolist()}, not {want}: {_BROKEN}")
+    return "reduce-scatter, sums are right"
+
+
+def _speed() -> str:
+    world = dist.get_world_size()
+    part = torch.ones(SENT // 4 // world, device=current_device())
+    whole = part.new_empty(part.numel() * world)
+    times = []
+    for _ in range(4):
+        dist.barrier()
+        began = time.perf_counter()
+        _torch.all_gather_flat(whole, part)
+        synchronize()
+        times.append(time.perf_counter() - began)
+    best = min(times)
+    return f"{show_bytes(SENT)} gathered in {best * 1e3:.1f} ms, {SENT / best / 1e9:.2f} GB/s"
+
+
+def _step() -> str:
+    """A step of a small model, against the replicated one."""
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+
+    batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    report = parity(build, [(batch.to(current_device()),)], options={"lowering": "eager"})
+    if not report.ok:
+        raise RuntimeError(report.text())
+    return report.text()

@@ -1,0 +1,117 @@
+"""`autoshard trace` and `autoshard golden`: a model's graphs and plans, of ranks that aren't there.
+
+Nothing is run and no weights are made: one step is traced on the meta device, sharded over as many
+ranks as one likes, and taken through all passes. `trace` shows what came out, and after which pass;
+`golden` keeps it in files, so that a change in what is sent shows in a review.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from autoshard.backend import Compilation
+from autoshard.options import CompileOptions
+from autoshard.passes.lower_eagerly import lower_eagerly
+from autoshard.passes.plan import Plan
+from autoshard.passes.text import render
+from autoshard.runtime.frame import Frame
+from autoshard.runtime.shard import shard
+from autoshard.tools.dry_run import compile_only, pretend_ranks
+from autoshard.tools.planning import Workload, on_meta, policy_of, step_of
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One graph of a step after the last pass, as text, and its plan."""
+
+    graph: str
+    text: str
+    plan: Plan
+
+
+def trace_workload(
+    workload: Workload, ranks: int, micro_batch: int, options: CompileOptions
+) -> list[Traced]:
+    """The forward and the backward graph of a step on rank 0 of `ranks`.
+
+    options: as the backend takes them, a mesh aside; `dump` writes a file a pass.
+    Raises RuntimeError if forward is not one graph, or has no parameter that is sharded; in a
+    process that has a process group of its own; ValueError for options that don't fit the model.
+    """
+    pretend_ranks(ranks)
+    arguments = options.shard_arguments()
+    arguments["mp_policy"] = arguments["mp_policy"] or policy_of(workload)
+    model = shard(on_meta(workload), **arguments)
+    model.to_empty(device="cpu")
+    found: list[Traced] = []
+
+    def compile_frame(frame: Frame) -> None:
+        compilation = _Tracing(frame, options)
+        compilation.compile()
+        found.extend(compilation.traced)
+
+    compile_only(model, step_of(workload, model, micro_batch), compile_frame)
+    if not found:
+        raise RuntimeError("no graph has a collective: is there a parameter that is trained?")
+    return found
+
+
+class _Tracing(Compilation):
+    """Keeps the graphs' texts; what Inductor would lower is lowered plainly, as none of it runs."""
+
+    def __init__(self, frame: Frame, options: CompileOptions) -> None:
+        super().__init__(frame, options, None)
+        self.traced: list[Traced] = []
+
+    def lower_inductor(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        return lower_eagerly(gm)
+
+    def _tell(self, plan: Plan, gm: fx.GraphModule) -> None:
+        super()._tell(plan, gm)
+        self.traced.append(Traced(plan.graph, render(gm.graph, axes=self.axes), plan))
+
+
+def write(found: Sequence[Traced], folder: Path) -> list[Path]:
+    """Plans as JSON, and their timelines for Perfetto where they have figures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for each in found:
+        paths.append(folder / f"{each.graph}.plan.json")
+        paths[-1].write_text(each.plan.to_json() + "\n")
+        if each.plan.figures is not None:
+            paths.append(folder / f"{each.graph}.trace.json")
+            each.plan.to_chrome_trace(paths[-1])
+    return paths
+
+
+def golden_texts(found: Sequence[Traced]) -> dict[str, str]:
+    """By name of a file: each graph, and all plans, without figures, which change with prices."""
+    texts = {f"{each.graph}.txt": each.text for each in found}
+    plans = (dataclasses.replace(each.plan, figures=None).text() for each in found)
+    return {**texts, "plans.txt": "\n".join(plans)}
+
+
+def accept(texts: dict[str, str], folder: Path) -> None:
+    """Make these the golden files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+
+
+def differences(texts: dict[str, str], folder: Path) -> Iterator[str]:
+    """Lines of a diff from the golden files to `texts`; none if they are the same."""
+    for name, text in texts.items():
+        path = folder / name
+        want = path.read_text() if path.exists() else ""
+        yield from difflib.unified_diff(
+            want.splitlines(), text.splitlines(), str(path), f"{name}, now", lineterm=""
+        )

@@ -1,0 +1,146 @@
+"""Models that `autoshard bench step` trains: Llamas of three sizes, GPT-2, and a vision model.
+
+Random weights, random batches, another on each rank. Sizes are those of a laptop on a CPU, and
+larger on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """hidden: the width. batch: samples of a rank. length: tokens of one."""
+
+    hidden: int
+    layers: int
+    batch: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """build: a whole model. blocks: its repeated modules, a unit each. batch: of a rank, by name.
+
+    tokens: in the batch of one rank; of pictures, patches.
+    """
+
+    build: Callable[[], nn.Module]
+    blocks: Callable[[Any], Sequence[nn.Module]]
+    batch: Callable[[int], dict[str, Tensor]]
+    tokens: int
+
+
+SIZES: dict[str, dict[str, Sizes]] = {
+    "cpu": {
+        "small": Sizes(256, 8, 4, 128),
+        "medium": Sizes(512, 6, 4, 128),
+        "large": Sizes(768, 6, 4, 128),
+        "gpt2": Sizes(384, 6, 4, 128),
+        "vit": Sizes(192, 6, 8, 64),
+    },
+    "cuda": {
+        "small": Sizes(1024, 16, 4, 2048),
+        "medium": Sizes(2048, 16, 4, 2048),
+        "large": Sizes(4096, 8, 2, 4096),
+        "gpt2": Sizes(1024, 24, 8, 1024),
+        "vit": Sizes(1024, 24, 32, 256),
+    },
+}
+"""By kind of device and name."""
+
+
+def workload(name: str, device: str) -> Workload:
+    """The one called `name` for `device`, "cpu" or "cuda". Raises ValueError, with the names."""
+    sizes = SIZES[device].get(name)
+    if sizes is None:
+        raise ValueError(f"there is no model {name!r}; expected one of {list(SIZES[device])}")
+    return {"gpt2": _gpt2, "vit": _vit}.get(name, _llama)(sizes)
+
+
+def _llama(sizes: Sizes) -> Workload:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.hidden * 43 // 16,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=sizes.length,
+        use_cache=False,
+    )
+    return _of_text(sizes, lambda: LlamaForCausalLM(config), lambda model: model.model.layers)
+
+
+def _gpt2(sizes: Sizes) -> Workload:
+    dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=sizes.hidden,
+        n_layer=sizes.layers,
+        n_head=sizes.hidden // 64,
+        n_positions=sizes.length,
+        use_cache=False,
+        **dropouts,
+    )
+    return _of_text(sizes, lambda: GPT2LMHeadModel(config), lambda model: model.transformer.h)
+
+
+def _of_text(
+    sizes: Sizes, build: Callable[[], nn.Module], blocks: Callable[[Any], Sequence[nn.Module]]
+) -> Workload:
+    def batch(rank: int) -> dict[str, Tensor]:
+        source = torch.Generator().manual_seed(rank)
+        ids = torch.randint(VOCABULARY, (sizes.batch, sizes.length), generator=source)
+        return {"input_ids": ids, "labels": ids}
+
+    return Workload(build, blocks, batch, sizes.batch * sizes.length)
+
+
+def _vit(sizes: Sizes) -> Workload:
+    patch = 8
+    side = patch * round(sizes.length**0.5)
+    labels: dict[str, Any] = {"num_labels": 100}
+    config = ViTConfig(
+        hidden_size=sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.hidden // 64,
+        intermediate_size=4 * sizes.hidden,
+        image_size=side,
+        patch_size=patch,
+        **labels,
+        problem_type="single_label_classification",  # else its first forward writes it
+    )
+
+    def batch(rank: int) -> dict[str, Tensor]:
+        source = torch.Generator().manual_seed(rank)
+        pixels = torch.randn(sizes.batch, 3, side, side, generator=source)
+        return {
+            "pixel_values": pixels,
+            "labels": torch.randint(100, (sizes.batch,), generator=source),
+        }
+
+    return Workload(
+        lambda: ViTForImageClassification(config), _vit_blocks, batch, sizes.batch * sizes.length
+    )
+
+
+def _vit_blocks(model: Any) -> Sequence[nn.Module]:
+    found = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(found[0])
