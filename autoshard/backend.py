@@ -127,6 +127,7 @@ class _Attempt:
         known: Sequence[Plan] = (),
         kept: Collection[str] = (),
     ) -> None:
+        self.settings = settings
         try:
             frame = make_frame(gm, example_inputs)
             self.compilation = Compilation(frame, settings, mode, known, kept)
@@ -139,7 +140,12 @@ class _Attempt:
     @property
     def outcome(self) -> Outcome:
         """What the other ranks are to know."""
-        return Outcome(self.reason, tuple(plan.digest for plan in self.plans))
+        return Outcome(
+            self.reason,
+            tuple(plan.digest for plan in self.plans),
+            self.settings.told(),
+            tuple(line for plan in self.plans for line in plan.launches()),
+        )
 
 
 def _agreed_attempt(

@@ -147,6 +147,13 @@ class CompileOptions:
             )
         return CompileOptions(**options)
 
+    def told(self) -> str:
+        """What ranks must have in common to compile alike, for people."""
+        names = ("lowering", "bucketing", "memory_budget")
+        topology = Topology.load(self.topology).name if self.topology else None  # not by its path
+        texts = (f"{name}={getattr(self, name)!r}" for name in names)
+        return ", ".join([*texts, f"topology={topology!r}"])
+
     def shard_arguments(self) -> dict[str, Any]:
         """What goes to `shard()` in the one-line form."""
         names = [field.name for field in dataclasses.fields(self)]

@@ -246,8 +246,17 @@ class Plan:
 
         Positions between compute nodes are not part of it: they move no launch past another.
         """
-        launches = [
-            (b.kind, b.axis, b.names, b.members, b.layout)
-            for b in (self.buckets[e.bucket] for e in self.schedule if e.what == "launch")
-        ]
+        launches = [(b.kind, b.axis, b.names, b.members, b.layout) for b in self._launched()]
         return hashlib.sha256(json.dumps([self.graph, launches]).encode()).hexdigest()
+
+    def launches(self) -> tuple[str, ...]:
+        """That in words, a line a collective."""
+        return tuple(
+            f"the {self.graph}'s {bucket.layout} {bucket.kind} of {bucket.unit} over {bucket.axis}"
+            f" ({', '.join(bucket.names)}: {bucket.members})"
+            for bucket in self._launched()
+        )
+
+    def _launched(self) -> list[Bucket]:
+        """Buckets in the order in which they are launched."""
+        return [self.buckets[event.bucket] for event in self.schedule if event.what == "launch"]

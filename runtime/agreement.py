@@ -10,15 +10,21 @@ others in it. Three things are compared:
 A rank for which nothing is new waits for nobody. So steps that repeat cost nothing, and
 a batch shape that only one rank has seen does not stop the others. A rank that goes a
 way of its own waits in vain: it raises, after the group's timeout, before it launches
-what would meet another collective of its peers.
+what would meet another collective of its peers. Ranks that wait for each other at different
+places see that in the store, and all raise within seconds.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,14 +32,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard import _torch
 
 COMPILE_TIMEOUT = timedelta(minutes=10)  # ranks may differ by a compilation, cold against cached
+PATIENCE_S = 3.0  # until a rank that waits looks for what the others do
+LOOK_S = 1.0  # between two looks
+LONGEST_PAUSE_S = 0.1  # between two questions
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has to say of a compilation: an error, or the digests of its plans."""
+    """What one rank has to say of a compilation.
+
+    error:    why it can't be used; None if it can.
+    digests:  of its plans.
+    options:  what it was told, as text.
+    launches: what the plans launch, in order, a line each: sent where digests differ.
+    """
 
     error: str | None
     digests: tuple[str, ...]
+    options: str = ""
+    launches: tuple[str, ...] = ()
 
 
 class _Local(threading.local):
@@ -59,8 +76,8 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
 
     frame: a name for what was compiled, the same on every rank.
     agreed: what need not be compared any more; added to.
-    Raises PlansDiffer, naming the ranks, if they compiled different collectives, and RuntimeError
-    if a rank does not answer in time.
+    Raises PlansDiffer, naming the ranks and the first collective that differs, if they compiled
+    different ones, and RuntimeError if a rank has other options, or does not answer in time.
     """
     if _is_alone(mesh):
         return outcome.error
@@ -70,28 +87,75 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
     timeout = group_timeout(mesh)
     answers = _exchange(
         f"compiled/{frame}",
-        json.dumps([outcome.error, outcome.digests]),
+        json.dumps([outcome.error, outcome.digests, outcome.options]),
         mesh,
         timeout if known else max(timeout, COMPILE_TIMEOUT),
         failed=f"rank {dist.get_rank()} compiled {frame}",
         hint="Take the same branches on every rank",
     )
     outcomes = {
-        rank: Outcome(error, tuple(digests))
-        for rank, (error, digests) in ((r, json.loads(answer)) for r, answer in answers.items())
+        rank: Outcome(error, tuple(digests), options)
+        for rank, (error, digests, options) in (
+            (rank, json.loads(answer)) for rank, answer in answers.items()
+        )
     }
+    for rank, other in outcomes.items():
+        if other.options != outcome.options:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} compiled {frame} with the options {outcome.options}, and "
+                f"rank {rank} with {other.options}: give every rank the same"
+            )
     for rank, other in outcomes.items():
         if other.error is not None:
             return other.error if rank == dist.get_rank() else f"rank {rank}: {other.error}"
     differing = [rank for rank, other in outcomes.items() if other.digests != outcome.digests]
     if differing:
+        difference = _first_difference(frame, outcome.launches, differing[0], mesh)
         raise PlansDiffer(
             f"rank {dist.get_rank()} compiled other collectives for {frame} than ranks "
-            f"{differing}: build the same model with the same options, and take the same "
+            f"{differing}: {difference}. Build the same "
+            "model, of the same dtypes, with the same parameters frozen, and take the same "
             "branches, on every rank"
         )
     agreed.add((frame, outcome.digests))
     return None
+
+
+def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
+    """Raise RuntimeError, with the first difference, unless `lines` are those of all of `mesh`.
+
+    what: for people, "the model to shard".
+    """
+    if _is_alone(mesh):
+        return
+    failed = f"rank {dist.get_rank()} came to {what}"
+    digest = hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()
+    timeout = max(group_timeout(mesh), COMPILE_TIMEOUT)  # some may still be loading
+    answers = _exchange(f"lines/{topic}", digest, mesh, timeout, failed=failed, hint=_SAME_MODEL)
+    others = [rank for rank, other in answers.items() if other != digest]
+    if others:
+        difference = _first_difference(topic, lines, others[0], mesh)
+        raise RuntimeError(f"{what} differs on ranks {others}: {difference}. {_SAME_MODEL}")
+
+
+_SAME_MODEL = "Build the same model on every rank"
+
+
+def _first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
+    """Between `lines` here and those on rank `other`; all ranks of `mesh` call this."""
+    answers = _exchange(
+        f"differing/{topic}",
+        json.dumps(lines),
+        mesh,
+        group_timeout(mesh),
+        failed=f"rank {dist.get_rank()} has another {topic} than rank {other}",
+        hint=_SAME_MODEL,
+    )
+    pairs = itertools.zip_longest(lines, json.loads(answers[other]), fillvalue="nothing more")
+    number, (here, there) = next(
+        (number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]
+    )
+    return f"number {number} is {here} on rank {dist.get_rank()}, and {there} on rank {other}"
 
 
 def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) -> str:
@@ -255,15 +319,100 @@ def _exchange(
     _local.rounds[topic] = number + 1
     keys = {other: f"{topic}/{number}/{other}" for other in ranks}
     store.set(keys[rank], answer)
-    try:
-        store.wait(list(keys.values()), timeout)
-    except dist.DistStoreError as error:
-        missing = [other for other, key in keys.items() if not store.check([key])]
-        raise RuntimeError(
-            f"{failed}, and ranks {missing} did not within {timeout}: they ended, or went another "
-            f"way. {hint}"
-        ) from error
+    arrivals = _Arrivals(store, keys)
+    if not arrivals.wait(min(timeout.total_seconds(), PATIENCE_S)):
+        _wait_and_look(store, arrivals, timeout, failed, hint)
     answers = store.multi_get(list(keys.values()))
     if number:  # everybody has read the round before, or would not be in this one
         store.delete_key(f"{topic}/{number - 1}/{rank}")
     return {other: value.decode() for other, value in zip(ranks, answers, strict=True)}
+
+
+class _Arrivals:
+    """Which of `keys` are not in the store yet.
+
+    Asked for one at a time, more and more rarely: a store that is told to wait says on stderr when
+    it has waited in vain.
+    """
+
+    def __init__(self, store: Any, keys: dict[int, str]) -> None:
+        self._store = store
+        self._keys = dict(keys)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all came within `seconds`."""
+        deadline, pause_s = time.monotonic() + seconds, 0.001
+        while self._keys:
+            rank, key = next(iter(self._keys.items()))
+            if self._store.check([key]):
+                del self._keys[rank]
+            elif time.monotonic() > deadline:
+                return False
+            else:
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+        return True
+
+    def missing(self) -> list[int]:
+        """Ranks whose keys are not there, now."""
+        return [rank for rank, key in self._keys.items() if not self._store.check([key])]
+
+
+def _wait_and_look(
+    store: Any, arrivals: _Arrivals, timeout: timedelta, what: str, hint: str
+) -> None:
+    """Wait for all, and look at what the ranks that lack wait for themselves.
+
+    A rank that waits elsewhere, and lacks this one, would do so for ever: all that do raise
+    RuntimeError. So does a rank that has waited for `timeout`.
+    """
+    rank = dist.get_rank()
+    deadline = time.monotonic() + timeout.total_seconds() - PATIENCE_S
+    seen: dict[int, str] = {}
+    while not arrivals.wait(LOOK_S):
+        missing = arrivals.missing()
+        notice = {"what": what, "lacks": missing, "gives_up": False}
+        store.set(_notice_key(rank), json.dumps(notice))
+        notices = {each: _notice(store, each) for each in missing}
+        stuck = {
+            each: text
+            for each, text in notices.items()
+            if text and rank in json.loads(text)["lacks"]
+            if text == seen.get(each) or json.loads(text)["gives_up"]
+        }
+        if stuck:
+            store.set(_notice_key(rank), json.dumps({**notice, "gives_up": True}))
+            _let_see(store, stuck)
+            _take_down_notice(store)
+            others = "; ".join(json.loads(text)["what"] for text in stuck.values())
+            raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
+        if time.monotonic() > deadline:
+            _take_down_notice(store)
+            raise RuntimeError(
+                f"{what}, and ranks {missing} did not within {timeout}: they ended, or went "
+                f"another way. {hint}"
+            )
+        seen = notices
+    _take_down_notice(store)
+
+
+def _let_see(store: Any, stuck: dict[int, str]) -> None:
+    """Give the ranks whose notices are in `stuck` the time to see that this one gives up."""
+    deadline = time.monotonic() + 3 * LOOK_S
+    while time.monotonic() < deadline:
+        if all(_notice(store, rank) != text for rank, text in stuck.items()):
+            return
+        time.sleep(LONGEST_PAUSE_S)
+
+
+def _notice(store: Any, rank: int) -> str:
+    key = _notice_key(rank)
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _notice_key(rank: int) -> str:
+    return f"autoshard/waits/{rank}"
+
+
+def _take_down_notice(store: Any) -> None:
+    store.set(_notice_key(dist.get_rank()), "")  # not deleted: a get would wait for it

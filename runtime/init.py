@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import access
+from autoshard.runtime.agreement import compare_lines
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import find, is_ignored, local_tensor
 
@@ -245,11 +246,18 @@ def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None
 
     One broadcast a dtype and SYNC_BUCKET_BYTES, each tensor sent once however it is tied:
     over replicas first, then over shards.
+    Raises RuntimeError, naming the first that differs, where ranks would not send the same.
     """
     buffers = [b for m in model.modules() if m not in ignored.modules for b in m.buffers(False)]
     found = dict.fromkeys((*unsharded((model,), ignored), *buffers))
-    local = [local_tensor(t) if isinstance(t, DTensor) else t for t in found]
-    tensors = [_unexpanded(t.detach()) for t in local if not t.is_meta and t.numel()]
+    local = {t: local_tensor(t) if isinstance(t, DTensor) else t for t in found}
+    sent = {t: _unexpanded(its.detach()) for t, its in local.items() if not its.is_meta}
+    sent = {t: its for t, its in sent.items() if its.numel()}
+    named = (*model.named_parameters(), *model.named_buffers())
+    names = {tensor: name for name, tensor in named}
+    about = [f"{names[t]} {its.dtype} {list(its.shape)}" for t, its in sent.items()]
+    compare_lines("model", "the model to shard", about, axes.mesh)
+    tensors = list(sent.values())
     for axis in (axes.replicate, axes.shard):
         if axis is None or axis.size() == 1:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
@@ -102,6 +103,22 @@ def test_another_layer_left_out_by_each_rank(rank: int) -> None:
         model.skips = rank
         with pytest.raises(RuntimeError, match=r"to the gather of layers\.[01]"):
             net_loss(model, rank, 0).backward()
+
+
+@on_ranks(2)
+def test_ranks_that_wait_for_each_other_elsewhere(rank: int) -> None:
+    """Both say so within seconds, however long the group's timeout, and can go on."""
+    mesh = autoshard.runtime.mesh.default_mesh()
+    here, there = (f"model {number}" for number in (rank, 1 - rank))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        agreement.share(here, "", mesh)
+    assert time.monotonic() - began < 20
+    assert f"rank {rank} waited for what the first rank planned for {here}" in str(raised.value)
+    assert f"rank {1 - rank} waited for what the first rank planned for {there}" in str(
+        raised.value
+    )
+    assert agreement.share("the same", "text", mesh) == "text"
 
 
 @on_ranks(2)
@@ -288,3 +305,36 @@ def test_kinds_of_backward_that_take_turns(rank: int) -> None:
             compared.clear()
             step(kind)
     assert compared == ["the reduce of 3"]
+
+
+@on_ranks(2)
+def test_models_that_differ_are_not_sharded(rank: int) -> None:
+    """Of a dtype that only one rank has: told before anything is sent."""
+    model = Net()
+    if rank == 1:
+        model.layers[1].double()
+    want = r"number \d+ is layers\.1\.\S+ torch\.float(32|64) .* on rank [01], and layers\.1"
+    with pytest.raises(RuntimeError, match=want):
+        autoshard.shard(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ("frozen", r"number \d+ is the backward's packed reduce of .*layers\.1"),
+        ("strategy", r"number \d+ is the backward's packed .* of layers\.2 .*, and the backward's"),
+        ("bucketing", r"bucketing='(none|auto)'.*give every rank the same"),
+    ],
+)
+def test_graphs_that_differ(rank: int, differs: str, message: str) -> None:
+    """All ranks say in what, before either launches a collective."""
+    model = Net()
+    options: dict[str, Any] = {"lowering": "eager", "strict": True}
+    if rank == 1 and differs == "frozen":
+        model.layers[1].requires_grad_(False)
+    elif rank == 1:
+        options[differs] = {"strategy": "shard_grad_op", "bucketing": "none"}[differs]
+    call = torch.compile(model, backend="autoshard", options=options)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
+        net_loss(call, rank, 0)
