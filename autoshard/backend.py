@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch, passes
 from autoshard.options import CompileOptions
@@ -35,7 +36,7 @@ from autoshard.passes.text import render
 from autoshard.progress import progress
 from autoshard.runtime import access, first_call
 from autoshard.runtime.adopt import adopt, plain_parameters
-from autoshard.runtime.agreement import Outcome, PlansDiffer, agree, share
+from autoshard.runtime.agreement import Outcome, PlansDiffer, agree, first_difference, share
 from autoshard.runtime.frame import Frame, follow_replaced, make_frame, sharded_parameters
 from autoshard.runtime.param import ShardedParam, find
 from autoshard.runtime.plans import record
@@ -59,7 +60,8 @@ def autoshard(
     A model that nobody has sharded is sharded here, in place, on its first graph.
     mode: one of Inductor's, "max-autotune" for instance.
     options: see `CompileOptions`.
-    Raises ValueError for a wrong option; anything that goes wrong in tracing, a pass or
+    Raises ValueError for a wrong option; RuntimeError where ranks have other options, or compile
+    other collectives; anything else that goes wrong in tracing, a pass or
     the lowering only with `strict`: otherwise it is one warning, and the frame runs on
     the eager runtime.
     """
@@ -127,7 +129,8 @@ class _Attempt:
         known: Sequence[Plan] = (),
         kept: Collection[str] = (),
     ) -> None:
-        self.settings = settings
+        device = next((param.device for param in sharded_parameters(example_inputs)), None)
+        self.options = settings.told(device)
         try:
             frame = make_frame(gm, example_inputs)
             self.compilation = Compilation(frame, settings, mode, known, kept)
@@ -143,9 +146,14 @@ class _Attempt:
         return Outcome(
             self.reason,
             tuple(plan.digest for plan in self.plans),
-            self.settings.told(),
-            tuple(line for plan in self.plans for line in plan.launches()),
+            self.options,
         )
+
+    def explained(self, error: PlansDiffer, name: str, mesh: DeviceMesh) -> PlansDiffer:
+        """`error`, with the first collective that differs; all ranks of `mesh` call this."""
+        lines = [line for plan in self.plans for line in plan.launches()]
+        difference = first_difference(name, lines, error.ranks[0], mesh)
+        return PlansDiffer(f"{error}. Collective {difference}", error.ranks)
 
 
 def _agreed_attempt(
@@ -179,16 +187,16 @@ def _agreed_attempt(
     attempt = _Attempt(gm, example_inputs, settings, mode, known, kept)
     try:
         attempt.reason = agree(name, attempt.outcome, mesh, unit.agreed)
-    except PlansDiffer:
+    except PlansDiffer as error:
         if not searches:
-            raise
+            raise attempt.explained(error, name, mesh) from None
         found = [dataclasses.replace(plan, figures=None) for plan in attempt.plans]
         is_followed = {plan.digest for plan in found} <= {plan.digest for plan in known}
         # The first rank says for all whether there is anything new to follow.
         text = "" if is_followed else json.dumps([plan.to_json() for plan in found])
         text = share(name, text, mesh)
-        if not text:
-            raise  # one of them has another graph
+        if not text:  # one of them has another graph
+            raise attempt.explained(error, name, mesh) from None
         known[:0] = map(Plan.from_json, json.loads(text))
         raise _torch.TraceAgain(restart_reason="ranks follow the first one's plan") from None
     if searches and attempt.reason is None:

@@ -37,9 +37,9 @@ class CompileOptions:
     topology:  what plans reckon with: the name of one ("h100", "gloo", ...) or a file of
                `autoshard bench calibrate`; None for the one of the GPU at hand. Where that is
                not known by its name, or is a CPU, and there is no budget either, "auto" is
-               "per_unit", and plans have no figures. Predicted times follow the shapes that are
-               compiled for first; where ranks' batches differ, the first rank's. Later shapes
-               keep that plan.
+               "per_unit", and plans have no figures. Ranks need the same one. Predicted times
+               follow the shapes that are compiled for first; where ranks' batches differ, the
+               first rank's. Later shapes keep that plan.
     dump:      a folder; every graph is written there as text after every pass.
     strict:    raise where tracing, a pass or the lowering fails, rather than run the
                frame on the eager runtime with a warning.
@@ -71,12 +71,16 @@ class CompileOptions:
         """What plans for `device` reckon with: the same on every rank of a uniform cluster."""
         if self.topology is not None:
             return Topology.load(self.topology)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        is_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_gpu else device.type
         if not is_known(name) and self.memory_budget is None:
             return None
         found = Topology.load(default_topology(name))
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", found.ranks_per_node))  # torchrun's
-        return dataclasses.replace(found, ranks_per_node=per_node)
+        if not is_gpu:
+            return found
+        told = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+        per_node = int(told) if told.isdigit() else torch.cuda.device_count()
+        return dataclasses.replace(found, ranks_per_node=max(1, per_node))
 
     def searches_for(self, device: torch.device) -> bool:
         """Whether plans for `device` are found by predicted times."""
@@ -147,12 +151,18 @@ class CompileOptions:
             )
         return CompileOptions(**options)
 
-    def told(self) -> str:
-        """What ranks must have in common to compile alike, for people."""
-        names = ("lowering", "bucketing", "memory_budget")
-        topology = Topology.load(self.topology).name if self.topology else None  # not by its path
-        texts = (f"{name}={getattr(self, name)!r}" for name in names)
-        return ", ".join([*texts, f"topology={topology!r}"])
+    def told(self, device: torch.device | None) -> str:
+        """What ranks must have in common to compile alike, for people.
+
+        A budget in bytes may differ, as GPUs' free memory does: ranks follow the first one's plan.
+        """
+        topology = self.topology_for(device) if device is not None else None
+        has_budget = self.memory_budget is not None
+        return (
+            f"lowering={self.lowering!r}, bucketing={self.bucketing!r}, "
+            f"{'a' if has_budget else 'no'} memory_budget, "
+            f"topology={topology.name if topology else None!r}"
+        )
 
     def shard_arguments(self) -> dict[str, Any]:
         """What goes to `shard()` in the one-line form."""

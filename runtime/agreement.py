@@ -1,17 +1,18 @@
 """Ranks compare notes over the store before their next collective.
 
 Never by a collective: a rank that does something else, or failed, would leave the
-others in it. Three things are compared:
+others in it. Compared are:
 
-    agree   the collectives of a frame, when it is compiled
-    Course  which compiled graph, or eager forward, runs next
-    Order   the next collective of an eager step
+    agree          the collectives of a frame, when it is compiled
+    compare_lines  the model, before it is sent to other ranks
+    Course         which compiled graph, or eager forward, runs next
+    Order          the next collective of an eager step
 
 A rank for which nothing is new waits for nobody. So steps that repeat cost nothing, and
 a batch shape that only one rank has seen does not stop the others. A rank that goes a
 way of its own waits in vain: it raises, after the group's timeout, before it launches
-what would meet another collective of its peers. Ranks that wait for each other at different
-places see that in the store, and all raise within seconds.
+what would meet another collective of its peers. Two ranks that wait for each other at different
+places see that in the store, and raise within seconds.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ COMPILE_TIMEOUT = timedelta(minutes=10)  # ranks may differ by a compilation, co
 PATIENCE_S = 3.0  # until a rank that waits looks for what the others do
 LOOK_S = 1.0  # between two looks
 LONGEST_PAUSE_S = 0.1  # between two questions
+MANY = 64  # ranks: with more of them, the store is asked more rarely
+LOOKED_AT = 16  # ranks at a time that have not come
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,11 @@ class Outcome:
     error:    why it can't be used; None if it can.
     digests:  of its plans.
     options:  what it was told, as text.
-    launches: what the plans launch, in order, a line each: sent where digests differ.
     """
 
     error: str | None
     digests: tuple[str, ...]
-    options: str = ""
-    launches: tuple[str, ...] = ()
+    options: str
 
 
 class _Local(threading.local):
@@ -59,12 +60,24 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.rounds: dict[str, int] = {}  # topic -> how often ranks compared notes on it
 
+    def next_round(self, topic: str) -> int:
+        number = self.rounds.get(topic, 0)
+        self.rounds[topic] = number + 1
+        return number
+
 
 _local = _Local()
 
 
 class PlansDiffer(RuntimeError):
-    """Ranks compiled different collectives for one frame. All of them are told."""
+    """Ranks compiled different collectives for one frame. All of them are told.
+
+    ranks: those that have others than this one.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 Agreed = set[tuple[str, tuple[str, ...]]]
@@ -76,8 +89,8 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
 
     frame: a name for what was compiled, the same on every rank.
     agreed: what need not be compared any more; added to.
-    Raises PlansDiffer, naming the ranks and the first collective that differs, if they compiled
-    different ones, and RuntimeError if a rank has other options, or does not answer in time.
+    Raises PlansDiffer, naming the ranks, if they compiled different collectives, and RuntimeError
+    if a rank has other options, or does not answer in time.
     """
     if _is_alone(mesh):
         return outcome.error
@@ -91,7 +104,7 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
         mesh,
         timeout if known else max(timeout, COMPILE_TIMEOUT),
         failed=f"rank {dist.get_rank()} compiled {frame}",
-        hint="Take the same branches on every rank",
+        hint=_SAME_OPTIONS,
     )
     outcomes = {
         rank: Outcome(error, tuple(digests), options)
@@ -110,12 +123,11 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
             return other.error if rank == dist.get_rank() else f"rank {rank}: {other.error}"
     differing = [rank for rank, other in outcomes.items() if other.digests != outcome.digests]
     if differing:
-        difference = _first_difference(frame, outcome.launches, differing[0], mesh)
         raise PlansDiffer(
             f"rank {dist.get_rank()} compiled other collectives for {frame} than ranks "
-            f"{differing}: {difference}. Build the same "
-            "model, of the same dtypes, with the same parameters frozen, and take the same "
-            "branches, on every rank"
+            f"{differing}: build the same model, of the same dtypes, with the same parameters "
+            "frozen, and take the same branches, on every rank",
+            differing,
         )
     agreed.add((frame, outcome.digests))
     return None
@@ -134,28 +146,27 @@ def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh)
     answers = _exchange(f"lines/{topic}", digest, mesh, timeout, failed=failed, hint=_SAME_MODEL)
     others = [rank for rank, other in answers.items() if other != digest]
     if others:
-        difference = _first_difference(topic, lines, others[0], mesh)
+        difference = first_difference(topic, lines, others[0], mesh)
         raise RuntimeError(f"{what} differs on ranks {others}: {difference}. {_SAME_MODEL}")
 
 
-_SAME_MODEL = "Build the same model on every rank"
+_SAME_MODEL = "Build the same model on every rank, or raise the process group's timeout"
+_SAME_OPTIONS = "Give every rank the same model and options, and take the same branches"
 
 
-def _first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
-    """Between `lines` here and those on rank `other`; all ranks of `mesh` call this."""
-    answers = _exchange(
-        f"differing/{topic}",
-        json.dumps(lines),
-        mesh,
-        group_timeout(mesh),
-        failed=f"rank {dist.get_rank()} has another {topic} than rank {other}",
-        hint=_SAME_MODEL,
-    )
-    pairs = itertools.zip_longest(lines, json.loads(answers[other]), fillvalue="nothing more")
-    number, (here, there) = next(
-        (number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]
-    )
-    return f"number {number} is {here} on rank {dist.get_rank()}, and {there} on rank {other}"
+def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
+    """Between `lines` here and those on rank `other`, in words; all ranks of `mesh` call this."""
+    store, rank = _torch.default_store(), dist.get_rank()
+    topic = f"differing/{topic}/{_name(mesh)}"
+    number = _local.next_round(topic)
+    store.set(f"autoshard/{topic}/{number}/{rank}", json.dumps(list(lines)))
+    key = f"autoshard/{topic}/{number}/{other}"
+    if not _Arrivals(store, {other: key}).wait(group_timeout(mesh).total_seconds()):
+        return f"rank {other} does not say in what"
+    theirs = json.loads(store.get(key).decode())
+    pairs = enumerate(itertools.zip_longest(lines, theirs, fillvalue="nothing more"), 1)
+    number, (here, there) = next(pair for pair in pairs if len(set(pair[1])) > 1)
+    return f"number {number} is {here} on rank {rank}, and {there} on rank {other}"
 
 
 def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) -> str:
@@ -172,7 +183,7 @@ def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) ->
         mesh,
         max(group_timeout(mesh), COMPILE_TIMEOUT) if is_first else group_timeout(mesh),
         failed=f"rank {dist.get_rank()} waited for what the first rank planned for {frame}",
-        hint="Take the same branches on every rank",
+        hint=_SAME_OPTIONS,
     )
     return answers[first]
 
@@ -315,13 +326,19 @@ def _exchange(
     store, rank = _torch.default_store(), dist.get_rank()
     ranks: list[int] = mesh.mesh.flatten().tolist()
     topic = f"autoshard/{topic}/{_name(mesh)}"
-    number = _local.rounds.get(topic, 0)
-    _local.rounds[topic] = number + 1
-    keys = {other: f"{topic}/{number}/{other}" for other in ranks}
+    number = _local.next_round(topic)
+    place = f"{topic}/{number}"
+    keys = {other: f"{place}/{other}" for other in ranks}
     store.set(keys[rank], answer)
-    arrivals = _Arrivals(store, keys)
-    if not arrivals.wait(min(timeout.total_seconds(), PATIENCE_S)):
-        _wait_and_look(store, arrivals, timeout, failed, hint)
+    try:
+        arrivals = _Arrivals(store, keys)
+        if not arrivals.wait(min(timeout.total_seconds(), PATIENCE_S)):
+            _wait_and_look(store, arrivals, place, timeout, failed, hint)
+    except BaseException:
+        # Who catches it, and comes here again, is to meet the others in this round.
+        store.delete_key(keys[rank])
+        _local.rounds[topic] = number
+        raise
     answers = store.multi_get(list(keys.values()))
     if number:  # everybody has read the round before, or would not be in this one
         store.delete_key(f"{topic}/{number - 1}/{rank}")
@@ -329,90 +346,92 @@ def _exchange(
 
 
 class _Arrivals:
-    """Which of `keys` are not in the store yet.
+    """Which of `keys`, by rank, are not in the store yet.
 
-    Asked for one at a time, more and more rarely: a store that is told to wait says on stderr when
-    it has waited in vain.
+    Asked for more and more rarely: a store that is told to wait says so on stderr when it has
+    waited in vain.
     """
 
     def __init__(self, store: Any, keys: dict[int, str]) -> None:
         self._store = store
         self._keys = dict(keys)
+        self._longest_pause_s = LONGEST_PAUSE_S * max(1.0, len(keys) / MANY)
 
     def wait(self, seconds: float) -> bool:
-        """Whether all came within `seconds`."""
+        """Whether all come within `seconds`."""
         deadline, pause_s = time.monotonic() + seconds, 0.001
-        while self._keys:
-            rank, key = next(iter(self._keys.items()))
-            if self._store.check([key]):
-                del self._keys[rank]
-            elif time.monotonic() > deadline:
+        while not self._store.check(list(self._keys.values())):
+            if time.monotonic() > deadline:
                 return False
-            else:
-                time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, self._longest_pause_s)
         return True
 
     def missing(self) -> list[int]:
-        """Ranks whose keys are not there, now."""
-        return [rank for rank, key in self._keys.items() if not self._store.check([key])]
+        """Ranks whose keys are not there now, a few of them."""
+        found: list[int] = []
+        for rank, key in list(self._keys.items()):
+            if len(found) == LOOKED_AT:
+                break
+            if not self._store.check([key]):
+                found.append(rank)
+            elif len(self._keys) > 1:
+                del self._keys[rank]
+        return found
 
 
 def _wait_and_look(
-    store: Any, arrivals: _Arrivals, timeout: timedelta, what: str, hint: str
+    store: Any, arrivals: _Arrivals, place: str, timeout: timedelta, what: str, hint: str
 ) -> None:
     """Wait for all, and look at what the ranks that lack wait for themselves.
 
-    A rank that waits elsewhere, and lacks this one, would do so for ever: all that do raise
-    RuntimeError. So does a rank that has waited for `timeout`.
+    A rank that waits at another place, to which this one has not come, would do so for ever: both
+    raise RuntimeError. So does a rank that has waited for `timeout`.
+    place: where this rank waits. Its notice in the store says so for as long as it does.
     """
     rank = dist.get_rank()
+    notice = {"what": what, "place": place, "gives_up": False}
     deadline = time.monotonic() + timeout.total_seconds() - PATIENCE_S
-    seen: dict[int, str] = {}
-    while not arrivals.wait(LOOK_S):
-        missing = arrivals.missing()
-        notice = {"what": what, "lacks": missing, "gives_up": False}
+    try:
         store.set(_notice_key(rank), json.dumps(notice))
-        notices = {each: _notice(store, each) for each in missing}
-        stuck = {
-            each: text
-            for each, text in notices.items()
-            if text and rank in json.loads(text)["lacks"]
-            if text == seen.get(each) or json.loads(text)["gives_up"]
-        }
-        if stuck:
-            store.set(_notice_key(rank), json.dumps({**notice, "gives_up": True}))
-            _let_see(store, stuck)
-            _take_down_notice(store)
-            others = "; ".join(json.loads(text)["what"] for text in stuck.values())
-            raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
-        if time.monotonic() > deadline:
-            _take_down_notice(store)
-            raise RuntimeError(
-                f"{what}, and ranks {missing} did not within {timeout}: they ended, or went "
-                f"another way. {hint}"
-            )
-        seen = notices
-    _take_down_notice(store)
+        while not arrivals.wait(LOOK_S):
+            missing = arrivals.missing()
+            stuck = [each for each in missing if _waits_for(store, each, rank)]
+            if stuck:
+                others = "; ".join(_notice(store, each).get("what", "") for each in stuck)
+                store.set(_notice_key(rank), json.dumps({**notice, "gives_up": True}))
+                _let_see(store, stuck)
+                raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{what}, and ranks {missing} did not within {timeout}: they ended, or went "
+                    f"another way. {hint}"
+                )
+    finally:
+        store.set(_notice_key(rank), "{}")  # not deleted: a get would wait for it
 
 
-def _let_see(store: Any, stuck: dict[int, str]) -> None:
-    """Give the ranks whose notices are in `stuck` the time to see that this one gives up."""
+def _waits_for(store: Any, other: int, rank: int) -> bool:
+    """Whether `other` waits where `rank`, which waits elsewhere, has not come to."""
+    place = _notice(store, other).get("place")
+    return place is not None and not store.check([f"{place}/{rank}"])
+
+
+def _let_see(store: Any, stuck: Sequence[int]) -> None:
+    """Give the ranks `stuck` the time to see this one's notice."""
     deadline = time.monotonic() + 3 * LOOK_S
     while time.monotonic() < deadline:
-        if all(_notice(store, rank) != text for rank, text in stuck.items()):
+        if all(_notice(store, rank).get("gives_up", True) for rank in stuck):
             return
         time.sleep(LONGEST_PAUSE_S)
 
 
-def _notice(store: Any, rank: int) -> str:
+def _notice(store: Any, rank: int) -> dict[str, Any]:
+    """What `rank` waits for; {} if for nothing."""
     key = _notice_key(rank)
-    return store.get(key).decode() if store.check([key]) else ""
+    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    return found
 
 
 def _notice_key(rank: int) -> str:
     return f"autoshard/waits/{rank}"
-
-
-def _take_down_notice(store: Any) -> None:
-    store.set(_notice_key(dist.get_rank()), "")  # not deleted: a get would wait for it

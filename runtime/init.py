@@ -253,8 +253,12 @@ def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None
     local = {t: local_tensor(t) if isinstance(t, DTensor) else t for t in found}
     sent = {t: _unexpanded(its.detach()) for t, its in local.items() if not its.is_meta}
     sent = {t: its for t, its in sent.items() if its.numel()}
-    named = (*model.named_parameters(), *model.named_buffers())
-    names = {tensor: name for name, tensor in named}
+    names = {
+        tensor: f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
     about = [f"{names[t]} {its.dtype} {list(its.shape)}" for t, its in sent.items()]
     compare_lines("model", "the model to shard", about, axes.mesh)
     tensors = list(sent.values())

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,12 +151,12 @@ GPUS = {
     "B200": "b200-nvl72",
     "L40S": "l40s",
 }
-"""The named topology of a GPU, by a part of its name."""
+"""The named topology of a GPU, by a word of its name: a GB200 is no B200."""
 
 
 def is_known(device: str) -> bool:
     """Whether a topology of this package is that of a device by its name."""
-    return any(part in device for part in GPUS)
+    return _named(device) is not None
 
 
 def default_topology(device: str) -> str:
@@ -165,7 +166,12 @@ def default_topology(device: str) -> str:
     """
     if device == "cpu":
         return "gloo"
-    return next((name for part, name in GPUS.items() if part in device), "h100")
+    return _named(device) or "h100"
+
+
+def _named(device: str) -> str | None:
+    words = re.split(r"[^A-Za-z0-9]+", device)
+    return next((name for word, name in GPUS.items() if word in words), None)
 
 
 def _us_per_byte(share: float, gb_per_s: float) -> float:

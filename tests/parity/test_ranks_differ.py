@@ -118,7 +118,8 @@ def test_ranks_that_wait_for_each_other_elsewhere(rank: int) -> None:
     assert f"rank {1 - rank} waited for what the first rank planned for {there}" in str(
         raised.value
     )
-    assert agreement.share("the same", "text", mesh) == "text"
+    for topic in ("model 0", "model 1", "model 2"):  # the first two failed before
+        assert agreement.share(topic, f"text {rank}", mesh) == "text 0"
 
 
 @on_ranks(2)
@@ -322,9 +323,14 @@ def test_models_that_differ_are_not_sharded(rank: int) -> None:
 @pytest.mark.parametrize(
     ("differs", "message"),
     [
-        ("frozen", r"number \d+ is the backward's packed reduce of .*layers\.1"),
-        ("strategy", r"number \d+ is the backward's packed .* of layers\.2 .*, and the backward's"),
+        ("frozen", r"Collective number \d+ is the backward's packed reduce of .*layers\.1"),
+        (
+            "strategy",
+            r"Collective number \d+ is the backward's packed .* of layers\.2 .*, and the",
+        ),
         ("bucketing", r"bucketing='(none|auto)'.*give every rank the same"),
+        ("topology", r"topology=(None|'h100').*give every rank the same"),
+        ("memory_budget", r"while others wait elsewhere.*Give every rank the same model and opt"),
     ],
 )
 def test_graphs_that_differ(rank: int, differs: str, message: str) -> None:
@@ -334,7 +340,8 @@ def test_graphs_that_differ(rank: int, differs: str, message: str) -> None:
     if rank == 1 and differs == "frozen":
         model.layers[1].requires_grad_(False)
     elif rank == 1:
-        options[differs] = {"strategy": "shard_grad_op", "bucketing": "none"}[differs]
+        others = {"bucketing": "none", "topology": "h100", "memory_budget": 2**30}
+        options[differs] = {"strategy": "shard_grad_op", **others}[differs]
     call = torch.compile(model, backend="autoshard", options=options)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         net_loss(call, rank, 0)

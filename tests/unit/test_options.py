@@ -182,6 +182,8 @@ def test_shard_arguments() -> None:
     [
         ({}, "NVIDIA H100 80GB HBM3", "h100"),
         ({}, "NVIDIA GeForce RTX 4090", None),
+        ({}, "NVIDIA RTX A1000 Laptop GPU", None),
+        ({}, "NVIDIA GB200", None),
         ({}, None, None),
         ({"memory_budget": 0.5}, "NVIDIA GeForce RTX 4090", "h100"),
         ({"memory_budget": 0.5}, None, "gloo"),
@@ -195,6 +197,7 @@ def test_what_plans_reckon_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     device = torch.device("cuda" if gpu else "cpu")
     found = CompileOptions.read(options).topology_for(device)
     assert (found.name if found else None) == topology
@@ -203,8 +206,10 @@ def test_what_plans_reckon_with(
 
 
 def test_ranks_per_node_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
-    found = CompileOptions().topology_for(torch.device("cuda"))
-    assert found is not None
-    assert found.ranks_per_node == 4
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for told, per_node in (("4", 4), ("", 2), ("four", 2)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+        found = CompileOptions().topology_for(torch.device("cuda"))
+        assert found is not None
+        assert found.ranks_per_node == per_node
