@@ -182,7 +182,9 @@ def shard(
     A unit may have frozen parameters beside trainable ones; which ones do is logged at INFO.
 
     Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy, a mesh
-    that doesn't fit it, unknown overrides, or if a module of `model` is sharded already.
+    that doesn't fit it, unknown overrides, or if a module of `model` is sharded already;
+    RuntimeError, naming the first parameter that differs, if `sync_module_states` finds another
+    model on another rank.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")

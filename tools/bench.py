@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,29 +20,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.runtime.mesh import device_type
 from autoshard.runtime.plans import plans
-from autoshard.tools.contestants import CONTESTANTS, RIVALS, Setting
+from autoshard.tools.contestants import CONTESTANTS, RIVALS, Contestant, Setting
 from autoshard.tools.device import current_device, synchronize
-from autoshard.tools.workloads import Workload, workload
+from autoshard.tools.workloads import Workload
 
 WARM_UP = 3
 OURS = "autoshard, compiled"
 ALONE = next(iter(CONTESTANTS))
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a GPU that tensors take, and that the allocator has for them."""
+
+    allocated: int = 0
+    reserved: int = 0
+
+    def __sub__(self, other: Memory) -> Memory:
+        return Memory(self.allocated - other.allocated, self.reserved - other.reserved)
+
+
 @dataclass
 class Entry:
-    """One contestant's measurements: milliseconds a round; bytes are 0 on a CPU.
+    """One contestant's measurements: milliseconds a round.
 
     first_s: seconds of the first forward and backward, which compile.
+    kept: memory of its parameters and optimizer. peak: of a step, that included. 0 on a CPU.
     """
 
     first_s: float = 0.0
     backward_ms: list[float] = field(default_factory=list)  # forward and backward
     optimizer_ms: list[float] = field(default_factory=list)
-    allocated_bytes: int = 0
-    reserved_bytes: int = 0
+    kept: Memory = Memory()
+    peak: Memory = Memory()
+
+    def memory(self) -> str:
+        """For the end of a line; nothing on a CPU."""
+        if not self.peak.allocated:
+            return ""
+        return f"  {self.peak.allocated / 2**20:.0f} of {self.peak.reserved / 2**20:.0f} MiB"
 
     @property
     def step_ms(self) -> list[float]:
@@ -76,7 +93,7 @@ class Result:
             lines.append(
                 f"  {name:24} {medians[name]:8.1f} ({min(steps):.1f} to {max(steps):.1f}) "
                 f"{medians[name] / medians[best]:6.2f} {exposed} "
-                f"{self.tokens / medians[name] * 1e3:9.0f} {entry.first_s:7.1f}{_memory(entry)}"
+                f"{self.tokens / medians[name] * 1e3:9.0f} {entry.first_s:7.1f}{entry.memory()}"
             )
         if alone is not None and OURS in self.entries:
             bound = _median(alone.backward_ms) + self.collectives_ms
@@ -89,24 +106,19 @@ class Result:
 
 
 def bench_step(
-    names: Sequence[str],
+    workloads: Mapping[str, Workload],
     *,
-    contestants: Sequence[str] = tuple(CONTESTANTS),
+    contestants: Mapping[str, Contestant] = CONTESTANTS,
     rounds: int = 20,
     dtype: torch.dtype = torch.float32,
     options: dict[str, Any] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
-    """Measure the named models, see `workloads.SIZES`, on the ranks there are.
+    """Measure models, by name, on the ranks there are.
 
-    contestants: names in `CONTESTANTS`. options: of autoshard's backend.
+    options: of autoshard's backend, and of `shard()`.
     tell: is given each model's table as soon as it is there.
-    Raises ValueError for a name that is not there.
     """
-    unknown = [name for name in contestants if name not in CONTESTANTS]
-    if unknown:
-        raise ValueError(f"there is no contestant {unknown}; expected some of {list(CONTESTANTS)}")
-    workloads = {name: workload(name, device_type()) for name in names}
     found = []
     for name, work in workloads.items():
         found.append(_bench_model(name, work, contestants, rounds, dtype, options or {}))
@@ -117,7 +129,7 @@ def bench_step(
 def _bench_model(
     name: str,
     work: Workload,
-    contestants: Sequence[str],
+    contestants: Mapping[str, Contestant],
     rounds: int,
     dtype: torch.dtype,
     options: dict[str, Any],
@@ -129,23 +141,27 @@ def _bench_model(
     models, optimizers = {}, {}
     torch._dynamo.reset()
     # The models' classes are the same, so all that compile have their graphs in one cache.
-    with torch._dynamo.config.patch(recompile_limit=64), _torch.fresh_inductor_cache():
+    with torch._dynamo.config.patch(recompile_limit=64):
         for contestant, entry in entries.items():
+            before = _memory(device)
             torch.manual_seed(0)
-            models[contestant] = CONTESTANTS[contestant](work.build().to(device), setting)
-            params = models[contestant].parameters()
-            optimizers[contestant] = torch.optim.AdamW(params, lr=1e-3)
-            entry.first_s = _timed(lambda: _backward(models[contestant], batch)) / 1e3  # noqa: B023
+            model = contestants[contestant](work.build().to(device), setting)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            with _torch.fresh_inductor_cache():  # each compiles all of its kernels
+                entry.first_s = _timed(lambda: _backward(model, batch)) / 1e3  # noqa: B023
+            _step(optimizer)
+            entry.kept = _memory(device) - before
+            models[contestant], optimizers[contestant] = model, optimizer
         for number in range(rounds + WARM_UP):
             for contestant, entry in entries.items():
-                _reset_peak(device)
+                others = _reset_peak(device) - entry.kept
                 model, optimizer = models[contestant], optimizers[contestant]
                 backward_ms = _timed(lambda: _backward(model, batch))  # noqa: B023
                 optimizer_ms = _timed(lambda: _step(optimizer))  # noqa: B023
                 if number >= WARM_UP:
                     entry.backward_ms.append(backward_ms)
                     entry.optimizer_ms.append(optimizer_ms)
-                    _note_peak(entry, device)
+                    entry.peak = _peak(device) - others
         collectives_ms = _collectives_ms(models[OURS], dtype, rounds) if OURS in models else 0.0
     models.clear()
     gc.collect()
@@ -197,20 +213,23 @@ def _median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
-def _memory(entry: Entry) -> str:
-    if not entry.allocated_bytes:
-        return ""
-    return f"  {entry.allocated_bytes / 2**20:.0f} MiB of {entry.reserved_bytes / 2**20:.0f}"
+def _memory(device: torch.device) -> Memory:
+    """Now; nothing on a CPU."""
+    if device.type != "cuda":
+        return Memory()
+    torch.cuda.empty_cache()
+    return Memory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
 
 
-def _reset_peak(device: torch.device) -> None:
-    """What others keep is no part of a contestant's peak, nor what the allocator has kept."""
+def _reset_peak(device: torch.device) -> Memory:
+    """What there is now, of all contestants; peaks are counted from here."""
+    found = _memory(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    return found
 
 
-def _note_peak(entry: Entry, device: torch.device) -> None:
-    if device.type == "cuda":
-        entry.allocated_bytes = torch.cuda.max_memory_allocated(device)
-        entry.reserved_bytes = torch.cuda.max_memory_reserved(device)
+def _peak(device: torch.device) -> Memory:
+    if device.type != "cuda":
+        return Memory()
+    return Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))

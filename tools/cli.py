@@ -64,7 +64,8 @@ examples, with a config.json from Hugging Face, and my_model.py defining build()
   autoshard trace --model config.json --ranks 8 --seq 128 --dump graphs
   autoshard trace --model my_model:build --ranks 64 --options '{"topology": "h100"}' --out plans
 
-No GPU is used, no weights are made, and nothing is run.
+No GPU is used, no weights are made, and nothing is run. Options: lowering, bucketing, topology
+(without one, a bucket a unit), strategy (full_shard or shard_grad_op).
 """
 
 
@@ -270,7 +271,7 @@ def _add_traced(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=8, help="that are not there (default 8)")
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences a rank (default 1)")
     parser.add_argument("--options", default="{}", help="of the backend, as JSON")
-    parser.set_defaults(optimizer="adamw", lowering="eager")
+    parser.set_defaults(optimizer="adamw", lowering="inductor")
 
 
 def run_trace(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -298,15 +299,13 @@ def run_golden(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _traced(options: argparse.Namespace) -> Any:
-    from autoshard.options import CompileOptions
     from autoshard.tools.planning import read_workload
     from autoshard.tools.trace import trace_workload
 
     try:
-        given = {"lowering": "eager", "dump": options.dump, **json.loads(options.options)}
-        settings = CompileOptions.read(given)
+        given = {"dump": options.dump, **read_options(options.options)}
         workload = read_workload(options, load)
-        return trace_workload(workload, options.ranks, options.micro_batch, settings)
+        return trace_workload(workload, options.ranks, options.micro_batch, given)
     except (ValueError, RuntimeError) as error:
         options.parser.error(str(error))
 
@@ -360,25 +359,29 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
     import torch
 
     from autoshard.passes.layout import DTYPES
-    from autoshard.runtime.mesh import ensure_process_group
+    from autoshard.runtime.mesh import device_type, ensure_process_group
     from autoshard.tools.bench import bench_step
-    from autoshard.tools.contestants import CONTESTANTS
+    from autoshard.tools.contestants import CONTESTANTS, read_contestants
+    from autoshard.tools.workloads import read_workloads
 
-    ensure_process_group()
     is_first = int(os.environ["RANK"]) == 0
-    if is_first:
-        print(f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {' '.join(arguments)}")
     try:
-        bench_step(
-            options.models,
-            contestants=options.contestants or tuple(CONTESTANTS),
-            rounds=options.rounds,
-            dtype=DTYPES[options.dtype],
-            options=json.loads(options.options),
-            tell=lambda text: print(text, flush=True) if is_first else None,
-        )
+        given = read_options(options.options)
+        contestants = read_contestants(options.contestants or CONTESTANTS)
+        workloads = read_workloads(options.models, device_type())
     except ValueError as error:
         options.parser.error(str(error))
+    ensure_process_group()
+    if is_first:
+        print(f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {' '.join(arguments)}")
+    bench_step(
+        workloads,
+        contestants=contestants,
+        rounds=options.rounds,
+        dtype=DTYPES[options.dtype],
+        options=given,
+        tell=lambda text: print(text, flush=True) if is_first else None,
+    )
     return 0
 
 
@@ -401,6 +404,8 @@ def run_doctor(options: argparse.Namespace, arguments: list[str]) -> int:
         shown = [each for each in tested if rank == 0 or each.level == "FAIL"]
         for finding in shown:
             print(finding, flush=True)
+        if any(each.level == "FAIL" for each in tested):
+            os._exit(1)  # the group's end may wait for ranks that are gone
     return 1 if any(each.level == "FAIL" for each in findings) else 0
 
 
@@ -431,7 +436,7 @@ def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
         load(options.model),
         [make_batch(rank, step) for step in range(options.steps)],
         loss=load(options.loss) if options.loss else None,
-        options={"lowering": options.lowering, **json.loads(options.options)},
+        options={"lowering": options.lowering, **read_options(options.options)},
         rtol=options.rtol,
         strategy=options.strategy,
     )
@@ -468,6 +473,17 @@ def launch(arguments: list[str], ranks: int) -> int:
         *("-m", "autoshard.tools.cli", *arguments),
     ]
     return subprocess.run(command, env=environment, check=False).returncode
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Options of the backend from `--options`. Raises ValueError for what is no JSON object."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--options {text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--options {text!r}: expected an object, such as '{{\"strict\": true}}'")
+    return found
 
 
 def load(place: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from autoshard.options import CompileOptions
 from autoshard.runtime.shard import shard
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy
 
@@ -95,15 +96,16 @@ def fsdp2_compiled_blocks(model: Any, setting: Setting) -> Any:
 
 def autoshard_eager(model: Any, setting: Setting) -> Any:
     """The eager runtime."""
-    policy = MixedPrecisionPolicy(setting.dtype, torch.float32) if setting.is_mixed else None
-    return shard(model, mp_policy=policy)
+    arguments = CompileOptions.read(setting.options).shard_arguments()
+    if setting.is_mixed:
+        arguments["mp_policy"] = MixedPrecisionPolicy(setting.dtype, torch.float32)
+    return shard(model, **arguments)
 
 
 def autoshard_compiled(model: Any, setting: Setting) -> Any:
-    """The backend, on the whole model."""
-    return torch.compile(
-        autoshard_eager(model, setting), backend="autoshard", options=setting.options
-    )
+    """The backend, on the whole model; what can't be compiled is an error."""
+    options = {**setting.options, "strict": True}
+    return torch.compile(autoshard_eager(model, setting), backend="autoshard", options=options)
 
 
 def simple_fsdp(model: Any, setting: Setting) -> Any:
@@ -188,3 +190,11 @@ CONTESTANTS: dict[str, Contestant] = {
 
 RIVALS = ("FSDP1", "FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
 """Those that shard parameters, as ours do."""
+
+
+def read_contestants(names: Iterable[str]) -> dict[str, Contestant]:
+    """The named ones. Raises ValueError, with all names, for one that is not there."""
+    unknown = [name for name in names if name not in CONTESTANTS]
+    if unknown:
+        raise ValueError(f"there is no contestant {unknown}; expected some of {list(CONTESTANTS)}")
+    return {name: CONTESTANTS[name] for name in names}

@@ -9,6 +9,7 @@ Every line says what was found, and, where something is amiss, the remedy.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.options import CompileOptions
 from autoshard.passes.plan import show_bytes
+from autoshard.runtime import agreement
 from autoshard.runtime.mesh import device_type
 from autoshard.tools.device import current_device, synchronize
 from autoshard.tools.parity import parity
@@ -34,7 +36,7 @@ from autoshard.tools.parity import parity
 OLDEST, NEWEST = (2, 11), (2, 15)
 SMALL = 2**30  # bytes on the disk of Inductor's cache
 SENT = 2**23  # bytes of the timed gather
-LIMIT_S = 10.0
+LIMIT_S = 30.0  # of one test: all together take a few seconds where nothing is amiss
 PREFIXES = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "CUDA_VISIBLE", "OMP_", "AUTOSHARD_")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -110,7 +112,9 @@ def _topology() -> Finding:
 
 
 def _backend() -> Finding:
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" or os.environ.get("TORCH_COMPILE_DISABLE"):
+    if any(
+        os.environ.get(name) == "1" for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+    ):
         return Finding(
             "FAIL",
             "backend",
@@ -126,9 +130,8 @@ def _backend() -> Finding:
 
 def _compiler() -> Finding:
     if torch.cuda.is_available():
-        name = "triton"
-        text = f"triton {_version_of('triton')}"
-        is_there = _version_of(name) != "is not installed"
+        is_there = importlib.util.find_spec("triton") is not None
+        text = "triton" if is_there else "no triton"
         remedy = "pip install triton"
     else:
         wanted = [os.environ.get("CXX"), "g++", "clang++"]
@@ -171,13 +174,21 @@ def _environment() -> Iterator[Finding]:
 def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
     """What a group of this process's own finds out, each test within `limit_s` seconds.
 
-    Call it on all ranks, under torchrun, before there is a process group; it is ended after. The
-    tests after one that fails are left out.
+    Call it on all ranks, under torchrun, before there is a process group. It is ended after tests
+    that pass; after one that fails the others are left out, and the process should end by
+    `os._exit`, as the group may wait for ranks that are gone.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device_type() == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+    is_gpu = device_type() == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if is_gpu and local_rank >= torch.cuda.device_count():
+        text = (
+            f"rank {rank}: there is no GPU for it: start {torch.cuda.device_count()} on this host"
+        )
+        return [Finding("FAIL", "group", text)]
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else nobody is told of a time limit
+    agreement.COMPILE_TIMEOUT = timedelta(seconds=limit_s)  # this process does nothing else
     found: list[Finding] = []
     tests: dict[str, Callable[[], str]] = {
         "store": lambda: f"{world} ranks",
@@ -187,6 +198,8 @@ def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
         "step": _step,
     }
     try:
+        if is_gpu:
+            torch.cuda.set_device(local_rank)
         dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
     except Exception as error:
         return [Finding("FAIL", "group", f"rank {rank}: {_first_line(error)}; {_REACH}")]
@@ -201,7 +214,7 @@ def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
             break
         found.append(Finding("ok", name, f"{text} ({time.perf_counter() - began:.1f} s)"))
     if all(each.level == "ok" for each in found):
-        dist.destroy_process_group()  # else it may wait for a rank that is gone
+        dist.destroy_process_group()
     return found
 
 

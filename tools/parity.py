@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -246,8 +247,8 @@ def compare_local(
 
     want: replicated, or sharded likewise.
     rtol: of the part's largest element, or of `floor` if that is smaller.
-    exact: as `want`, but trained in more bits: what `want` is off by is rounding, and twice that
-        is not told, as one may be off as far to the one side as the other to the other.
+    exact: as `want`, but trained in more bits: what `want` is off by at most is rounding, and twice
+        that is not told, as one may be off as far to the one side as the other to the other.
     """
     theirs = dict(want.named_parameters())
     exacts = {} if exact is None else dict(exact.named_parameters())
@@ -256,7 +257,8 @@ def compare_local(
         other = _local(theirs[key], param)
         absolute, relative = _difference(_local(param, param), other)
         rounding = _difference(other, _local(exacts[key], param))[0] if exacts else 0.0
-        if relative > rtol and absolute > max(rtol * floor, 2 * rounding):
+        allowed = max(rtol * floor, 2 * rounding if math.isfinite(rounding) else 0.0)
+        if relative > rtol and absolute > allowed:
             return f"{name} by {absolute:.3g} ({relative:.3g} relative)"
     return None
 

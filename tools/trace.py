@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.backend import Compilation
 from autoshard.options import CompileOptions
@@ -22,7 +23,8 @@ from autoshard.passes.lower_eagerly import lower_eagerly
 from autoshard.passes.plan import Plan
 from autoshard.passes.text import render
 from autoshard.runtime.frame import Frame
-from autoshard.runtime.shard import shard
+from autoshard.runtime.shard import fully_shard
+from autoshard.runtime.wrap import find_units
 from autoshard.tools.dry_run import compile_only, pretend_ranks
 from autoshard.tools.planning import Workload, on_meta, policy_of, step_of
 
@@ -36,24 +38,45 @@ class Traced:
     plan: Plan
 
 
+RESHARDS = {"full_shard": True, "shard_grad_op": False}
+"""Strategies that can be traced: whether units reshard after forward."""
+
+TAKEN = ("lowering", "bucketing", "topology", "strategy", "dump")
+"""Options that `trace_workload` heeds."""
+
+
 def trace_workload(
-    workload: Workload, ranks: int, micro_batch: int, options: CompileOptions
+    workload: Workload, ranks: int, micro_batch: int, options: dict[str, Any]
 ) -> list[Traced]:
     """The forward and the backward graph of a step on rank 0 of `ranks`.
 
-    options: as the backend takes them, a mesh aside; `dump` writes a file a pass.
-    Raises RuntimeError if forward is not one graph, or has no parameter that is sharded; in a
-    process that has a process group of its own; ValueError for options that don't fit the model.
+    options: as the backend takes them, those of TAKEN; `dump` writes a file a pass. Units are those
+        of `shard()`. Without a topology, "auto" is one bucket a unit, as on a CPU.
+    Raises RuntimeError if forward is not one graph, or has no parameter that is sharded, and in a
+    process that has a process group of its own; ValueError for another option, or its value.
     """
+    settings = CompileOptions.read(options)
+    others = [name for name in options if name not in TAKEN]
+    if others or settings.strategy not in RESHARDS:
+        raise ValueError(
+            f"a trace takes the options {', '.join(TAKEN)}, and a strategy of {list(RESHARDS)}; "
+            f"not {others or settings.strategy!r}"
+        )
     pretend_ranks(ranks)
-    arguments = options.shard_arguments()
-    arguments["mp_policy"] = arguments["mp_policy"] or policy_of(workload)
-    model = shard(on_meta(workload), **arguments)
-    model.to_empty(device="cpu")
+    model = on_meta(workload)
+    given: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (ranks,)),
+        "mp_policy": policy_of(workload),
+        "reshard_after_forward": RESHARDS[settings.strategy],
+    }
+    for unit in find_units(model, None):
+        fully_shard(unit, **given)
+    fully_shard(model, **given)
+    model.to_empty(device="cpu")  # of shards, and nothing is written there
     found: list[Traced] = []
 
     def compile_frame(frame: Frame) -> None:
-        compilation = _Tracing(frame, options)
+        compilation = _Tracing(frame, settings)
         compilation.compile()
         found.extend(compilation.traced)
 
@@ -101,17 +124,30 @@ def golden_texts(found: Sequence[Traced]) -> dict[str, str]:
 
 
 def accept(texts: dict[str, str], folder: Path) -> None:
-    """Make these the golden files."""
+    """Make these the golden files, and no others."""
     folder.mkdir(parents=True, exist_ok=True)
+    for path in _left_over(texts, folder):
+        path.unlink()
     for name, text in texts.items():
         (folder / name).write_text(text)
 
 
 def differences(texts: dict[str, str], folder: Path) -> Iterator[str]:
     """Lines of a diff from the golden files to `texts`; none if they are the same."""
-    for name, text in texts.items():
+    now = {**texts, **{path.name: "" for path in _left_over(texts, folder)}}
+    for name, text in now.items():
         path = folder / name
         want = path.read_text() if path.exists() else ""
         yield from difflib.unified_diff(
             want.splitlines(), text.splitlines(), str(path), f"{name}, now", lineterm=""
         )
+
+
+def _left_over(texts: dict[str, str], folder: Path) -> list[Path]:
+    """Golden files of graphs that there are no more."""
+    known = [f"{kind}.txt" for kind in ("forward", "backward", "inference")]
+    return [
+        path
+        for path in sorted(folder.glob("*.txt"))
+        if path.name in known and path.name not in texts
+    ]

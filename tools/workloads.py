@@ -6,20 +6,13 @@ larger on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 VOCABULARY = 256
 
@@ -66,15 +59,22 @@ SIZES: dict[str, dict[str, Sizes]] = {
 """By kind of device and name."""
 
 
-def workload(name: str, device: str) -> Workload:
-    """The one called `name` for `device`, "cpu" or "cuda". Raises ValueError, with the names."""
-    sizes = SIZES[device].get(name)
-    if sizes is None:
-        raise ValueError(f"there is no model {name!r}; expected one of {list(SIZES[device])}")
-    return {"gpt2": _gpt2, "vit": _vit}.get(name, _llama)(sizes)
+def read_workloads(names: Iterable[str], device: str) -> dict[str, Workload]:
+    """The named ones for `device`, "cuda" or any other. Raises ValueError, with all names, for one
+    that is not there, and where transformers is not."""
+    sizes = SIZES["cuda" if device == "cuda" else "cpu"]
+    unknown = [name for name in names if name not in sizes]
+    if unknown:
+        raise ValueError(f"there is no model {unknown}; expected some of {list(sizes)}")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("the models need transformers: pip install transformers")
+    makers = {"gpt2": _gpt2, "vit": _vit}
+    return {name: makers.get(name, _llama)(sizes[name]) for name in names}
 
 
 def _llama(sizes: Sizes) -> Workload:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=sizes.hidden,
@@ -89,6 +89,8 @@ def _llama(sizes: Sizes) -> Workload:
 
 
 def _gpt2(sizes: Sizes) -> Workload:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -114,6 +116,8 @@ def _of_text(
 
 
 def _vit(sizes: Sizes) -> Workload:
+    from transformers import ViTConfig, ViTForImageClassification
+
     patch = 8
     side = patch * round(sizes.length**0.5)
     labels: dict[str, Any] = {"num_labels": 100}

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from support.models import Block
 from torch import Tensor, nn
 
 from autoshard.passes.plan import Plan
 from autoshard.tools.cli import main
+from autoshard.tools.trace import accept, differences
 
+VERSION = ".".join(torch.__version__.split(".")[:2])
 KINDS = ("forward", "backward")
 pytestmark = pytest.mark.usefixtures("fake_world")
 
@@ -27,6 +30,16 @@ class Tower(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def other_init() -> nn.Module:
+    """A Hugging Face model: its norms have no reset_parameters."""
+    import transformers as hf
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=False, **sizes)
+    )
 
 
 def arguments(command: str, *more: str) -> list[str]:
@@ -69,9 +82,33 @@ def test_golden_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "+backward: 0 gathers, 3 reduces" in printed
 
 
+@pytest.mark.skipif(VERSION == "2.11", reason="transformers' Llama is more than one graph there")
+def test_a_model_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments("trace")
+    given[given.index("--model") + 1] = "tests.unit.test_trace:other_init"
+    assert main(given) == 0
+    assert "forward: 3 gathers" in capsys.readouterr().out
+
+
+def test_golden_files_of_graphs_that_are_no_more(tmp_path: Path) -> None:
+    (tmp_path / "inference.txt").write_text("a graph\n")
+    (tmp_path / "notes.txt").write_text("mine\n")
+    assert list(differences({}, tmp_path))
+    accept({}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert not list(differences({}, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (
+            ("--options", '{"strategy": "no_shard"}'),
+            "a strategy of ['full_shard', 'shard_grad_op']",
+        ),
+        (("--options", '{"memory_budget": 0.5}'), "not ['memory_budget']"),
+        (("--options", "[1]"), "--options '[1]': expected an object"),
+        (("--options", "{1"), "--options '{1' is no JSON"),
         (("--options", '{"bucket": "none"}'), "unknown option 'bucket'"),
         (("--dtype", "f31"), "--dtype 'f31': expected one of"),
         (("--ranks", "3"), "needs a process of its own"),

@@ -1,0 +1,42 @@
+"""`autoshard bench step`, with the smallest of models, and what needs no compiler."""
+
+from __future__ import annotations
+
+import pytest
+from support.ranks import on_ranks
+
+from autoshard.tools.bench import bench_step
+from autoshard.tools.contestants import CONTESTANTS, read_contestants
+from autoshard.tools.workloads import SIZES, Sizes, read_workloads
+
+NAMES = ["DDP", "FSDP1", "FSDP2", "autoshard, eager", "autoshard, compiled"]
+
+
+@on_ranks(2)
+def test_a_table(rank: int) -> None:
+    sizes, SIZES["cpu"]["gpt2"] = SIZES["cpu"]["gpt2"], Sizes(64, 1, 1, 8)
+    told: list[str] = []
+    try:
+        (found,) = bench_step(
+            read_workloads(["gpt2"], "cpu"),
+            contestants=read_contestants(NAMES),
+            rounds=2,
+            options={"lowering": "eager"},
+            tell=told.append,
+        )
+    finally:
+        SIZES["cpu"]["gpt2"] = sizes
+    assert list(found.entries) == NAMES
+    assert all(len(entry.step_ms) == 2 for entry in found.entries.values())
+    assert all(entry.first_s > 0 for entry in found.entries.values())
+    assert found.collectives_ms > 0
+    assert told == [found.text()]
+    assert all(f"  {name} " in told[0] for name in NAMES)
+
+
+def test_names() -> None:
+    with pytest.raises(ValueError, match=r"no contestant \['FSDP3'\]; expected some of \['unsh"):
+        read_contestants(["FSDP2", "FSDP3"])
+    with pytest.raises(ValueError, match=r"no model \['tiny'\]; expected some of \['small'"):
+        read_workloads(["tiny"], "cpu")
+    assert list(read_contestants(CONTESTANTS)) == list(CONTESTANTS)
