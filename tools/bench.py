@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def _bench_model(
             model = contestants[contestant](work.build().to(device), setting)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             with _torch.fresh_inductor_cache():  # each compiles all of its kernels
-                entry.first_s = _timed(lambda: _backward(model, batch)) / 1e3  # noqa: B023
+                entry.first_s = _timed(partial(_backward, model, batch)) / 1e3
             _step(optimizer)
             entry.kept = _memory(device) - before
             models[contestant], optimizers[contestant] = model, optimizer
@@ -156,8 +157,8 @@ def _bench_model(
             for contestant, entry in entries.items():
                 others = _reset_peak(device) - entry.kept
                 model, optimizer = models[contestant], optimizers[contestant]
-                backward_ms = _timed(lambda: _backward(model, batch))  # noqa: B023
-                optimizer_ms = _timed(lambda: _step(optimizer))  # noqa: B023
+                backward_ms = _timed(partial(_backward, model, batch))
+                optimizer_ms = _timed(partial(_step, optimizer))
                 if number >= WARM_UP:
                     entry.backward_ms.append(backward_ms)
                     entry.optimizer_ms.append(optimizer_ms)

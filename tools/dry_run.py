@@ -103,15 +103,22 @@ def trace(
         if checkpointing:
             again = functools.partial(checkpoint, unit.forward, use_reentrant=False)
             unit.forward = again  # type: ignore[method-assign]  # the instance's, not the class's
-        fully_shard(unit, mp_policy=mp_policy, reshard_after_forward=True)
-    fully_shard(model, mp_policy=mp_policy, reshard_after_forward=True)
-    model.to_empty(device="cpu")
+    shard_without_weights(model, mp_policy=mp_policy, reshard_after_forward=True)
     graphs: dict[str, PricedGraph] = {}
     options = CompileOptions(lowering=lowering)
     compile_only(model, call, lambda frame: _Recording(frame, options, topology, graphs).compile())
     if set(graphs) != {"forward", "backward"}:
         raise RuntimeError("the model's output depends on no parameter: there is nothing to train")
     return graphs
+
+
+def shard_without_weights(model: nn.Module, **given: Any) -> None:
+    """`fully_shard` all units of `model`, which is on the meta device. Shards have memory that
+    nobody writes to."""
+    for unit in find_units(model, None):
+        fully_shard(unit, **given)
+    fully_shard(model, **given)
+    model.to_empty(device="cpu")
 
 
 def compile_only(

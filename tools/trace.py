@@ -23,9 +23,7 @@ from autoshard.passes.lower_eagerly import lower_eagerly
 from autoshard.passes.plan import Plan
 from autoshard.passes.text import render
 from autoshard.runtime.frame import Frame
-from autoshard.runtime.shard import fully_shard
-from autoshard.runtime.wrap import find_units
-from autoshard.tools.dry_run import compile_only, pretend_ranks
+from autoshard.tools.dry_run import compile_only, pretend_ranks, shard_without_weights
 from autoshard.tools.planning import Workload, on_meta, policy_of, step_of
 
 
@@ -64,15 +62,12 @@ def trace_workload(
         )
     pretend_ranks(ranks)
     model = on_meta(workload)
-    given: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (ranks,)),
-        "mp_policy": policy_of(workload),
-        "reshard_after_forward": RESHARDS[settings.strategy],
-    }
-    for unit in find_units(model, None):
-        fully_shard(unit, **given)
-    fully_shard(model, **given)
-    model.to_empty(device="cpu")  # of shards, and nothing is written there
+    shard_without_weights(
+        model,
+        mesh=init_device_mesh("cpu", (ranks,)),
+        mp_policy=policy_of(workload),
+        reshard_after_forward=RESHARDS[settings.strategy],
+    )
     found: list[Traced] = []
 
     def compile_frame(frame: Frame) -> None:
