@@ -6,11 +6,12 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from autoshard.tools.ranks import launch, leave
 
 PARITY_EXAMPLE = """\
 example, with my_model.py defining build() -> nn.Module and batch(rank, step) -> dict:
@@ -96,8 +97,13 @@ BATCH = (
 )
 
 
+def script() -> NoReturn:
+    """Entry point of the console script."""
+    leave(main())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit status."""
+    """What a command does; returns its exit status."""
     parser = argparse.ArgumentParser(prog="autoshard", description="Sharded training, compiled.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_parity(commands)
@@ -404,8 +410,6 @@ def run_doctor(options: argparse.Namespace, arguments: list[str]) -> int:
         shown = [each for each in tested if rank == 0 or each.level == "FAIL"]
         for finding in shown:
             print(finding, flush=True)
-        if any(each.level == "FAIL" for each in tested):
-            os._exit(1)  # the group's end may wait for ranks that are gone
     return 1 if any(each.level == "FAIL" for each in findings) else 0
 
 
@@ -461,20 +465,6 @@ def run_matrix(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def launch(arguments: list[str], ranks: int) -> int:
-    """Run this very command on `ranks` processes of this machine, under torchrun."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [os.getcwd(), *filter(None, [environment.get("PYTHONPATH")])]
-    )
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--standalone", "--nproc-per-node", str(ranks)),
-        *("-m", "autoshard.tools.cli", *arguments),
-    ]
-    return subprocess.run(command, env=environment, check=False).returncode
-
-
 def read_options(text: str) -> dict[str, Any]:
     """Options of the backend from `--options`. Raises ValueError for what is no JSON object."""
     try:
@@ -501,4 +491,4 @@ def load(place: str) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

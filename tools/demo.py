@@ -22,6 +22,7 @@ from autoshard.runtime.collectives import Issued, observe
 from autoshard.runtime.mesh import device_type, ensure_process_group
 from autoshard.runtime.param import find
 from autoshard.tools.parity import parity
+from autoshard.tools.ranks import leave
 
 CORPUS_BYTES = 4_000_000
 VOCABULARY = 256  # bytes
@@ -147,3 +148,4 @@ def _say(text: str) -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

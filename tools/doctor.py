@@ -175,8 +175,8 @@ def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
     """What a group of this process's own finds out, each test within `limit_s` seconds.
 
     Call it on all ranks, under torchrun, before there is a process group. It is ended after tests
-    that pass; after one that fails the others are left out, and the process should end by
-    `os._exit`, as the group may wait for ranks that are gone.
+    that pass; after one that fails the others are left out, and the process should end by `leave`
+    of `autoshard.tools.ranks`, as the group may wait for ranks that are gone.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_gpu = device_type() == "cuda"

@@ -75,9 +75,10 @@ def _group(world: int, ranks: list[int], limit_s: float) -> list[tuple[int, str]
         port = probe.getsockname()[1]
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     script = (
-        f"from autoshard.tools import doctor; import sys; found = doctor.self_test({limit_s}); "
+        "from autoshard.tools import doctor, ranks; "
+        f"found = doctor.self_test({limit_s}); print(*found, sep='\\n'); "
+        "ranks.leave(any(each.level == 'FAIL' for each in found))"
     )
-    script += "print(*found, sep='\\n'); sys.exit(any(each.level == 'FAIL' for each in found))"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", script],

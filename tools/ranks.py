@@ -1,0 +1,37 @@
+"""Tools start ranks, and are ranks that end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def launch(arguments: Sequence[str], ranks: int) -> int:
+    """Run this very command on `ranks` processes of this machine, under torchrun."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [os.getcwd(), *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", str(ranks)),
+        *("-m", "autoshard.tools.cli", *arguments),
+    ]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def leave(status: int) -> NoReturn:
+    """End this process; a rank's, at once.
+
+    A thread of gloo's may let go of a tensor of the last collective while the interpreter is
+    taken apart, which aborts the process (torch 2.11 to 2.15); and the end of a group may wait
+    for ranks that are gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "RANK" in os.environ:
+        os._exit(status)
+    sys.exit(status)
