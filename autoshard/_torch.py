@@ -61,6 +61,16 @@ reduce_scatter_flat: Callable[..., Any] = (
 )
 
 
+FEW = 8  # ranks, each of which has a connection to each other one
+
+
+def sends_members(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `group` is gloo's, on a CPU, and of few ranks."""
+    if device.type != "cpu" or group.size() > FEW:
+        return False
+    return isinstance(group._get_backend(device), dist.ProcessGroupGloo)
+
+
 def all_gather_grouped(
     receive: list[torch.Tensor], send: list[torch.Tensor], group: Any
 ) -> list[dist.Work]:

@@ -84,7 +84,8 @@ def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
     for marker in sorted(filter(is_unshard, graph.nodes), key=param_of):
         used = first_use(marker, position, end)
         name = key(info_of(marker))
-        draft = drafts.setdefault(carrier_of(name, marker), Draft(name, ready=0, used=used))
+        first = Draft(name, ready=0, used=used, layout=info_of(marker).layout)
+        draft = drafts.setdefault(carrier_of(name, marker), first)
         draft.add(marker, ready_of(marker, position), used)
     return sorted(drafts.values(), key=lambda draft: draft.used)
 

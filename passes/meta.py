@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from torch import fx
 
+from autoshard.passes.planner.costs import PACKED
+
 if TYPE_CHECKING:
     from autoshard.passes.auto_buckets import PricedGraph
     from autoshard.passes.plan import Plan
@@ -42,12 +44,14 @@ class ParamInfo:
     unit: its unit's name, unique in one compilation.
     axis: the mesh axis that it is sharded over.
     reduce_axis: those that its gradient is averaged over, "shard" or "shard+replicate".
+    layout: of a bucket of its gather that nobody has decided about.
     """
 
     name: str
     unit: str
     axis: str
     reduce_axis: str
+    layout: str = PACKED
 
 
 PARAM: Key[ParamInfo] = Key("autoshard.param")  # on a marker: whose it is

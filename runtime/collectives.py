@@ -27,7 +27,9 @@ from torch.autograd.profiler import record_function
 
 from autoshard import _torch
 from autoshard.passes.layout import Member
+from autoshard.runtime import transport
 from autoshard.runtime.mesh import Axes
+from autoshard.runtime.transport import Work
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class InFlight:
     """
 
     issued: Issued
-    work: dist.Work | None  # None: nothing was sent
+    work: Work | None  # None: nothing was sent
     # Both 1D. Of a gather, one rank's pieces, which are its part of `receive` or a shard, and those
     # of all. Of a reduce, the other way about. Once it has been waited for, `send` is `receive`.
     send: Tensor
@@ -80,7 +82,7 @@ class GroupedFlight:
     """
 
     issued: Issued
-    works: list[dist.Work]
+    works: list[Work]
     send: list[Tensor]
     receive: list[Tensor]
     world: int
@@ -90,7 +92,7 @@ class GroupedFlight:
         self.send.clear()
 
 
-def wait_for(works: list[dist.Work], issued: Issued) -> None:
+def wait_for(works: list[Work], issued: Issued) -> None:
     """Wait for all of `works`, and tell observers."""
     for work in works:
         work.wait()
@@ -130,7 +132,7 @@ def launch_gather(
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
         send, receive = _pack_shards(shards, members, world, rank, copies=copies)
         _announce(issued)
-        work = _torch.all_gather_flat(receive, send, group=process_group, async_op=True)
+        (work,) = transport.gather([receive], [send], process_group)
     return InFlight(issued, work, send, receive, world, rank)
 
 
@@ -152,7 +154,7 @@ def launch_grouped_gather(
         ]
         send, receive = map(list, zip(*pairs, strict=True))
         _announce(issued)
-        works = _torch.all_gather_grouped(receive, send, process_group)
+        works = transport.gather(receive, send, process_group)
     return GroupedFlight(issued, works, send, receive, world)
 
 
@@ -239,7 +241,7 @@ def launch_reduce(packed: InFlight) -> InFlight:
         receive = send.new_empty(send.numel() // packed.world)
         _announce(issued)
         process_group = _torch.resolve_group(issued.group)
-        work = _torch.reduce_scatter_flat(receive, send, group=process_group, async_op=True)
+        work = transport.reduce(receive, send, process_group)
     return replace(packed, work=work, receive=receive)
 
 

@@ -30,7 +30,8 @@ from autoshard import _torch
 from autoshard.passes.give_table import TABLE
 from autoshard.passes.match import asks_shard, group_of, is_kept, members_of, stays_whole
 from autoshard.passes.meta import ParamInfo
-from autoshard.runtime import graph_extensions, left_out, reduce
+from autoshard.passes.planner.costs import GROUPED, PACKED
+from autoshard.runtime import graph_extensions, left_out, reduce, transport
 from autoshard.runtime import step as steps
 from autoshard.runtime.agreement import course
 from autoshard.runtime.extensions import has_methods
@@ -65,7 +66,13 @@ class Frame:
     def table(self) -> tuple[ParamInfo, ...]:
         """What passes may know of the parameters."""
         return tuple(
-            ParamInfo(param.name, param.unit.name, param.axes.shard_name, param.reduce_axis)
+            ParamInfo(
+                param.name,
+                param.unit.name,
+                param.axes.shard_name,
+                param.reduce_axis,
+                GROUPED if transport.sends_members(param.group, param.device) else PACKED,
+            )
             for param in self.params
         )
 

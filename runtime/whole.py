@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autoshard.passes.layout import Member, part_of
-from autoshard.runtime import collectives, extensions
-from autoshard.runtime.collectives import InFlight
+from autoshard.runtime import collectives, extensions, transport
+from autoshard.runtime.collectives import GroupedFlight, InFlight
 from autoshard.runtime.extensions import Sent
 from autoshard.runtime.limiter import limiter
 from autoshard.runtime.mesh import Axes
@@ -42,7 +43,7 @@ class Whole:
         self._stamps = [param.stamp for param in unit.params]
         self._in_full_precision = unit.computes_in_full_precision
         self._extended: dict[ShardedParam, Sent] = {}
-        self._flights: list[tuple[list[_Piece], InFlight]] = []
+        self._flights: list[tuple[list[_Piece], InFlight | GroupedFlight]] = []
         self._arrived: dict[_Piece, Tensor] = {}
         self._sources: dict[ShardedParam, tuple[Tensor, ...]] = {}
         self._tensors: dict[ShardedParam, Tensor] | None = None
@@ -60,7 +61,10 @@ class Whole:
                     self._arrived[piece] = tensor.detach().to(member.dtype)
                 continue
             group = (parts.axes if parts else unit.axes).shard_group
-            flight = collectives.launch_gather(list(tensors), members, group)
+            launch: Callable[..., InFlight | GroupedFlight] = collectives.launch_gather
+            if transport.sends_members(group, tensors[0].device):
+                launch = collectives.launch_grouped_gather
+            flight = launch(list(tensors), members, group)
             self._flights.append((list(pieces), flight))
 
     def _to_send(self, param: ShardedParam, parts: Parts | None) -> list[tuple[Member, Tensor]]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard import _torch
+from autoshard.runtime import transport
 from autoshard.runtime.plans import plans
 from autoshard.tools.contestants import CONTESTANTS, RIVALS, Contestant, Setting
 from autoshard.tools.device import current_device, synchronize
@@ -198,9 +199,10 @@ def _collectives_ms(model: Any, dtype: torch.dtype, rounds: int) -> float:
     def once() -> None:
         for bucket, whole, part in buffers:
             if bucket.kind == "gather":
-                _torch.all_gather_flat(whole, part, group=group, async_op=True).wait()
+                for work in transport.gather([whole], [part], group):
+                    work.wait()
             else:
-                _torch.reduce_scatter_flat(part, whole, group=group, async_op=True).wait()
+                transport.reduce(part, whole, group).wait()
 
     buffers = []
     for bucket in buckets:

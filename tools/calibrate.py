@@ -29,6 +29,8 @@ from autoshard import _torch
 from autoshard.passes.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import KINDS, Topology, default_topology
 from autoshard.passes.roofline import op_key
+from autoshard.runtime import transport
+from autoshard.runtime.transport import Work
 from autoshard.tools.device import current_device, synchronize
 
 SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 KiB to 16 MiB
@@ -108,9 +110,9 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
 
     def once() -> None:
         if kind == "gather":
-            work = _torch.all_gather_flat(whole, part, group=group, async_op=True)
+            (work,) = transport.gather([whole], [part], group)
         elif kind == "reduce":
-            work = _torch.reduce_scatter_flat(part, whole, group=group, async_op=True)
+            work = transport.reduce(part, whole, group)
         else:
             work = dist.all_reduce(whole, async_op=True)
         if device.type != "cpu":
@@ -133,10 +135,10 @@ def _call_us(device: torch.device, rounds: int) -> float:
     group = _torch.default_group()
 
     def compute(*, beside: bool) -> None:
-        works: list[dist.Work] = []
+        works: list[Work] = []
         for whole in wholes:
             if beside:  # as plans do: launched a step before it is waited for
-                works.append(_torch.all_gather_flat(whole, part, group=group, async_op=True))
+                works += transport.gather([whole], [part], group)
             torch.matmul(a, a)
             if len(works) > 1:
                 works.pop(0).wait()
@@ -156,7 +158,7 @@ def _member_us(device: torch.device, rounds: int) -> float:
     wholes = [part.new_empty(16 * dist.get_world_size()) for part in parts]
 
     def gather(count: int) -> None:
-        for work in _torch.all_gather_grouped(wholes[:count], parts[:count], group):
+        for work in transport.gather(wholes[:count], parts[:count], group):
             work.wait()
 
     few, many = (_median_us(partial(gather, count), device, rounds) for count in (1, 9))
@@ -242,10 +244,14 @@ def _contention(device: torch.device, rounds: int) -> float:
     part = whole.new_ones(whole.numel() // world)
     group = _torch.default_group()
     product = partial(torch.matmul, a, a)
-    gather = partial(_torch.all_gather_flat, whole, part, group=group, async_op=True)
+
+    def gather() -> Work:
+        (work,) = transport.gather([whole], [part], group)
+        return work
+
     alone = _median_us(product, device, rounds)
     count = 1 + math.ceil(4 * alone / _median_us(lambda: gather().wait(), device, rounds))
-    works: list[dist.Work] = []
+    works: list[Work] = []
 
     def begin() -> None:
         works.extend(gather() for _ in range(count))

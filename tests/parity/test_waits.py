@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard import _torch
-from autoshard.runtime import collectives, reduce, streams
+from autoshard.runtime import collectives, reduce, streams, transport
 
 
 class Late:
@@ -47,31 +46,43 @@ class Late:
 def late_collectives() -> Iterator[list[Late]]:
     """All collectives launched inside, with NaN for results until they are waited for."""
     launched: list[Late] = []
-    gather, scatter = _torch.all_gather_flat, _torch.reduce_scatter_flat
-    all_reduce = dist.all_reduce
+    gather, reduce, all_reduce = transport.gather, transport.reduce, dist.all_reduce
 
-    def late(run: Callable[..., object]) -> Callable[..., Late]:
-        def launch(receive: Tensor, send: Tensor, *, group: Any, async_op: bool) -> Late:
-            sent = send.clone()
-            receive.fill_(math.nan)
-            if send.untyped_storage().data_ptr() == receive.untyped_storage().data_ptr():
-                send.copy_(sent)  # it is a part of what is to be received
-            launched.append(Late(functools.partial(run, group=group), receive, send))
-            return launched[-1]
-
-        return launch
-
-    def late_all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Late:
-        launched.append(Late(functools.partial(all_reduce, group=group), tensor))
+    def late(run: Callable[..., object], *buffers: Tensor) -> Late:
+        launched.append(Late(run, *buffers))
         return launched[-1]
 
-    _torch.all_gather_flat, _torch.reduce_scatter_flat = late(gather), late(scatter)
+    def late_gather(receive: list[Tensor], send: list[Tensor], group: Any) -> list[Late]:
+        def run(*buffers: Tensor) -> None:
+            for work in gather(buffers[: len(receive)], buffers[len(receive) :], group):
+                work.wait()
+
+        sent = [part.clone() for part in send]
+        for whole in receive:
+            whole.fill_(math.nan)
+        for part, its in zip(send, sent, strict=True):
+            if any(_is_part_of(part, whole) for whole in receive):
+                part.copy_(its)
+        return [late(run, *receive, *send)]
+
+    def late_reduce(receive: Tensor, send: Tensor, group: Any) -> Late:
+        receive.fill_(math.nan)
+        return late(lambda into, of: reduce(into, of, group).wait(), receive, send)
+
+    def late_all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Late:
+        return late(functools.partial(all_reduce, group=group), tensor)
+
+    transport.gather, transport.reduce = late_gather, late_reduce
     dist.all_reduce = late_all_reduce
     try:
         yield launched
     finally:
-        _torch.all_gather_flat, _torch.reduce_scatter_flat = gather, scatter
+        transport.gather, transport.reduce = gather, reduce
         dist.all_reduce = all_reduce
+
+
+def _is_part_of(part: Tensor, whole: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled"])

@@ -1,0 +1,156 @@
+"""How the bytes of a gather or a reduce move: by torch's collectives, or by sends and receives.
+
+gloo's all-gather copies what it has received once more, and its reduce-scatter copies what it
+sends, sums all of it on every rank, and keeps a part (torch 2.11 to 2.15). Among few ranks, pieces
+are sent from where they lie to where they are wanted instead, and a member more of a bucket costs
+next to nothing: see `sends_members`. Sums are of two numbers then, in which order doesn't
+matter; more ranks are left to gloo, so that sums are those of others who use it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autoshard import _torch
+
+FIRST_TAG, TAGS = 1 << 24, 1 << 24  # of messages: users' own are mostly small
+
+
+class Work(Protocol):
+    """What a launch gives to wait for."""
+
+    def wait(self) -> object: ...
+
+
+def sends_members(group: str, device: torch.device) -> bool:
+    """Whether members of a bucket are sent one by one at next to no cost, so that nothing is gained
+    by packing them."""
+    return bool(group) and _torch.sends_members(_torch.resolve_group(group), device)
+
+
+def gather(
+    receive: Sequence[Tensor], send: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[Work]:
+    """Begin to gather each tensor of `send` into that of `receive`.
+
+    receive: 1D, contiguous, the pieces of all ranks in turn. send: 1D, this rank's, which may lie
+    where it is to be received. All of them must live until the works have been waited for.
+    """
+    if _torch.sends_members(group, receive[0].device):
+        return [_exchange_gather(receive, send, group)]
+    if len(receive) == 1:
+        work = _torch.all_gather_flat(receive[0], send[0], group=group, async_op=True)
+        return [work]
+    return list(_torch.all_gather_grouped(list(receive), list(send), group))
+
+
+def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to sum the ranks' `send`, each to get its part in `receive`: both 1D and contiguous.
+
+    Both must live until the work has been waited for.
+    """
+    if group.size() == 2 and _torch.sends_members(group, send.device):
+        here = group.rank()
+        parts = send.view(2, -1)
+        return Exchange(group, [(1 - here, parts[1 - here])], [(1 - here, receive)], parts[here])
+    work: Work = _torch.reduce_scatter_flat(receive, send, group=group, async_op=True)
+    return work
+
+
+class Exchange:
+    """Messages of one collective, on their way.
+
+    sends, receives: (rank in the group, tensor). Between two ranks, in the same order on both.
+    own: is added to the first that is received, once it is there.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        own: Tensor | None = None,
+    ) -> None:
+        self._own = own
+        self._channel = _channels.setdefault(group, _Channel())
+        self._messages: _Messages | None = self._channel.begin(group, sends, receives)
+
+    def wait(self) -> None:
+        """Until all has come and gone; a second time nothing is left to do."""
+        messages, self._messages = self._messages, None
+        if messages is None:
+            return
+        for work in messages.works:
+            work.wait()
+        if self._own is not None:
+            messages.receives[0][1].add_(self._own)
+        self._channel.end(messages)
+
+    def __del__(self) -> None:
+        if self._messages is not None:  # an exception came between launch and wait
+            self._messages.is_abandoned = True
+
+
+@dataclass(eq=False)
+class _Messages:
+    """What gloo reads and writes has to live until it has done so, wanted or not."""
+
+    receives: Sequence[tuple[int, Tensor]]
+    sends: Sequence[tuple[int, Tensor]]
+    works: list[Any]
+    is_abandoned: bool = False
+
+
+class _Channel:
+    """The exchanges of one group. Each has a tag of its own: ranks that don't begin the same ones
+    wait in vain, and mix nothing up."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._open: list[_Messages] = []
+
+    def begin(
+        self,
+        group: dist.ProcessGroup,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+    ) -> _Messages:
+        tag = FIRST_TAG + self._number % TAGS
+        self._number += 1
+        messages = _Messages(receives, sends, [])
+        self._open.append(messages)
+        messages.works += [group.recv([tensor], peer, tag) for peer, tensor in receives]
+        messages.works += [group.send([tensor], peer, tag) for peer, tensor in sends]
+        return messages
+
+    def end(self, messages: _Messages) -> None:
+        """Those that were abandoned before have come and gone, too: what a rank sends arrives in
+        the order in which it is sent."""
+        at = self._open.index(messages)
+        self._open[: at + 1] = [each for each in self._open[:at] if not each.is_abandoned]
+
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channel] = weakref.WeakKeyDictionary()
+
+
+def _exchange_gather(
+    receive: Sequence[Tensor], send: Sequence[Tensor], group: dist.ProcessGroup
+) -> Exchange:
+    world, here = group.size(), group.rank()
+    peers = [(here + distance) % world for distance in range(1, world)]
+    wholes = [(whole.view(world, -1), part) for whole, part in zip(receive, send, strict=True)]
+    wholes = [pair for pair in wholes if pair[1].numel()]
+    receives = [(peer, whole[peer]) for peer in peers for whole, _ in wholes]
+    sends = [(peer, part) for peer in reversed(peers) for _, part in wholes]
+    exchange = Exchange(group, sends, receives)
+    for whole, part in wholes:
+        if whole[here].data_ptr() != part.data_ptr():
+            whole[here].copy_(part)
+    return exchange

@@ -1,0 +1,118 @@
+"""Gathers and reduces by sends and receives, beside torch's own over the same group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import on_ranks
+from torch import Tensor
+
+from autoshard import _torch
+from autoshard.runtime import transport
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def drawn(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    source = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(numel, generator=source).to(dtype)
+
+
+def gathered(parts: list[Tensor]) -> list[Tensor]:
+    wholes = [part.new_empty(dist.get_world_size() * part.numel()) for part in parts]
+    for work in transport.gather(wholes, parts, _torch.default_group()):
+        work.wait()
+    return wholes
+
+
+def reduced(whole: Tensor) -> Tensor:
+    part = whole.new_empty(whole.numel() // dist.get_world_size())
+    work = transport.reduce(part, whole, _torch.default_group())
+    work.wait()
+    work.wait()  # once more: nothing is added twice
+    return part
+
+
+def check_gathers() -> None:
+    parts = [drawn(numel, torch.float32, seed) for seed, numel in enumerate((5, 1, 0, 70_000))]
+    for got, part in zip(gathered(parts), parts, strict=True):
+        want = torch.empty_like(got)
+        if part.numel():
+            _torch.all_gather_flat(want, part)
+        assert torch.equal(got, want)
+
+
+@on_ranks(2)
+def test_gathers_between_two(rank: int) -> None:
+    check_gathers()
+
+
+@on_ranks(4)
+def test_gathers_among_four(rank: int) -> None:
+    check_gathers()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_those_of_gloo(rank: int, dtype: torch.dtype) -> None:
+    """Bit for bit, also of numbers that overflow, or are none."""
+    whole = drawn(20_000, dtype) * torch.finfo(dtype).max / 8
+    whole[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    want = whole.new_empty(10_000)
+    _torch.reduce_scatter_flat(want, whole.clone())
+    assert torch.equal(reduced(whole).nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@on_ranks(2)
+def test_a_part_that_lies_where_it_is_received(rank: int) -> None:
+    whole = torch.full((6,), -1.0)
+    part = whole.narrow(0, 3 * rank, 3)
+    part.fill_(rank)
+    for work in transport.gather([whole], [part], _torch.default_group()):
+        work.wait()
+    assert whole.tolist() == [0.0] * 3 + [1.0] * 3
+
+
+@on_ranks(2)
+def test_several_at_a_time(rank: int) -> None:
+    """Waited for in another order than they were launched in."""
+    group = _torch.default_group()
+    parts = [drawn(1 + 1000 * number, torch.float32, number) for number in range(4)]
+    wholes = [part.new_empty(2 * part.numel()) for part in parts]
+    send, sums = drawn(500, torch.float32, 9), torch.empty(250)
+    works = [transport.gather(wholes[:2], parts[:2], group)]
+    works.append([transport.reduce(sums, send, group)])
+    works.append(transport.gather(wholes[2:], parts[2:], group))
+    for begun in reversed(works):
+        for work in begun:
+            work.wait()
+    for got, want in zip(wholes, gathered(parts), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(sums, reduced(send))
+
+
+@on_ranks(2)
+def test_many_ranks_are_left_to_gloo(rank: int) -> None:
+    """Here, more than one."""
+    _torch.FEW, few = 1, _torch.FEW
+    try:
+        check_gathers()
+        work = transport.reduce(torch.empty(1), torch.ones(2), _torch.default_group())
+        work.wait()
+        assert not isinstance(work, transport.Exchange)
+    finally:
+        _torch.FEW = few
+
+
+@on_ranks(2)
+def test_what_nobody_waits_for(rank: int) -> None:
+    """An exception dropped it, on both ranks: what comes after is right, and nothing is kept."""
+    group = _torch.default_group()
+    part = torch.full((100_000,), float(rank))
+    for _ in range(3):
+        transport.gather([part.new_empty(200_000)], [part.clone()], group)
+    (whole,) = gathered([part + 2])
+    assert whole[:100_000].unique().tolist() == [2.0]
+    assert whole[100_000:].unique().tolist() == [3.0]
+    assert not transport._channels[group]._open
