@@ -399,6 +399,7 @@ def _wait_and_look(
             stuck = [each for each in missing if _waits_for(store, each, rank)]
             if stuck:
                 others = "; ".join(_notice(store, each).get("what", "") for each in stuck)
+                store.delete_key(f"{place}/{rank}")  # before others go on, and find it here
                 store.set(_notice_key(rank), json.dumps({**notice, "gives_up": True}))
                 _let_see(store, stuck)
                 raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
