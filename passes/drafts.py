@@ -26,7 +26,7 @@ from autoshard.passes.match import (
 )
 from autoshard.passes.meta import PARAM, ParamInfo
 from autoshard.passes.plan import Bucket
-from autoshard.passes.planner.costs import PACKED
+from autoshard.passes.planner.costs import GROUPED, PACKED
 
 INNER = "inner"  # the axis of groups of neighbours, along the one that shards
 
@@ -84,9 +84,10 @@ def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
     for marker in sorted(filter(is_unshard, graph.nodes), key=param_of):
         used = first_use(marker, position, end)
         name = key(info_of(marker))
-        first = Draft(name, ready=0, used=used, layout=info_of(marker).layout)
-        draft = drafts.setdefault(carrier_of(name, marker), first)
+        draft = drafts.setdefault(carrier_of(name, marker), Draft(name, ready=0, used=used))
         draft.add(marker, ready_of(marker, position), used)
+        if info_of(marker).layout == GROUPED:
+            draft.layout = GROUPED
     return sorted(drafts.values(), key=lambda draft: draft.used)
 
 

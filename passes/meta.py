@@ -44,7 +44,7 @@ class ParamInfo:
     unit: its unit's name, unique in one compilation.
     axis: the mesh axis that it is sharded over.
     reduce_axis: those that its gradient is averaged over, "shard" or "shard+replicate".
-    layout: of a bucket of its gather that nobody has decided about.
+    layout: of a bucket of its gather that nobody has decided about: grouped if that of one is.
     """
 
     name: str

@@ -6,6 +6,7 @@ functions, so their results can only agree.
     gather:  shards -> one send buffer -> all-gather -> copied out to whole parameters
     grouped: shards -> all-gathers in one call -> whole parameters
     reduce:  whole gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
+    swap:    of two ranks, each packs for the other only, and adds what comes to its own part
 
 A bucket of one needs no copies on the way out: the gathered chunks are the padded
 parameter. Copies into a send buffer cast to its dtype. Of the axes (shard, replicate) of
@@ -16,7 +17,7 @@ of size 1, or none, nothing is sent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +63,9 @@ class InFlight:
     receive: Tensor
     world: int
     rank: int
+    # Of a swap, where there is no more in `send` than the other rank's part: the gradients of this
+    # one's, a tensor a member, to which what it receives is added.
+    own: list[Tensor] | None = None
 
     def wait(self) -> InFlight:
         """On a CPU until it has ended; elsewhere what the device is given next waits for it.
@@ -79,6 +83,8 @@ class InFlight:
 class GroupedFlight:
     """A launched gather of members that share a call and no memory. As an `InFlight`, but `send`
     and `receive` have a tensor a member; the former is empty once it has been waited for.
+
+    packed: the numbers of members that are too small for that, and share the last tensor.
     """
 
     issued: Issued
@@ -86,6 +92,7 @@ class GroupedFlight:
     send: list[Tensor]
     receive: list[Tensor]
     world: int
+    packed: tuple[int, ...] = ()
 
     def wait(self) -> None:
         wait_for(self.works, self.issued)
@@ -147,15 +154,24 @@ def launch_grouped_gather(
     process_group = _torch.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
     issued = Issued("gather", members, group)
+    packed = transport.too_small(members, process_group, shards[0].device)
+    shared = [[number] for number in range(len(members)) if number not in packed]
+    shared += [list(packed)] if packed else []
     with record_function(f"autoshard::launch_grouped_gather {group}"), torch.no_grad():
         pairs = [
-            _pack_shards([shard], (member,), world, rank, copies=copies)
-            for shard, member in zip(shards, members, strict=True)
+            _pack_shards(
+                [shards[number] for number in numbers],
+                tuple(members[number] for number in numbers),
+                world,
+                rank,
+                copies=copies,
+            )
+            for numbers in shared
         ]
         send, receive = map(list, zip(*pairs, strict=True))
         _announce(issued)
         works = transport.gather(receive, send, process_group)
-    return GroupedFlight(issued, works, send, receive, world)
+    return GroupedFlight(issued, works, send, receive, world, packed)
 
 
 def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
@@ -163,22 +179,36 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     members, world = flight.issued.members, flight.world
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
         flight.wait()
-        padded = _parted(flight) if isinstance(flight, InFlight) else flight.receive
+        if isinstance(flight, InFlight):
+            padded = _parted(flight.receive, members, world)
+        else:
+            padded = _in_order(flight)
         # Taken out one by one: what is copied once more is freed before the next one is.
         return [_whole(padded.pop(0), member, world) for member in members]
 
 
-def _parted(flight: InFlight) -> list[Tensor]:
-    """What was gathered of each member, the pieces of all ranks in turn."""
-    if len(flight.issued.members) == 1:
-        return [flight.receive]
-    lengths = [member.chunk_numel(flight.world) for member in flight.issued.members]
-    padded = [flight.receive.new_empty(flight.world * length) for length in lengths]
+def _in_order(flight: GroupedFlight) -> list[Tensor]:
+    """What was gathered of each member."""
+    if not flight.packed:
+        return flight.receive
+    members = tuple(flight.issued.members[number] for number in flight.packed)
+    parted = iter(_parted(flight.receive.pop(), members, flight.world))
+    alone = iter(flight.receive)
+    numbers = range(len(flight.issued.members))
+    return [next(parted if number in flight.packed else alone) for number in numbers]
+
+
+def _parted(receive: Tensor, members: Sequence[Member], world: int) -> list[Tensor]:
+    """Of `members`, which share `receive`, what was gathered: the pieces of all ranks in turn."""
+    if len(members) == 1:
+        return [receive]
+    lengths = [member.chunk_numel(world) for member in members]
+    padded = [receive.new_empty(world * length) for length in lengths]
     torch.split_with_sizes_copy(
-        flight.receive.view(flight.world, -1),
+        receive.view(world, -1),
         lengths,
         dim=1,
-        out=[out.view(flight.world, -1) for out in padded],
+        out=[out.view(world, -1) for out in padded],
     )
     return padded
 
@@ -213,23 +243,35 @@ def division(total: float) -> Division:
 
 
 def pack_grads(
-    grads: list[Tensor], members: tuple[Member, ...], group: str, *, divisor: float = 1.0
+    grads: list[Tensor],
+    members: tuple[Member, ...],
+    group: str,
+    *,
+    divisor: float = 1.0,
+    is_last: bool = False,
 ) -> InFlight:
     """Copy `grads` to where `launch_reduce` sends them from.
 
     grads: one a member, whole; the list is emptied, so that they are freed once they are copied.
     group: "" if parameters are not cut: then nothing is sent, and the part is all of it.
     divisor: what they are divided by beforehand.
+    is_last: whether sums go to `split_reduced` next, without an all-reduce.
     """
-    world, rank = 1, 0
+    world, rank, swaps = 1, 0, False
     if group:
         process_group = _torch.resolve_group(group)
         world, rank = process_group.size(), process_group.rank()
+        swaps = is_last and transport.swaps(process_group, grads[0].device)
     issued = Issued("reduce", members, group)
+    own = None
     with record_function(f"autoshard::pack_grads {group}"), torch.no_grad():
-        send = _send_buffer(grads, members, world, divisor)
+        if swaps:
+            send = _chunk(grads, members, world, 1 - rank, divisor)
+            own = _own_parts(grads, members, world, rank, divisor)
+        else:
+            send = _send_buffer(grads, members, world, divisor)
         grads.clear()
-    return InFlight(issued, None, send, send, world, rank)
+    return InFlight(issued, None, send, send, world, rank, own)
 
 
 def launch_reduce(packed: InFlight) -> InFlight:
@@ -238,10 +280,16 @@ def launch_reduce(packed: InFlight) -> InFlight:
     if packed.world == 1:
         return packed
     with record_function(f"autoshard::launch_reduce {issued.group}"), torch.no_grad():
-        receive = send.new_empty(send.numel() // packed.world)
-        _announce(issued)
         process_group = _torch.resolve_group(issued.group)
-        work = transport.reduce(receive, send, process_group)
+        work: Work
+        if packed.own is None:
+            receive = send.new_empty(send.numel() // packed.world)
+            _announce(issued)
+            work = transport.reduce(receive, send, process_group)
+        else:
+            receive = torch.empty_like(send)
+            _announce(issued)
+            work = transport.swap(receive, send, process_group)
     return replace(packed, work=work, receive=receive)
 
 
@@ -285,8 +333,15 @@ def split_reduced(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
     """
     members, world, rank = flight.issued.members, flight.world, flight.rank
     with record_function(f"autoshard::split_reduced {flight.issued.group}"), torch.no_grad():
-        # The division is also the copy out of the shared buffer: an op's outputs may not alias.
-        parts = torch._foreach_div(split_pieces(flight.receive, members, world, rank), divisor)
+        parts = split_pieces(flight.receive, members, world, rank)
+        if flight.own is None:
+            # The division is also the copy out of the shared buffer: an op's outputs may not alias.
+            parts = list(torch._foreach_div(parts, divisor))
+        else:
+            torch._foreach_add_(flight.own, parts)
+            parts = flight.own
+            if divisor != 1.0:
+                torch._foreach_div_(parts, divisor)
         return [
             part if member.shard_dtype is None else part.to(member.shard_dtype)
             for part, member in zip(parts, members, strict=True)
@@ -342,6 +397,36 @@ def _send_buffer(
                 _copy_divided(columns[rank, :used], piece, divisor)
             columns[rank, used:].zero_()  # summed with the others' padding; kept finite
     return send.view(-1)
+
+
+def _chunk(
+    grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
+) -> Tensor:
+    """What `_send_buffer` has for `rank`; padding is left as it was, as nobody reads it."""
+    lengths = [member.chunk_numel(world) for member in members]
+    send = grads[0].new_empty(sum(lengths), dtype=members[0].dtype)
+    for to, grad, member in zip(send.split(lengths), grads, members, strict=True):
+        piece = _rows_of(grad, member, world, rank)
+        _copy_divided(to[: piece.numel()].view(piece.shape), piece, divisor)
+    return send
+
+
+def _own_parts(
+    grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
+) -> list[Tensor]:
+    """This rank's rows of all of them, divided, each in a storage of its own."""
+    parts = []
+    for grad, member in zip(grads, members, strict=True):
+        size = member.local_size(world, rank)
+        parts.append(grad.new_empty(size, dtype=member.dtype))
+        _copy_divided(parts[-1], _rows_of(grad, member, world, rank), divisor)
+    return parts
+
+
+def _rows_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
+    """Those that `rank` has of it."""
+    start = min(rank * member.chunk_rows(world), member.rows)
+    return whole.narrow(member.dim, start, member.local_rows(world, rank))
 
 
 def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:

@@ -71,7 +71,9 @@ class Frame:
                 param.unit.name,
                 param.axes.shard_name,
                 param.reduce_axis,
-                GROUPED if transport.sends_members(param.group, param.device) else PACKED,
+                GROUPED
+                if transport.sends_alone(param.member, param.group, param.device)
+                else PACKED,
             )
             for param in self.params
         )

@@ -134,7 +134,11 @@ def _pack_grads(
         return _ticket(reductions, tensors[0])
     graph_reduce.add_pending(owners, grads, dtype)
     packed = collectives.pack_grads(
-        grads, parts, groups.shard_part(group), divisor=_mean(group).before
+        grads,
+        parts,
+        groups.shard_part(group),
+        divisor=_mean(group).before,
+        is_last=not groups.replicate_part(group),
     )
     return _ticket(packed, tensors[0])
 

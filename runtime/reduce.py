@@ -146,7 +146,11 @@ class Reduction:
             self._scattered = True
             return
         packed = collectives.pack_grads(
-            whole, members, axes.shard_group, divisor=self._division.before
+            whole,
+            members,
+            axes.shard_group,
+            divisor=self._division.before,
+            is_last=axes.replicate_world == 1 and self._reducer.all_reduce_hook is None,
         )
         self._flight = collectives.launch_reduce(packed)
         if axes.shard_world == 1:

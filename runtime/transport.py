@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard import _torch
+from autoshard.passes.layout import Member
 
 FIRST_TAG, TAGS = 1 << 24, 1 << 24  # of messages: users' own are mostly small
+LEAST = 1 << 16  # bytes of a whole parameter: packing a smaller one is faster than one message more
 
 
 class Work(Protocol):
@@ -30,9 +32,29 @@ class Work(Protocol):
 
 
 def sends_members(group: str, device: torch.device) -> bool:
-    """Whether members of a bucket are sent one by one at next to no cost, so that nothing is gained
-    by packing them."""
+    """Whether members of a bucket are sent one by one, so that nothing is gained by packing large
+    ones."""
     return bool(group) and _torch.sends_members(_torch.resolve_group(group), device)
+
+
+def sends_alone(member: Member, group: str, device: torch.device) -> bool:
+    """Whether `member` has a message of its own in a grouped gather."""
+    return member.num_bytes >= LEAST and sends_members(group, device)
+
+
+def too_small(
+    members: Sequence[Member], group: dist.ProcessGroup, device: torch.device
+) -> tuple[int, ...]:
+    """The numbers of members of a grouped gather that are better sent together: two or more."""
+    if not _torch.sends_members(group, device):
+        return ()
+    found = [number for number, member in enumerate(members) if member.num_bytes < LEAST]
+    return tuple(found) if len(found) > 1 else ()
+
+
+def swaps(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a reduce is a `swap`, and an addition."""
+    return group.size() == 2 and _torch.sends_members(group, device)
 
 
 def gather(
@@ -56,12 +78,18 @@ def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
 
     Both must live until the work has been waited for.
     """
-    if group.size() == 2 and _torch.sends_members(group, send.device):
+    if swaps(group, send.device):
         here = group.rank()
         parts = send.view(2, -1)
         return Exchange(group, [(1 - here, parts[1 - here])], [(1 - here, receive)], parts[here])
     work: Work = _torch.reduce_scatter_flat(receive, send, group=group, async_op=True)
     return work
+
+
+def swap(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to send all of `send` to the other one of two ranks, and to receive as much."""
+    other = 1 - group.rank()
+    return Exchange(group, [(other, send)], [(other, receive)])
 
 
 class Exchange:

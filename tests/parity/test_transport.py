@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,8 @@ from support.ranks import on_ranks
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.runtime import transport
+from autoshard.passes.layout import Member
+from autoshard.runtime import collectives, transport
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -62,6 +65,43 @@ def test_sums_are_those_of_gloo(rank: int, dtype: torch.dtype) -> None:
     want = whole.new_empty(10_000)
     _torch.reduce_scatter_flat(want, whole.clone())
     assert torch.equal(reduced(whole).nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+MEMBERS = (Member(torch.float32, (5, 3)), Member(torch.float32, (7,)), Member(torch.float32, (1,)))
+MORE = (*MEMBERS, Member(torch.float32, (4, 6), dim=1))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("divisor", [1.0, 2.0])
+def test_a_swap_is_a_reduce(rank: int, divisor: float) -> None:
+    """Bit for bit, of even and uneven members, one of which a rank has no row of."""
+    group = str(_torch.default_group().group_name)
+    found = []
+    for is_last in (False, True):
+        grads = [drawn(m.num_bytes // 4, m.dtype, seed).view(m.size) for seed, m in enumerate(MORE)]
+        packed = collectives.pack_grads(grads, MORE, group, divisor=2.0, is_last=is_last)
+        assert (packed.own is not None) == is_last
+        flight = collectives.launch_reduce(packed).wait()
+        found.append(collectives.split_reduced(flight, divisor=divisor))
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got, want)
+        assert got.shape == want.shape
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("least", [0, 1 << 10, 1 << 30])
+def test_small_members_share_a_message(rank: int, least: int) -> None:
+    """None, some, and all of them."""
+    sizes = (40, 3, 300, 7, 0)
+    members = tuple(Member(torch.float32, (2 * size, 2)) for size in sizes)
+    shards = [drawn(2 * size, torch.float32, size).view(size, 2) for size in sizes]
+    group = str(_torch.default_group().group_name)
+    with mock.patch.object(transport, "LEAST", least):
+        grouped = collectives.launch_grouped_gather(shards, members, group)
+    assert len(grouped.packed) == {0: 0, 1 << 10: 4, 1 << 30: 5}[least]
+    want = collectives.wait_gather(collectives.launch_gather(shards, members, group))
+    for got, whole in zip(collectives.wait_gather(grouped), want, strict=True):
+        assert torch.equal(got, whole)
 
 
 @on_ranks(2)

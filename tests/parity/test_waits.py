@@ -47,6 +47,7 @@ def late_collectives() -> Iterator[list[Late]]:
     """All collectives launched inside, with NaN for results until they are waited for."""
     launched: list[Late] = []
     gather, reduce, all_reduce = transport.gather, transport.reduce, dist.all_reduce
+    swap = transport.swap
 
     def late(run: Callable[..., object], *buffers: Tensor) -> Late:
         launched.append(Late(run, *buffers))
@@ -69,15 +70,19 @@ def late_collectives() -> Iterator[list[Late]]:
         receive.fill_(math.nan)
         return late(lambda into, of: reduce(into, of, group).wait(), receive, send)
 
+    def late_swap(receive: Tensor, send: Tensor, group: Any) -> Late:
+        receive.fill_(math.nan)
+        return late(lambda into, of: swap(into, of, group).wait(), receive, send)
+
     def late_all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Late:
         return late(functools.partial(all_reduce, group=group), tensor)
 
-    transport.gather, transport.reduce = late_gather, late_reduce
+    transport.gather, transport.reduce, transport.swap = late_gather, late_reduce, late_swap
     dist.all_reduce = late_all_reduce
     try:
         yield launched
     finally:
-        transport.gather, transport.reduce = gather, reduce
+        transport.gather, transport.reduce, transport.swap = gather, reduce, swap
         dist.all_reduce = all_reduce
 
 
