@@ -125,21 +125,20 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], size: Sequence[int]
-) -> DTensor:
-    """The DTensor of whole, contiguous `size` whose part on this rank is `local`, where it is.
-
-    `DTensor.from_local` would move `local` to the mesh's device.
-    """
-    whole = torch.empty(size, dtype=local.dtype, device="meta")
+def dtensor_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], size: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """Of a DTensor of whole, contiguous `size`."""
+    whole = torch.empty(size, dtype=dtype, device="meta")
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def dtensor_of_spec(local: torch.Tensor, spec: Any) -> DTensor:
-    """The DTensor of `spec`, another one's, whose part on this rank is `local`."""
+    """The DTensor of `spec` whose part on this rank is `local`, where it is.
+
+    `DTensor.from_local` would move `local` to the mesh's device.
+    """
     return DTensor(local, spec, requires_grad=False)
 
 

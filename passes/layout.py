@@ -71,12 +71,12 @@ class Member:
     def rows(self) -> int:
         return self.size[self.dim]
 
-    @property
+    @functools.cached_property
     def row_numel(self) -> int:
         """Elements in one row."""
         return math.prod(self.size[: self.dim] + self.size[self.dim + 1 :])
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of the whole parameter."""
         return math.prod(self.size) * self.dtype.itemsize

@@ -95,10 +95,15 @@ class Layout:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     size: tuple[int, ...]
+    _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def dtensor(self, shard: Tensor) -> DTensor:
         """The DTensor whose part on this rank is `shard`."""
-        return _torch.make_dtensor(shard, self.mesh, self.placements, self.size)
+        spec = self._specs.get(shard.dtype)
+        if spec is None:
+            spec = _torch.dtensor_spec(self.mesh, self.placements, self.size, shard.dtype)
+            self._specs[shard.dtype] = spec
+        return _torch.dtensor_of_spec(shard, spec)
 
 
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
