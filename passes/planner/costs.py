@@ -2,9 +2,9 @@
 
 A collective of B whole bytes takes `alpha_us + B * us_per_byte` on its link. In a *packed* bucket
 of several members a gather's shards are copied together before it and the parameters out of it
-after, a reduce's gradients together before; in a *grouped* bucket nothing is copied to share
-memory, and each member after the first costs `member_us` on the link. Nor is a gather of one
-member, or a reduce of one where the collective itself divides the sum.
+after, a reduce's gradients together before it and the sums out of it after; in a *grouped*
+bucket nothing is copied to share memory, and each member after the first costs `member_us` on the
+link. Nor is a gather of one member, or a reduce of one where the collective itself divides the sum.
 """
 
 from __future__ import annotations
@@ -66,5 +66,12 @@ class Costs:
         return 2 * part * self.copy_us_per_byte
 
     def copy_out_us(self, num_bytes: int) -> float:
-        """Of copying so many bytes after a gather's wait: reduces hand out views."""
+        """Of copying so many bytes after a gather's wait."""
         return 2 * num_bytes * self.copy_us_per_byte
+
+    def hand_out_us(self, carrier: str, num_bytes: int) -> float:
+        """Of what comes after the wait of a reduce of so many bytes: each gradient's shard is
+        copied out of memory that they share. Collectives that divide leave views of it."""
+        if self.divides:
+            return 0.0
+        return 2 * num_bytes / self.shards[carrier] * self.copy_us_per_byte

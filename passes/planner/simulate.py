@@ -76,7 +76,9 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
             (link.name, link.time_us(num_bytes, count, layout)) for link in costs.links[carrier]
         ),
         copy_in_us=costs.call_us + costs.copy_in_us(kind, carrier, copied_in),
-        copy_out_us=costs.copy_out_us(copied_out) if kind == "gather" else 0.0,
+        copy_out_us=costs.copy_out_us(copied_out)
+        if kind == "gather"
+        else costs.hand_out_us(carrier, num_bytes),
         shard_bytes=-(-num_bytes // costs.shards[carrier]),
         twice_bytes=copied_out if kind == "gather" else copied_in,
     )
@@ -314,10 +316,10 @@ class _Simulation(ABC):
         if bucket.kind == "gather":
             if bucket.twice_bytes:
                 self._note(self.position, self.position + 1, copied=bucket.twice_bytes)
-            self.now += bucket.copy_out_us
         else:
             self.unreduced -= bucket.num_bytes + bucket.shard_bytes
             self.reduced += bucket.shard_bytes
+        self.now += bucket.copy_out_us
 
     def _record(self, what: str, run: Run) -> None:
         self.order.append((what, run.number, self.position))
