@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import _torch
+from autoshard.passes import ops
 from autoshard.passes.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import KINDS, Topology, default_topology
 from autoshard.passes.roofline import op_key
@@ -37,6 +39,7 @@ SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 K
 ROUNDS = 15
 PRODUCT = 768  # rows and columns of a matrix product
 CALLS = 16  # collectives beside compute
+MEMBERS = 8  # of one
 STREAMED = 2**25  # bytes of a copy: more than caches hold
 
 
@@ -60,7 +63,6 @@ def calibrate(
     device = current_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     known = Topology.load(default_topology(name))
-    memory_gb_per_s = _memory_gb_per_s(device, rounds)
     measured = {}
     for kind in KINDS:
         times = [_collective_us(kind, size, device, rounds) for size in sizes]
@@ -75,8 +77,8 @@ def calibrate(
         op_us=_op_us(device, rounds),
         call_us=_call_us(device, rounds),
         member_us=_member_us(device, rounds),
-        memory_gb_per_s=memory_gb_per_s,
-        copy_gb_per_s=memory_gb_per_s,
+        memory_gb_per_s=_memory_gb_per_s(device, rounds),
+        copy_gb_per_s=_copy_gb_per_s(device, rounds),
         contention=_contention(device, rounds),
         ops=_ops_us(steps, rounds),
         sources={"": "measured by autoshard bench calibrate"},
@@ -128,22 +130,31 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
 
 
 def _call_us(device: torch.device, rounds: int) -> float:
-    """What a small all-gather takes away from compute that goes on beside it."""
-    a = torch.ones(PRODUCT // 4, PRODUCT // 4, device=device)
+    """What a small collective of a graph's takes away from compute that goes on beside it: its
+    launch, its wait and its copies; of gathers and reduces of several members, the mean."""
+    rows = PRODUCT // 4 if device.type == "cpu" else 8 * PRODUCT  # a GPU's must hide the host
+    a = torch.ones(rows, rows, device=device)
+    whole = torch.ones(16 * dist.get_world_size(), device=device)
     part = torch.ones(16, device=device)
-    wholes = [part.new_empty(16 * dist.get_world_size()) for _ in range(CALLS)]
-    group = _torch.default_group()
+    members = " ".join([f"f32[{whole.numel()}]"] * MEMBERS)
+    group = str(_torch.default_group().group_name)
 
     def compute(*, beside: bool) -> None:
-        works: list[Work] = []
-        for whole in wholes:
+        gathers: list[Tensor] = []
+        reduces: list[Tensor] = []
+        for _ in range(CALLS // 2):
             if beside:  # as plans do: launched a step before it is waited for
-                works += transport.gather([whole], [part], group)
+                gathers.append(ops.launch_gather([part] * MEMBERS, members, group, 0))
+                packed = ops.pack_grads([whole] * MEMBERS, members, group, 0)
+                reduces.append(ops.launch_reduce(packed, members, group, 0))
             torch.matmul(a, a)
-            if len(works) > 1:
-                works.pop(0).wait()
-        for work in works:
-            work.wait()
+            torch.matmul(a, a)
+            if len(gathers) > 1:
+                ops.wait_gather(gathers.pop(0), members, group, 0)
+                ops.wait_reduce(reduces.pop(0), members, group, 0)
+        for gathered, reduced in zip(gathers, reduces, strict=True):
+            ops.wait_gather(gathered, members, group, 0)
+            ops.wait_reduce(reduced, members, group, 0)
 
     alone, both = (
         _median_us(partial(compute, beside=beside), device, rounds) for beside in (False, True)
@@ -234,6 +245,12 @@ def _memory_gb_per_s(device: torch.device, rounds: int) -> float:
     source = torch.ones(STREAMED // 4, device=device)
     target = torch.empty_like(source)
     return 2 * STREAMED / _median_us(lambda: target.copy_(source), device, rounds) / 1e3
+
+
+def _copy_gb_per_s(device: torch.device, rounds: int) -> float:
+    """Read and written, where the memory to copy to is new each time, as a bucket's is."""
+    source = torch.ones(STREAMED // 4, device=device)
+    return 2 * source.nbytes / _median_us(source.clone, device, rounds) / 1e3
 
 
 def _contention(device: torch.device, rounds: int) -> float:
