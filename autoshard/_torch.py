@@ -61,14 +61,9 @@ reduce_scatter_flat: Callable[..., Any] = (
 )
 
 
-FEW = 8  # ranks, each of which has a connection to each other one
-
-
-def sends_members(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether `group` is gloo's, on a CPU, and of few ranks."""
-    if device.type != "cpu" or group.size() > FEW:
-        return False
-    return isinstance(group._get_backend(device), dist.ProcessGroupGloo)
+def is_gloo_on_cpu(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of `group` on `device`, a CPU, are gloo's."""
+    return device.type == "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo)
 
 
 def all_gather_grouped(

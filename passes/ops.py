@@ -41,8 +41,8 @@ numbers the buckets of one graph. A ticket is one byte: what is packed or in fli
 by the runtime, where no compiler can reuse its memory. Packing is an op by itself, so that
 gradients are freed before there is room for their sum. A gather may send a shard that is an input
 of the graph as it is; others it `copies`. One that is `grouped` sends each member by itself, and
-copies none of them to or from a shared buffer. What a copy reads is an argument of its wait. No
-argument depends on the rank.
+copies none of them to or from a shared buffer, but for those that are too small for that. What a
+copy reads is an argument of its wait. No argument depends on the rank.
 
 What a user may change between a graph's forward and its backward (what waits to be added
 to a gradient, hooks, the number to divide by) is no part of a graph. Reduces find it by

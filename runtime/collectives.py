@@ -4,7 +4,7 @@ Both the eager runtime and the compiled graphs move bytes through these
 functions, so their results can only agree.
 
     gather:  shards -> one send buffer -> all-gather -> copied out to whole parameters
-    grouped: shards -> all-gathers in one call -> whole parameters
+    grouped: shards -> all-gathers in one call, or messages, but for tiny ones -> whole parameters
     reduce:  whole gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
     swap:    of two ranks, each packs for the other only, and adds what comes to its own part
 
@@ -84,7 +84,7 @@ class GroupedFlight:
     """A launched gather of members that share a call and no memory. As an `InFlight`, but `send`
     and `receive` have a tensor a member; the former is empty once it has been waited for.
 
-    packed: the numbers of members that are too small for that, and share the last tensor.
+    together: the numbers of members that are too small for that, and share the last tensor.
     """
 
     issued: Issued
@@ -92,7 +92,7 @@ class GroupedFlight:
     send: list[Tensor]
     receive: list[Tensor]
     world: int
-    packed: tuple[int, ...] = ()
+    together: tuple[int, ...] = ()
 
     def wait(self) -> None:
         wait_for(self.works, self.issued)
@@ -149,14 +149,14 @@ def launch_grouped_gather(
     """As `launch_gather`, but what is sent is the shards, and what is received the parameters.
 
     Copied is only what can't be sent as it is: a shard of another dtype, or of fewer rows than
-    others have.
+    others have; and what is `too_small`.
     """
     process_group = _torch.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
     issued = Issued("gather", members, group)
-    packed = transport.too_small(members, process_group, shards[0].device)
-    shared = [[number] for number in range(len(members)) if number not in packed]
-    shared += [list(packed)] if packed else []
+    together = transport.too_small(members, process_group, shards[0].device)
+    shared = [[number] for number in range(len(members)) if number not in together]
+    shared += [list(together)] if together else []
     with record_function(f"autoshard::launch_grouped_gather {group}"), torch.no_grad():
         pairs = [
             _pack_shards(
@@ -171,7 +171,7 @@ def launch_grouped_gather(
         send, receive = map(list, zip(*pairs, strict=True))
         _announce(issued)
         works = transport.gather(receive, send, process_group)
-    return GroupedFlight(issued, works, send, receive, world, packed)
+    return GroupedFlight(issued, works, send, receive, world, together)
 
 
 def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
@@ -189,13 +189,15 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
 
 def _in_order(flight: GroupedFlight) -> list[Tensor]:
     """What was gathered of each member."""
-    if not flight.packed:
+    if not flight.together:
         return flight.receive
-    members = tuple(flight.issued.members[number] for number in flight.packed)
+    members = tuple(flight.issued.members[number] for number in flight.together)
     parted = iter(_parted(flight.receive.pop(), members, flight.world))
     alone = iter(flight.receive)
     numbers = range(len(flight.issued.members))
-    return [next(parted if number in flight.packed else alone) for number in numbers]
+    found = [next(parted if number in flight.together else alone) for number in numbers]
+    flight.receive.clear()  # they are freed one by one
+    return found
 
 
 def _parted(receive: Tensor, members: Sequence[Member], world: int) -> list[Tensor]:

@@ -65,8 +65,10 @@ def _end_process_group() -> None:
     """End the group if the script did not, so that gloo's threads do not outlive Python.
 
     A process that ends with such a thread running aborts now and then ("terminate called
-    without an active exception"), after all its work is done. Collecting garbage lets go of
-    the last references to the group's threads before C++ tears down what they use.
+    without an active exception"), after all its work is done: the thread lets go of the last
+    collective's tensors while Python is taken apart. Collecting garbage lets go of the last
+    references to the group, whose end waits for its threads. Where somebody else holds the group
+    only `os._exit` is safe; our tools end by it.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -116,6 +116,7 @@ class Reduction:
         self._wanted = wanted
         self._flight: InFlight | None = None
         self._keep: list[object] = []
+        self._hook = unit.reducer.all_reduce_hook  # of now: what is sent depends on it
         self._scattered = False  # the reduce-scatter, if any, has been waited for
 
     @property
@@ -150,7 +151,7 @@ class Reduction:
             members,
             axes.shard_group,
             divisor=self._division.before,
-            is_last=axes.replicate_world == 1 and self._reducer.all_reduce_hook is None,
+            is_last=axes.replicate_world == 1 and self._hook is None,
         )
         self._flight = collectives.launch_reduce(packed)
         if axes.shard_world == 1:
@@ -205,9 +206,9 @@ class Reduction:
         after = self._division.after
         if not self._wanted:
             return {}
-        if self._reducer.all_reduce_hook is not None:
+        if self._hook is not None:
             flight.receive.div_(after)
-            self._reducer.all_reduce_hook(flight.receive[: -len(self._params)])
+            self._hook(flight.receive[: -len(self._params)])
             after = 1.0
         *shards, anywhere = collectives.split_reduced(flight, divisor=after)
         parts = zip(self._params, shards, self._has_grad, strict=True)

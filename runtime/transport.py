@@ -9,6 +9,7 @@ matter; more ranks are left to gloo, so that sums are those of others who use it
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from autoshard import _torch
 from autoshard.passes.layout import Member
 
 FIRST_TAG, TAGS = 1 << 24, 1 << 24  # of messages: users' own are mostly small
+FEW = 8  # ranks, each of which has a connection to each other one
 LEAST = 1 << 16  # bytes of a whole parameter: packing a smaller one is faster than one message more
 
 
@@ -34,7 +36,11 @@ class Work(Protocol):
 def sends_members(group: str, device: torch.device) -> bool:
     """Whether members of a bucket are sent one by one, so that nothing is gained by packing large
     ones."""
-    return bool(group) and _torch.sends_members(_torch.resolve_group(group), device)
+    return bool(group) and _by_messages(_torch.resolve_group(group), device)
+
+
+def _by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return group.size() <= FEW and _torch.is_gloo_on_cpu(group, device)
 
 
 def sends_alone(member: Member, group: str, device: torch.device) -> bool:
@@ -46,7 +52,7 @@ def too_small(
     members: Sequence[Member], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, ...]:
     """The numbers of members of a grouped gather that are better sent together: two or more."""
-    if not _torch.sends_members(group, device):
+    if not _by_messages(group, device):
         return ()
     found = [number for number, member in enumerate(members) if member.num_bytes < LEAST]
     return tuple(found) if len(found) > 1 else ()
@@ -54,7 +60,7 @@ def too_small(
 
 def swaps(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a reduce is a `swap`, and an addition."""
-    return group.size() == 2 and _torch.sends_members(group, device)
+    return group.size() == 2 and _by_messages(group, device)
 
 
 def gather(
@@ -65,7 +71,7 @@ def gather(
     receive: 1D, contiguous, the pieces of all ranks in turn. send: 1D, this rank's, which may lie
     where it is to be received. All of them must live until the works have been waited for.
     """
-    if _torch.sends_members(group, receive[0].device):
+    if _by_messages(group, receive[0].device):
         return [_exchange_gather(receive, send, group)]
     if len(receive) == 1:
         work = _torch.all_gather_flat(receive[0], send[0], group=group, async_op=True)
@@ -76,6 +82,7 @@ def gather(
 def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
     """Begin to sum the ranks' `send`, each to get its part in `receive`: both 1D and contiguous.
 
+    Most reduces between two ranks are a `swap` instead; an all-reduce wants its input in one piece.
     Both must live until the work has been waited for.
     """
     if swaps(group, send.device):
@@ -84,6 +91,13 @@ def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
         return Exchange(group, [(1 - here, parts[1 - here])], [(1 - here, receive)], parts[here])
     work: Work = _torch.reduce_scatter_flat(receive, send, group=group, async_op=True)
     return work
+
+
+def bare_reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
+    """What the link has to do with a `reduce`, or with the `swap` in place of it: for measuring."""
+    if swaps(group, send.device):
+        return swap(receive, send[: receive.numel()], group)
+    return reduce(receive, send, group)
 
 
 def swap(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
@@ -107,16 +121,16 @@ class Exchange:
         own: Tensor | None = None,
     ) -> None:
         self._own = own
+        self._messages: _Messages | None = None
         self._channel = _channels.setdefault(group, _Channel())
-        self._messages: _Messages | None = self._channel.begin(group, sends, receives)
+        self._messages = self._channel.begin(group, sends, receives)
 
     def wait(self) -> None:
         """Until all has come and gone; a second time nothing is left to do."""
         messages, self._messages = self._messages, None
         if messages is None:
             return
-        for work in messages.works:
-            work.wait()
+        messages.wait()
         if self._own is not None:
             messages.receives[0][1].add_(self._own)
         self._channel.end(messages)
@@ -134,6 +148,14 @@ class _Messages:
     sends: Sequence[tuple[int, Tensor]]
     works: list[Any]
     is_abandoned: bool = False
+
+    def wait(self) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except BaseException:
+            self.is_abandoned = True
+            raise
 
 
 class _Channel:
@@ -154,14 +176,24 @@ class _Channel:
         self._number += 1
         messages = _Messages(receives, sends, [])
         self._open.append(messages)
-        messages.works += [group.recv([tensor], peer, tag) for peer, tensor in receives]
-        messages.works += [group.send([tensor], peer, tag) for peer, tensor in sends]
+        try:
+            for peer, tensor in receives:
+                messages.works.append(group.recv([tensor], peer, tag))
+            for peer, tensor in sends:
+                messages.works.append(group.send([tensor], peer, tag))
+        except BaseException:
+            messages.is_abandoned = True
+            raise
         return messages
 
     def end(self, messages: _Messages) -> None:
-        """Those that were abandoned before have come and gone, too: what a rank sends arrives in
-        the order in which it is sent."""
+        """`messages` have come and gone. Those that were abandoned before have, or soon will: the
+        other ranks began them before these, too."""
         at = self._open.index(messages)
+        for each in self._open[:at]:
+            if each.is_abandoned:
+                with contextlib.suppress(RuntimeError):  # it failed; whoever began it was told
+                    each.wait()
         self._open[: at + 1] = [each for each in self._open[:at] if not each.is_abandoned]
 
 

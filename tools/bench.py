@@ -202,7 +202,7 @@ def _collectives_ms(model: Any, dtype: torch.dtype, rounds: int) -> float:
                 for work in transport.gather([whole], [part], group):
                     work.wait()
             else:
-                transport.reduce(part, whole, group).wait()
+                transport.bare_reduce(part, whole, group).wait()
 
     buffers = []
     for bucket in buckets:

@@ -114,7 +114,7 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
         if kind == "gather":
             (work,) = transport.gather([whole], [part], group)
         elif kind == "reduce":
-            work = transport.reduce(part, whole, group)
+            work = transport.bare_reduce(part, whole, group)
         else:
             work = dist.all_reduce(whole, async_op=True)
         if device.type != "cpu":

@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +28,9 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.options import CompileOptions
 from autoshard.passes.plan import show_bytes
-from autoshard.runtime import agreement
+from autoshard.runtime import agreement, transport
 from autoshard.runtime.mesh import device_type
+from autoshard.runtime.transport import Work
 from autoshard.tools.device import current_device, synchronize
 from autoshard.tools.parity import parity
 
@@ -246,7 +247,7 @@ def _gather() -> str:
     rank, world = dist.get_rank(), dist.get_world_size()
     part = torch.full((4,), float(rank), device=current_device())
     whole = part.new_empty(4 * world)
-    _torch.all_gather_flat(whole, part)
+    _wait(transport.gather([whole], [part], _torch.default_group()))
     if whole.tolist() != [float(each) for each in range(world) for _ in range(4)]:
         raise RuntimeError(f"an all-gather gave {whole.tolist()}: {_BROKEN}")
     return f"all-gather over {dist.get_backend()}"
@@ -256,7 +257,7 @@ def _reduce() -> str:
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(2.0 * world, device=current_device()) + rank
     part = whole.new_empty(2)
-    _torch.reduce_scatter_flat(part, whole)
+    _wait([transport.reduce(part, whole, _torch.default_group())])
     ranks = world * (world - 1) / 2
     want = [world * (2.0 * rank + each) + ranks for each in range(2)]
     if part.tolist() != want:
@@ -272,11 +273,16 @@ def _speed() -> str:
     for _ in range(4):
         dist.barrier()
         began = time.perf_counter()
-        _torch.all_gather_flat(whole, part)
+        _wait(transport.gather([whole], [part], _torch.default_group()))
         synchronize()
         times.append(time.perf_counter() - began)
     best = min(times)
     return f"{show_bytes(SENT)} gathered in {best * 1e3:.1f} ms, {SENT / best / 1e9:.2f} GB/s"
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _step() -> str:

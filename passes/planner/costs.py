@@ -5,6 +5,7 @@ of several members a gather's shards are copied together before it and the param
 after, a reduce's gradients together before it and the sums out of it after; in a *grouped*
 bucket nothing is copied to share memory, and each member after the first costs `member_us` on the
 link. Nor is a gather of one member, or a reduce of one where the collective itself divides the sum.
+What runs over gloo packs tiny members of a grouped bucket all the same; they are not told apart.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Costs:
         """Of copying so many bytes after a gather's wait."""
         return 2 * num_bytes * self.copy_us_per_byte
 
-    def hand_out_us(self, carrier: str, num_bytes: int) -> float:
+    def hand_out_us(self, carrier: str, num_bytes: int, layout: str) -> float:
         """Of what comes after the wait of a reduce of so many bytes: each gradient's shard is
         copied out of memory that they share. Collectives that divide leave views of it."""
-        if self.divides:
+        if self.divides or layout == GROUPED:
             return 0.0
         return 2 * num_bytes / self.shards[carrier] * self.copy_us_per_byte

@@ -12,8 +12,8 @@ Who places launches and waits, by what is known at each position:
   position: a link never runs dry. It needs room under the budget; at its first use it is launched
   without;
 - a reduce, as soon as its last gradient is there;
-- the wait of a gather, at its first use; of a reduce, once it is over, so that it costs nothing, or
-  where a gather lacks the room that it holds, or at the end.
+- the wait of a gather, at its first use; of a reduce, once it is over, so that nothing stands still
+  for it but to copy its sums out, or where a gather lacks the room that it holds, or at the end.
 
 Memory is counted by position: what lives at an op, what is gathered from launch to last use, what
 is reduced from its birth to its wait; a packed bucket is there twice while it is copied, and only
@@ -76,9 +76,11 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
             (link.name, link.time_us(num_bytes, count, layout)) for link in costs.links[carrier]
         ),
         copy_in_us=costs.call_us + costs.copy_in_us(kind, carrier, copied_in),
-        copy_out_us=costs.copy_out_us(copied_out)
-        if kind == "gather"
-        else costs.hand_out_us(carrier, num_bytes),
+        copy_out_us=(
+            costs.copy_out_us(copied_out)
+            if kind == "gather"
+            else costs.hand_out_us(carrier, num_bytes, layout)
+        ),
         shard_bytes=-(-num_bytes // costs.shards[carrier]),
         twice_bytes=copied_out if kind == "gather" else copied_in,
     )

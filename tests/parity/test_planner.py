@@ -25,8 +25,9 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
-from autoshard import _torch, backend
+from autoshard import backend
 from autoshard.passes.planner.topology import Topology
+from autoshard.runtime import transport
 from autoshard.tools import cli
 from autoshard.tools.calibrate import calibrate, fit
 
@@ -292,7 +293,7 @@ def grouped(
         shape = (replicas, dist.get_world_size() // replicas)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         options |= {"mesh": mesh, "strategy": "hybrid_shard"}
-    with mock.patch.object(_torch, "sends_members", return_value=False):
+    with mock.patch.object(transport, "sends_alone", return_value=False):
         want, want_losses = compiled(build, net_loss, bucketing="per_unit", **options)
     plans = autoshard.plans(want)
     assert {bucket.layout for plan in plans for bucket in plan.buckets} == {"packed"}

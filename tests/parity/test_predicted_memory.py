@@ -88,7 +88,8 @@ def measured(checkpointing: str) -> Counter[str]:
             optimizer.zero_grad()
             found = Counter[str]()
             for each, num_bytes in memory.mode.at_peak.items():
-                found[roles.get(each, "temporaries")] += num_bytes
+                then = memory.mode.roles_at_peak.get(each)  # gradients were unreduced before
+                found[then or roles.get(each, "temporaries")] += num_bytes
             steps.append(found)
     states = (value for state in optimizer.state.values() for value in state.values())
     least = min(steps[1:], key=lambda found: found.total())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,6 +17,7 @@ from autoshard import _torch
 from autoshard.passes.layout import Member
 from autoshard.runtime import collectives, transport
 
+LATER = 50_000  # numbers that take a while to arrive
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -72,20 +76,39 @@ MORE = (*MEMBERS, Member(torch.float32, (4, 6), dim=1))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("divisor", [1.0, 2.0])
-def test_a_swap_is_a_reduce(rank: int, divisor: float) -> None:
-    """Bit for bit, of even and uneven members, one of which a rank has no row of."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("divisor", [1.0, 1.5])
+def test_a_swap_is_a_reduce(rank: int, divisor: float, dtype: torch.dtype) -> None:
+    """Bit for bit, of even and uneven members, one of which a rank has no row of, and of some that
+    come out in another dtype."""
     group = str(_torch.default_group().group_name)
+    members = [replace(member, dtype=dtype) for member in MORE]
+    members += [replace(member, shard_dtype=torch.float64) for member in members]
     found = []
     for is_last in (False, True):
-        grads = [drawn(m.num_bytes // 4, m.dtype, seed).view(m.size) for seed, m in enumerate(MORE)]
-        packed = collectives.pack_grads(grads, MORE, group, divisor=2.0, is_last=is_last)
+        sizes = [member.size for member in members]
+        grads = [drawn(math.prod(size), dtype, seed).view(size) for seed, size in enumerate(sizes)]
+        packed = collectives.pack_grads(grads, tuple(members), group, divisor=2.0, is_last=is_last)
         assert (packed.own is not None) == is_last
         flight = collectives.launch_reduce(packed).wait()
         found.append(collectives.split_reduced(flight, divisor=divisor))
     for want, got in zip(*found, strict=True):
         assert torch.equal(got, want)
-        assert got.shape == want.shape
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+
+
+@on_ranks(2)
+def test_what_was_sent_may_be_written_to_after_the_wait(rank: int) -> None:
+    """And what was received is there, however late the other rank comes."""
+    group = _torch.default_group()
+    part, whole = torch.full((LATER,), float(rank)), torch.empty(2 * LATER)
+    if rank == 1:
+        time.sleep(0.3)
+    for work in transport.gather([whole], [part], group):
+        work.wait()
+    part.fill_(-1.0)
+    assert whole[:LATER].eq(0.0).all()
+    assert whole[LATER:].eq(1.0).all()
 
 
 @on_ranks(2)
@@ -98,7 +121,7 @@ def test_small_members_share_a_message(rank: int, least: int) -> None:
     group = str(_torch.default_group().group_name)
     with mock.patch.object(transport, "LEAST", least):
         grouped = collectives.launch_grouped_gather(shards, members, group)
-    assert len(grouped.packed) == {0: 0, 1 << 10: 4, 1 << 30: 5}[least]
+    assert len(grouped.together) == {0: 0, 1 << 10: 4, 1 << 30: 5}[least]
     want = collectives.wait_gather(collectives.launch_gather(shards, members, group))
     for got, whole in zip(collectives.wait_gather(grouped), want, strict=True):
         assert torch.equal(got, whole)
@@ -135,14 +158,14 @@ def test_several_at_a_time(rank: int) -> None:
 @on_ranks(2)
 def test_many_ranks_are_left_to_gloo(rank: int) -> None:
     """Here, more than one."""
-    _torch.FEW, few = 1, _torch.FEW
+    transport.FEW, few = 1, transport.FEW
     try:
         check_gathers()
         work = transport.reduce(torch.empty(1), torch.ones(2), _torch.default_group())
         work.wait()
         assert not isinstance(work, transport.Exchange)
     finally:
-        _torch.FEW = few
+        transport.FEW = few
 
 
 @on_ranks(2)
@@ -152,7 +175,22 @@ def test_what_nobody_waits_for(rank: int) -> None:
     part = torch.full((100_000,), float(rank))
     for _ in range(3):
         transport.gather([part.new_empty(200_000)], [part.clone()], group)
+        transport.swap(part.new_empty(100_000), part.clone(), group)
+        transport.reduce(part.new_empty(50_000), part.clone(), group)
     (whole,) = gathered([part + 2])
     assert whole[:100_000].unique().tolist() == [2.0]
     assert whole[100_000:].unique().tolist() == [3.0]
+    assert not transport._channels[group]._open
+
+
+@on_ranks(2)
+def test_a_launch_that_fails(rank: int) -> None:
+    """The error is the one of the launch, and nothing is kept once others have gone through."""
+    group = _torch.default_group()
+    part = torch.ones(10)
+    fails = mock.patch.object(type(group), "recv", side_effect=RuntimeError("no connection"))
+    with fails, pytest.raises(RuntimeError, match="no connection"):
+        transport.gather([part.new_empty(20)], [part], group)
+    assert [each.is_abandoned for each in transport._channels[group]._open] == [True]
+    gathered([part])
     assert not transport._channels[group]._open

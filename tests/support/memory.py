@@ -41,6 +41,7 @@ class PeakMemory(TorchDispatchMode):
         """Begin anew."""
         self.peak = 0
         self.at_peak: dict[int, int] = {}
+        self.roles_at_peak: dict[int, str] = {}
         self.roles: dict[int, str] = {}
         self._alive: dict[int, tuple[int, StorageWeakRef]] = {}
         self._numbers = itertools.count()
@@ -65,6 +66,7 @@ class PeakMemory(TorchDispatchMode):
         alive = self.alive()
         if sum(alive.values()) > self.peak:
             self.peak, self.at_peak = sum(alive.values()), alive
+            self.roles_at_peak = {each: self.roles[each] for each in alive if each in self.roles}
         return output
 
     def number(self, tensor: Tensor) -> int:
