@@ -32,14 +32,14 @@ from autoshard.passes.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import KINDS, Topology, default_topology
 from autoshard.passes.roofline import op_key
 from autoshard.runtime import transport
-from autoshard.runtime.transport import Work
 from autoshard.tools.device import current_device, synchronize
 
 SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 KiB to 16 MiB
 ROUNDS = 15
 PRODUCT = 768  # rows and columns of a matrix product
-CALLS = 16  # collectives beside compute
+CALLS = 8  # collectives beside compute
 MEMBERS = 8  # of one
+BESIDE = (2**12, 2**20, 2**22)  # bytes of the whole of each
 STREAMED = 2**25  # bytes of a copy: more than caches hold
 
 
@@ -67,6 +67,7 @@ def calibrate(
     for kind in KINDS:
         times = [_collective_us(kind, size, device, rounds) for size in sizes]
         measured[f"{kind} {world}"] = fit(sizes, times)
+    taken_us = [_taken_us(device, rounds, "gather", size) for size in BESIDE]
     found = dataclasses.replace(
         known,
         name=Path(path).stem,
@@ -75,11 +76,11 @@ def calibrate(
         efficiency=1.0,
         tflops=_tflops(known, device, rounds),
         op_us=_op_us(device, rounds),
-        call_us=_call_us(device, rounds),
+        call_us=statistics.fmean([taken_us[0], _taken_us(device, rounds, "reduce", BESIDE[0])]),
         member_us=_member_us(device, rounds),
         memory_gb_per_s=_memory_gb_per_s(device, rounds),
         copy_gb_per_s=_copy_gb_per_s(device, rounds),
-        contention=_contention(device, rounds),
+        contention=_contention(measured[f"gather {world}"][1], taken_us),
         ops=_ops_us(steps, rounds),
         sources={"": "measured by autoshard bench calibrate"},
     )
@@ -129,32 +130,37 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
         return _mean(_times_us(once, device, 2 * rounds))
 
 
-def _call_us(device: torch.device, rounds: int) -> float:
-    """What a small collective of a graph's takes away from compute that goes on beside it: its
-    launch, its wait and its copies; of gathers and reduces of several members, the mean."""
+def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> float:
+    """What a collective of a graph's, of `num_bytes` whole, takes away from compute that goes on
+    beside it: its launch and its wait, and what moves its bytes on the same cores or units."""
+    world, group = dist.get_world_size(), str(_torch.default_group().group_name)
+    part = torch.ones(max(1, num_bytes // 4 // MEMBERS // world), device=device)
+    whole = part.new_ones(world * part.numel())
+    members = " ".join([f"f32[{whole.numel()}]"] * MEMBERS)
     rows = PRODUCT // 4 if device.type == "cpu" else 8 * PRODUCT  # a GPU's must hide the host
     a = torch.ones(rows, rows, device=device)
-    whole = torch.ones(16 * dist.get_world_size(), device=device)
-    part = torch.ones(16, device=device)
-    members = " ".join([f"f32[{whole.numel()}]"] * MEMBERS)
-    group = str(_torch.default_group().group_name)
+
+    def launch() -> Any:
+        if kind == "gather":
+            return ops.launch_gather([part] * MEMBERS, members, group, 0, False, True)
+        packed = ops.pack_grads([whole] * MEMBERS, members, group, 0)
+        return ops.launch_reduce(packed, members, group, 0)
+
+    wait = ops.wait_gather if kind == "gather" else ops.wait_reduce
+    once_us = _median_us(lambda: wait(launch(), members, group, 0), device, rounds)
+    count = 1 + math.ceil(2 * once_us / _median_us(lambda: a @ a, device, rounds))
 
     def compute(*, beside: bool) -> None:
-        gathers: list[Tensor] = []
-        reduces: list[Tensor] = []
-        for _ in range(CALLS // 2):
+        begun: list[Tensor] = []
+        for _ in range(CALLS):
             if beside:  # as plans do: launched a step before it is waited for
-                gathers.append(ops.launch_gather([part] * MEMBERS, members, group, 0))
-                packed = ops.pack_grads([whole] * MEMBERS, members, group, 0)
-                reduces.append(ops.launch_reduce(packed, members, group, 0))
-            torch.matmul(a, a)
-            torch.matmul(a, a)
-            if len(gathers) > 1:
-                ops.wait_gather(gathers.pop(0), members, group, 0)
-                ops.wait_reduce(reduces.pop(0), members, group, 0)
-        for gathered, reduced in zip(gathers, reduces, strict=True):
-            ops.wait_gather(gathered, members, group, 0)
-            ops.wait_reduce(reduced, members, group, 0)
+                begun.append(launch())
+            for _ in range(count):
+                torch.matmul(a, a)
+            if len(begun) > 1:
+                wait(begun.pop(0), members, group, 0)
+        for ticket in begun:
+            wait(ticket, members, group, 0)
 
     alone, both = (
         _median_us(partial(compute, beside=beside), device, rounds) for beside in (False, True)
@@ -253,31 +259,13 @@ def _copy_gb_per_s(device: torch.device, rounds: int) -> float:
     return 2 * source.nbytes / _median_us(source.clone, device, rounds) / 1e3
 
 
-def _contention(device: torch.device, rounds: int) -> float:
-    """How much longer a matrix product takes beside all-gathers that go on for longer."""
-    a = torch.ones(PRODUCT, PRODUCT, device=device)
-    world = dist.get_world_size()
-    whole = torch.ones(SIZES[-1] // 4, device=device)
-    part = whole.new_ones(whole.numel() // world)
-    group = _torch.default_group()
-    product = partial(torch.matmul, a, a)
-
-    def gather() -> Work:
-        (work,) = transport.gather([whole], [part], group)
-        return work
-
-    alone = _median_us(product, device, rounds)
-    count = 1 + math.ceil(4 * alone / _median_us(lambda: gather().wait(), device, rounds))
-    works: list[Work] = []
-
-    def begin() -> None:
-        works.extend(gather() for _ in range(count))
-
-    def end() -> None:
-        while works:
-            works.pop().wait()
-
-    return max(1.0, _median_us(product, device, rounds, before=begin, after=end) / alone)
+def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
+    """How much longer compute takes while gathers run that take so many microseconds a byte, if
+    gathers of `BESIDE` bytes take `taken_us` away from it."""
+    first, *more = zip(BESIDE, taken_us, strict=True)
+    slopes = [(taken - first[1]) / (num_bytes - first[0]) for num_bytes, taken in more]
+    share = statistics.fmean(slopes) / us_per_byte if us_per_byte else 0.0
+    return 1 / (1 - min(max(share, 0.0), 0.9))
 
 
 def _median_us(
