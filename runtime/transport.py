@@ -2,9 +2,9 @@
 
 gloo's all-gather copies what it has received once more, and its reduce-scatter copies what it
 sends, sums all of it on every rank, and keeps a part (torch 2.11 to 2.15). Among few ranks, pieces
-are sent from where they lie to where they are wanted instead, and a member more of a bucket costs
-next to nothing: see `sends_members`. Sums are of two numbers then, in which order doesn't
-matter; more ranks are left to gloo, so that sums are those of others who use it.
+are sent from where they lie to where they are wanted instead, so that large members of a bucket
+need not be packed. Sums are of two numbers then, in which order doesn't matter; those of more
+ranks are left to gloo, so that they are those of others who use it.
 """
 
 from __future__ import annotations
