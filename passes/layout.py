@@ -101,9 +101,13 @@ class Member:
 
 def part_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
     """A copy of the rows of `whole`, which `member` describes, that `rank` holds; contiguous."""
+    return rows_of(whole, member, world, rank).clone(memory_format=torch.contiguous_format)
+
+
+def rows_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
+    """Those rows, as a view."""
     start = first_row(member.rows, world, rank)
-    part = whole.narrow(member.dim, start, member.local_rows(world, rank))
-    return part.clone(memory_format=torch.contiguous_format)
+    return whole.narrow(member.dim, start, member.local_rows(world, rank))
 
 
 def chunk_rows(rows: int, world: int) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from autoshard import _torch
-from autoshard.passes.layout import Member
+from autoshard.passes.layout import Member, rows_of
 from autoshard.runtime import transport
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.transport import Work
@@ -408,7 +408,7 @@ def _chunk(
     lengths = [member.chunk_numel(world) for member in members]
     send = grads[0].new_empty(sum(lengths), dtype=members[0].dtype)
     for to, grad, member in zip(send.split(lengths), grads, members, strict=True):
-        piece = _rows_of(grad, member, world, rank)
+        piece = rows_of(grad, member, world, rank)
         _copy_divided(to[: piece.numel()].view(piece.shape), piece, divisor)
     return send
 
@@ -421,14 +421,8 @@ def _own_parts(
     for grad, member in zip(grads, members, strict=True):
         size = member.local_size(world, rank)
         parts.append(grad.new_empty(size, dtype=member.dtype))
-        _copy_divided(parts[-1], _rows_of(grad, member, world, rank), divisor)
+        _copy_divided(parts[-1], rows_of(grad, member, world, rank), divisor)
     return parts
-
-
-def _rows_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
-    """Those that `rank` has of it."""
-    start = min(rank * member.chunk_rows(world), member.rows)
-    return whole.narrow(member.dim, start, member.local_rows(world, rank))
 
 
 def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:

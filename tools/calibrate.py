@@ -127,7 +127,7 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
         waiting.result()
 
     with ThreadPoolExecutor(1) as waiter:
-        return _mean(_times_us(once, device, 2 * rounds))
+        return _mean(_times_us(once, 2 * rounds))
 
 
 def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> float:
@@ -147,8 +147,8 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
         return ops.launch_reduce(packed, members, group, 0)
 
     wait = ops.wait_gather if kind == "gather" else ops.wait_reduce
-    once_us = _median_us(lambda: wait(launch(), members, group, 0), device, rounds)
-    count = 1 + math.ceil(2 * once_us / _median_us(lambda: a @ a, device, rounds))
+    once_us = _median_us(lambda: wait(launch(), members, group, 0), rounds)
+    count = 1 + math.ceil(2 * once_us / _median_us(lambda: a @ a, rounds))
 
     def compute(*, beside: bool) -> None:
         begun: list[Tensor] = []
@@ -162,9 +162,7 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
         for ticket in begun:
             wait(ticket, members, group, 0)
 
-    alone, both = (
-        _median_us(partial(compute, beside=beside), device, rounds) for beside in (False, True)
-    )
+    alone, both = (_median_us(partial(compute, beside=beside), rounds) for beside in (False, True))
     return max(0.0, (both - alone) / CALLS)
 
 
@@ -178,7 +176,7 @@ def _member_us(device: torch.device, rounds: int) -> float:
         for work in transport.gather(wholes[:count], parts[:count], group):
             work.wait()
 
-    few, many = (_median_us(partial(gather, count), device, rounds) for count in (1, 9))
+    few, many = (_median_us(partial(gather, count), rounds) for count in (1, 9))
     return max(0.0, (many - few) / 8)
 
 
@@ -192,7 +190,7 @@ def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, flo
             found[name] = known.tflops[name] * known.efficiency
             continue
         a = torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype)
-        time_us = _median_us(partial(torch.matmul, a, a), device, rounds)
+        time_us = _median_us(partial(torch.matmul, a, a), rounds)
         found[name] = 2 * PRODUCT**3 / time_us / 1e6
     return found
 
@@ -205,7 +203,7 @@ def _op_us(device: torch.device, rounds: int) -> float:
         for _ in range(100):
             y = y + 1
 
-    return _median_us(many, device, rounds) / 100
+    return _median_us(many, rounds) / 100
 
 
 class _Times(TorchDispatchMode):
@@ -250,13 +248,13 @@ def _mean(times: Sequence[float]) -> float:
 def _memory_gb_per_s(device: torch.device, rounds: int) -> float:
     source = torch.ones(STREAMED // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * STREAMED / _median_us(lambda: target.copy_(source), device, rounds) / 1e3
+    return 2 * STREAMED / _median_us(lambda: target.copy_(source), rounds) / 1e3
 
 
 def _copy_gb_per_s(device: torch.device, rounds: int) -> float:
     """Read and written, where the memory to copy to is new each time, as a bucket's is."""
     source = torch.ones(STREAMED // 4, device=device)
-    return 2 * source.nbytes / _median_us(source.clone, device, rounds) / 1e3
+    return 2 * source.nbytes / _median_us(source.clone, rounds) / 1e3
 
 
 def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
@@ -268,37 +266,21 @@ def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
     return 1 / (1 - min(max(share, 0.0), 0.9))
 
 
-def _median_us(
-    run: Callable[[], object],
-    device: torch.device,
-    rounds: int,
-    *,
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
-) -> float:
+def _median_us(run: Callable[[], object], rounds: int) -> float:
     """The median of `_times_us`."""
-    return float(statistics.median(_times_us(run, device, rounds, before=before, after=after)))
+    return float(statistics.median(_times_us(run, rounds)))
 
 
-def _times_us(
-    run: Callable[[], object],
-    device: torch.device,
-    rounds: int,
-    *,
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
-) -> list[float]:
-    """By round, of the rank where it took least; `before` and `after` are not timed."""
+def _times_us(run: Callable[[], object], rounds: int) -> list[float]:
+    """By round, of the rank where it took least."""
     times = []
     for _ in range(rounds + 3):
         dist.barrier()
         synchronize()
-        before()
         begin = time.perf_counter()
         run()
         synchronize()
         times.append((time.perf_counter() - begin) * 1e6)
-        after()
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, times[3:])
     return [min(each) for each in zip(*gathered, strict=True)]
