@@ -1,11 +1,12 @@
 """Implementations of the ops of `passes/ops.py`, on top of `collectives.py`.
 
-What is in flight is kept here, found by the address of its ticket. The entry holds
-the ticket itself, so no other ticket can have that address while it is there.
+What is in flight is kept here, found by the address of its ticket, until it is waited for
+or an exception drops the ticket: then its entry goes, too.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ Flight = InFlight | GroupedFlight | UnitReductions | Copies
 
 @dataclass(frozen=True)
 class _Entry:
-    ticket: Tensor
+    ticket: weakref.ref[Tensor]  # whose callback drops this
     flight: Flight
     keep: InFlight | None = None  # what it followed upon
 
@@ -171,7 +172,9 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
 
 def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tensor:
     ticket = like.new_empty(1, dtype=torch.uint8)
-    _in_flight[ticket.data_ptr()] = _Entry(ticket, flight, keep)
+    address = ticket.data_ptr()
+    dropped = weakref.ref(ticket, lambda _: _in_flight.pop(address, None))
+    _in_flight[address] = _Entry(dropped, flight, keep)
     return ticket
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autoshard import _torch
 from autoshard.passes.layout import Member
-from autoshard.runtime import collectives, transport
+from autoshard.runtime import collectives, kernels, transport
 
 LATER = 50_000  # numbers that take a while to arrive
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -203,3 +203,29 @@ def test_a_launch_that_fails(rank: int) -> None:
     assert failed.is_abandoned
     gathered([part])
     assert opened(group) <= before
+
+
+@on_ranks(2)
+def test_a_graph_that_an_exception_leaves(rank: int) -> None:
+    """What it launched goes with its ticket, and its bytes once others have gone through."""
+    group = _torch.default_group()
+    before, kept = opened(group), len(kernels._in_flight)
+    part = torch.ones(40_000)
+    launch, wait = torch.ops.autoshard.launch_gather, torch.ops.autoshard.wait_gather
+    arguments = "f32[80000]", group.group_name, 0
+
+    def graph() -> None:
+        ticket = launch([part], *arguments)
+        assert len(kernels._in_flight) == kept + 1
+        raise ArithmeticError(ticket.numel())
+
+    with pytest.raises(ArithmeticError):
+        graph()
+    assert len(kernels._in_flight) == kept
+    gathered([part])
+    assert opened(group) <= before
+    ticket = launch([part], *arguments)
+    (whole,) = wait(ticket, *arguments)
+    assert whole.sum().item() == 80_000
+    with pytest.raises(RuntimeError, match="waits twice"):
+        wait(ticket, *arguments)
