@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 import types
 import warnings
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -193,9 +194,7 @@ def _shard(model: _Model, case: Case) -> Any:
         if case.strategy.startswith("hybrid"):
             copies = case.copies if dist.get_world_size() % case.copies == 0 else 1
             shape = (copies, dist.get_world_size() // copies)
-            given["mesh"] = init_device_mesh(
-                device_type(), shape, mesh_dim_names=("replicate", "shard")
-            )
+            given["mesh"] = _mesh(shape)
         sharded = shard(model, **given)
     sharded.set_reshard_after_backward(not case.keeps)
     if case.divide_by is not None:
@@ -206,6 +205,12 @@ def _shard(model: _Model, case: Case) -> Any:
             bound = types.MethodType(method, shard_of_it)
             setattr(shard_of_it, f"fsdp_{name}_all_gather", bound)
     return sharded
+
+
+@functools.cache
+def _mesh(shape: tuple[int, int]) -> DeviceMesh:
+    """One for all samples: each group has threads that wake up a hundred times a second."""
+    return init_device_mesh(device_type(), shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _in_two_parts(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
