@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -182,6 +183,7 @@ def add_bench(commands: Any) -> None:
     step.add_argument("--rounds", type=int, default=20, help="steps of each (default 20)")
     step.add_argument("--dtype", choices=["f32", "bf16"], default="f32", help="of computation")
     step.add_argument("--options", default="{}", help="of autoshard's backend, as JSON")
+    step.add_argument("--out", help="a JSON file to write, with every step's times")
     step.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
     step.set_defaults(run=run_step, parser=step)
 
@@ -375,12 +377,14 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
         given = read_options(options.options)
         contestants = read_contestants(options.contestants or CONTESTANTS)
         workloads = read_workloads(options.models, device_type())
-    except ValueError as error:
+        if options.out and is_first:
+            Path(options.out).touch()  # what can't be written is told now
+    except (ValueError, OSError) as error:
         options.parser.error(str(error))
     ensure_process_group()
     if is_first:
         print(f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {' '.join(arguments)}")
-    bench_step(
+    found = bench_step(
         workloads,
         contestants=contestants,
         rounds=options.rounds,
@@ -388,6 +392,9 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
         options=given,
         tell=lambda text: print(text, flush=True) if is_first else None,
     )
+    if options.out and is_first:
+        results = [dataclasses.asdict(result) for result in found]
+        Path(options.out).write_text(json.dumps(results, indent=1))
     return 0
 
 
