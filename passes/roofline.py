@@ -50,7 +50,7 @@ def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
     if is_fused and is_fusible(node):
         fused = [each for each in inputs if is_fusible(base_of(each))]
         read = [t for each in inputs if each not in fused for t in tensors_of(each)]
-        if not _is_written(node):
+        if not is_written(node):
             written = []
         least = 0.0 if fused else topology.op_us
     else:
@@ -103,9 +103,9 @@ def is_fusible(node: fx.Node) -> bool:
     )
 
 
-def _is_written(node: fx.Node) -> bool:
+def is_written(node: fx.Node) -> bool:
     """Whether something outside the kernel of `node` reads what it gives, itself or by a view."""
-    return any(_is_written(user) if is_view(user) else not is_fusible(user) for user in node.users)
+    return any(is_written(user) if is_view(user) else not is_fusible(user) for user in node.users)
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -1,0 +1,248 @@
+"""What sharding adds to a step besides communication: nodes, ops, and bytes that are copied.
+
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py [--ranks 8] [--layers 8] [--hidden 256]
+
+One process, and a group of which no other rank exists, so nothing is timed. Every contestant's
+forward and backward of a small Llama, less those of the unsharded model, which is compiled where
+the contestant is. Nodes are those of the graphs that Inductor generates code from, without inputs
+and views. Ops are what is run: by that code when it calls torch, by kernels of collectives, and
+eagerly. Copied are bytes written by what only moves data, casts it or divides it, in graphs where
+it is no part of a larger kernel: into buffers that are sent, out of those that are received. What
+a backend copies inside of a collective is not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.graph import GraphLowering
+from torch.profiler import ProfilerActivity, profile
+
+from autoshard import _torch
+from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
+from autoshard.passes.roofline import is_view, is_written, num_bytes_of, tensors_of
+from autoshard.tools.contestants import CONTESTANTS, Contestant, Setting, autoshard_compiled
+from autoshard.tools.device import current_device
+from autoshard.tools.workloads import Sizes, Workload, llama
+
+aten = torch.ops.aten
+MOVES = {
+    *(aten.clone, aten.copy, aten.copy_, aten.cat, aten.constant_pad_nd, aten.reshape),
+    *(aten._to_copy, aten.slice_scatter, aten.split_with_sizes_copy),
+    torch.ops.prims.convert_element_type,
+}
+"""Ops of a graph that move data. A reshape does where it can't be a view."""
+
+MOVING_EVENTS = {
+    *("aten::copy_", "aten::_foreach_copy_", "aten::cat", "aten::_chunk_cat"),
+    *("aten::split_with_sizes_copy", "aten::div", "aten::_foreach_div", "aten::div_"),
+}
+"""Their names in a profile, and those of divisions. One inside another is not counted."""
+
+ITEM_SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "bool": 1}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a step. gathers: what is copied by gathers of ours, in bytes."""
+
+    nodes: int = 0
+    ops: int = 0
+    collectives: int = 0
+    copied: int = 0
+    gathers: int = 0
+
+    def __sub__(self, other: Cost) -> Cost:
+        mine, theirs = vars(self), vars(other)
+        return Cost(**{name: mine[name] - theirs[name] for name in mine})
+
+
+def measure(contestant: Contestant, work: Workload, setting: Setting) -> Cost:
+    """A step's graphs, and a profile of a step that compiles nothing."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    batch = {key: value.to(setting.device) for key, value in work.batch(0).items()}
+    with _lowered_graphs() as graphs, _torch.fresh_inductor_cache():
+        model = contestant(work.build().to(setting.device), setting)
+        for _ in range(2):
+            model(**batch).loss.backward()
+        model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        model(**batch).loss.backward()
+    nodes = [node for gm in graphs for node in gm.graph.nodes if _does_something(node)]
+    run = _Run(_events(profiled))
+    return Cost(
+        nodes=len(nodes),
+        ops=len(run.ops),
+        collectives=run.count("c10d::"),
+        copied=sum(map(_copied_in_graph, nodes)) + sum(run.copied(each) for each in run.ops),
+        gathers=sum(run.copied(each) for each in run.ops if run.is_inside(each, "gather")),
+    )
+
+
+@contextmanager
+def _lowered_graphs() -> Iterator[list[fx.GraphModule]]:
+    """What Inductor generates code from, after all passes."""
+    found: list[fx.GraphModule] = []
+    init = GraphLowering.__init__
+
+    def noted(self: GraphLowering, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+        found.append(gm)
+        init(self, gm, *args, **kwargs)
+
+    with mock.patch.object(GraphLowering, "__init__", noted):
+        yield found
+
+
+def _does_something(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_view(node)
+
+
+def _copied_in_graph(node: fx.Node) -> int:
+    """Bytes that `node` moves to memory of their own, where a kernel has to write them."""
+    if getattr(node.target, "overloadpacket", None) not in MOVES or not is_written(node):
+        return 0
+    given = tensors_of(node)
+    read = {_storage(each) for source in node.all_input_nodes for each in tensors_of(source)}
+    is_alias = node.target is aten.reshape.default and _storage(given[0]) in read
+    return 0 if is_alias else sum(map(num_bytes_of, given))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+Event = Mapping[str, Any]
+"""Of a trace in Chrome's format."""
+
+
+def _events(profiled: profile) -> list[Event]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = ("cpu_op", "user_annotation")
+    return [each for each in events if each.get("ph") == "X" and each.get("cat") in kinds]
+
+
+class _Run:
+    """Events of a step, and which is inside which.
+
+    ops: those of torch and of extensions, but for what is inside a collective, or inside an op that
+        moves data.
+    """
+
+    def __init__(self, events: list[Event]) -> None:
+        self._around: dict[int, tuple[str, ...]] = {}
+        self.ops: list[Event] = []
+        open_ones: dict[object, list[Event]] = {}
+        for event in sorted(events, key=lambda each: (each["ts"], -each["dur"])):
+            around = open_ones.setdefault(event["tid"], [])
+            while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
+                around.pop()
+            names = tuple(str(each["name"]) for each in around)
+            self._around[id(event)] = names
+            around.append(event)
+            if event["cat"] == "cpu_op" and not any(map(_is_whole, names)):
+                self.ops.append(event)
+
+    def is_inside(self, event: Event, name: str) -> bool:
+        """Whether it is inside of something of ours of that name."""
+        return any(
+            each.startswith("autoshard::") and name in each for each in self._around[id(event)]
+        )
+
+    def count(self, prefix: str) -> int:
+        return sum(str(each["name"]).startswith(prefix) for each in self.ops)
+
+    def copied(self, event: Event) -> int:
+        """Bytes that it writes, if it only moves data."""
+        name, args = event["name"], event["args"]
+        if name not in MOVING_EVENTS:
+            return 0
+        sizes, types = args["Input Dims"], args["Input type"]
+        if name in ("aten::copy_", "aten::div", "aten::div_", "aten::split_with_sizes_copy"):
+            return _num_bytes(sizes[0], types[0])
+        return sum(_num_bytes(size, "float") for size in sizes[0])  # a list has no types
+
+
+def _is_whole(name: str) -> bool:
+    return name in MOVING_EVENTS or name.startswith("c10d::")
+
+
+def _num_bytes(size: list[int], kind: str) -> int:
+    numel = 1
+    for each in size:
+        numel *= each
+    return numel * ITEM_SIZES[kind]
+
+
+def planned(*layouts: str) -> Contestant:
+    """autoshard, planned for 8 H100s, gathers in one of these layouts."""
+
+    def compiled(model: Any, setting: Setting) -> Any:
+        options = {"topology": "h100", "bucketing": "auto"}
+        found = autoshard_compiled(model, replace(setting, options=options))
+
+        def run(**batch: Tensor) -> Any:
+            with mock.patch.dict(LAYOUTS, {"gather": layouts}):
+                return found(**batch)
+
+        run.zero_grad = model.zero_grad
+        return run
+
+    return compiled
+
+
+EAGER, COMPILED = "unsharded, eager", "unsharded, compiled"
+CASES: dict[str, tuple[Contestant, str]] = {
+    EAGER: (lambda model, setting: model, EAGER),
+    COMPILED: (CONTESTANTS[COMPILED], COMPILED),
+    **{name: (CONTESTANTS[name], EAGER) for name in ("FSDP2", "autoshard, eager")},
+    **{
+        name: (CONTESTANTS[name], COMPILED)
+        for name in ("FSDP2, blocks compiled", "SimpleFSDP scheme")
+    },
+    "autoshard, packed": (planned(PACKED), COMPILED),
+    "autoshard, grouped": (planned(GROUPED), COMPILED),
+    "autoshard, auto": (planned(PACKED, GROUPED), COMPILED),
+}
+"""By name: a contestant, and what it is compared with."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    options = parser.parse_args()
+    _torch.pretend_ranks(options.ranks)
+    work = llama(Sizes(options.hidden, options.layers, batch=4, length=128))
+    setting = Setting(current_device(), work.blocks, torch.float32, {})
+    whole = sum(param.numel() * param.itemsize for param in work.build().parameters()) / 1e6
+    print(f"torch {torch.__version__}, {options}; {whole:.1f} MB of parameters")
+    print(f"{'':26}{'nodes':>8}{'ops':>8}{'collectives':>14}{'copied MB':>12}{'by gathers':>12}")
+    found: dict[str, Cost] = {}
+    for name, (contestant, base) in CASES.items():
+        found[name] = cost = measure(contestant, work, setting)
+        if base != name:
+            cost -= found[base]
+        print(
+            f"{name:26}{cost.nodes:8}{cost.ops:8}{cost.collectives:14}"
+            f"{cost.copied / 1e6:12.1f}{cost.gathers / 1e6:12.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
