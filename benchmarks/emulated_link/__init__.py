@@ -1,0 +1,130 @@
+"""A `torch.distributed` backend of one process, over a link of a latency and a bandwidth to be set.
+
+    import emulated_link
+
+    emulated_link.start(8, latency_us=20, gb_per_s=50)  # rank 0 of 8; the others are imagined
+    emulated_link.set_link(latency_us=20, gb_per_s=25)  # from the next collective on
+
+Imagined ranks hold what this one does. Collectives take `latency_us`, and what a rank of a ring
+sends at `gb_per_s`, one after another: on a GPU on a stream of their own, on a CPU in a thread that
+sleeps. So sharded training overlaps on one device as it does on several, whoever shards; see
+`link.cpp`.
+
+A GPU's stream spins for a number of its cycles, which is measured once: where the GPU slows its
+clock down, the link slows down with it. The copies at the end of a collective count as a part of
+its time, at the rate that they have when nothing runs beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import cpp_extension
+
+from autoshard import _torch
+from autoshard.runtime import agreement
+
+NAME = "emulated_link"
+SOURCE = Path(__file__).resolve().parent / "link.cpp"
+COPIED = 2**24  # bytes
+COPIES = 8  # of one, as a gather makes them
+CYCLES = 10_000_000
+
+
+def start(world_size: int, *, latency_us: float, gb_per_s: float, rank: int = 0) -> None:
+    """Make a default process group of that many ranks, of which only this one exists.
+
+    Raises RuntimeError where the backend can't be built.
+    """
+    install()
+    set_link(latency_us=latency_us, gb_per_s=gb_per_s)
+    dist.init_process_group(NAME, rank=rank, world_size=world_size, store=_torch.HashStore())
+
+
+def install() -> None:
+    """Register the backend, for `init_process_group("emulated_link")`; builds it once a machine.
+
+    Raises RuntimeError without a C++ compiler or ninja.
+    """
+    dist.Backend.register_backend(NAME, _built().make_link, devices=["cpu", "cuda"])
+    agreement.IMAGINED.add(NAME)
+
+
+def set_link(*, latency_us: float, gb_per_s: float) -> None:
+    """From the next collective on, in all groups. GB are 1e9 bytes."""
+    if latency_us < 0 or gb_per_s <= 0:
+        raise ValueError(
+            f"a link of {latency_us} us and {gb_per_s} GB/s; expected 0 us or more, "
+            "and more than 0 GB/s"
+        )
+    _built().set_link(latency_us, 1e3 * gb_per_s, _copied_bytes_per_us(), _cycles_per_us())
+
+
+def missing() -> str | None:
+    """What is to be installed before the backend can be built; None if nothing is."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return f"a C++ compiler: there is no {compiler}"
+    if not cpp_extension.is_ninja_available():
+        return "ninja: pip install ninja"
+    return None
+
+
+@functools.cache
+def _built() -> Any:
+    lacking = missing()
+    if lacking is not None:
+        raise RuntimeError(f"the emulated link is built from C++, which needs {lacking}")
+    libraries = Path(torch.__file__).parent / "lib"
+    has_cuda = torch.version.cuda is not None
+    return cpp_extension.load(
+        re.sub(r"\W", "_", f"{NAME}_{torch.__version__}"),  # versions share a cache
+        [str(SOURCE)],
+        extra_cflags=["-O1", *(["-DEMULATED_LINK_CUDA"] if has_cuda else [])],
+        extra_ldflags=[f"-L{libraries}", "-lc10_cuda", "-ltorch_cuda"] if has_cuda else [],
+        with_cuda=False,  # it would want a whole CUDA toolkit
+    )
+
+
+@functools.cache
+def _copied_bytes_per_us() -> float:
+    """Bytes written by copies as a gather makes them, with nothing beside them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    part = torch.ones(COPIED // COPIES // 4, device=device)
+    whole = part.new_empty(COPIES, part.numel())
+    times = []
+    for _ in range(10):
+        _synchronize()
+        started = time.perf_counter()
+        whole.copy_(part.expand_as(whole))
+        _synchronize()
+        times.append(1e6 * (time.perf_counter() - started))
+    return whole.nbytes / statistics.median(times)
+
+
+@functools.cache
+def _cycles_per_us() -> float:
+    """Of the GPU's clock, while it is busy; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    for _ in range(3):  # the first ones wake it up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(CYCLES)
+        end.record()
+        torch.cuda.synchronize()
+    return CYCLES / (1e3 * float(begin.elapsed_time(end)))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
