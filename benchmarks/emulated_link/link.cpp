@@ -258,6 +258,16 @@ class Link final : public c10d::Backend {
         device_of(inputs));
   }
 
+  // From this rank, to itself; an imagined rank sends what there is.
+  WorkPtr scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions&) override {
+    std::vector<Copy> copies;
+    if (!inputs.empty()) copies.push_back({outputs.at(0), inputs[0].at(getRank()), 1});
+    const double sent = share(outputs) * getSize();
+    return launch(
+        OpType::SCATTER, "link:scatter", std::move(copies), sent, device_of(outputs));
+  }
+
   WorkPtr alltoall_base(
       Tensor& output, Tensor& input, std::vector<int64_t>&, std::vector<int64_t>&,
       const c10d::AllToAllOptions&) override {

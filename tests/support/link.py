@@ -1,14 +1,20 @@
-"""Collectives over the emulated link, and what they are to give, on any device."""
+"""Collectives over the emulated link, and what they are to give; models to train on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from overlap import Bench
+from support.models import Block
+from torch import Tensor, nn
 
 from autoshard import _torch
+from autoshard.tools.contestants import Setting
+from autoshard.tools.workloads import Workload
 
 WORLD, RANK = 4, 1  # of whom the others are imagined
 AVG, MAX = dist.ReduceOp.AVG, dist.ReduceOp.MAX
@@ -98,6 +104,12 @@ def _broadcast(device: torch.device) -> Tensor:
     return part
 
 
+def _scatter(device: torch.device) -> Tensor:
+    part = torch.zeros(3, 2, device=device)
+    dist.scatter(part, list(_whole(device).split(3)), src=RANK)
+    return part
+
+
 def _all_to_all(device: torch.device) -> Tensor:
     result = torch.zeros(12, 2, device=device)
     dist.all_to_all_single(result, _whole(device))
@@ -123,6 +135,52 @@ COLLECTIVES: dict[str, tuple[Run, Tensor]] = {
     "sum of integers": (_all_reduce_numbers, torch.tensor([WORLD, 2 * WORLD])),
     "grouped sums": (_all_reduce_grouped, WORLD * _PART),
     "broadcast": (_broadcast, _PART),
+    "scatter": (_scatter, _ROWS),
     "all to all": (_all_to_all, _whole(_CPU)),
 }
 """By name: what runs one, and its result."""
+
+
+class Result(NamedTuple):
+    """As models of `transformers` give it."""
+
+    loss: Tensor
+
+
+class Stack(nn.Module):
+    """Blocks, and a loss: what `benchmarks/` measures, small."""
+
+    def __init__(self, layers: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dim, hidden) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Result:
+        for layer in self.layers:
+            x = layer(x)
+        return Result(x.square().mean())
+
+
+def bench_of(
+    device: str, *, layers: int = 3, dim: int = 6, hidden: int = 7, rows: int = 5
+) -> Bench:
+    """Of a `Stack`, on as many ranks as there are."""
+    work = Workload(
+        lambda: Stack(layers, dim, hidden),
+        lambda model: model.layers,
+        lambda rank: {"x": torch.randn(rows, dim, generator=torch.Generator().manual_seed(rank))},
+        rows,
+    )
+    setting = Setting(torch.device(device), work.blocks, torch.float32, {})
+    return Bench(work, setting, dist.get_world_size(), rounds=1)
+
+
+ON_GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    ],
+)
+
+on_each_device = pytest.mark.parametrize("device", ["cpu", ON_GPU])
+"""The same test on a CPU shows that there is no mistake in the test itself."""

@@ -1,0 +1,337 @@
+"""Steps on a link that is emulated, beside what no step can beat: who overlaps, and how well.
+
+    python benchmarks/overlap.py                    # a CPU, or the GPU if there is one
+    python benchmarks/overlap.py --trace FOLDER     # a profile of each, and predicted timelines
+    python benchmarks/overlap.py --check            # steps are an unsharded model's, bit for bit
+
+One process: rank 0 of an imagined world (`emulated_link`), so that everybody's collectives take as
+long as the link says, and computation has the device to itself. Ops are timed, and their sum is
+made to be what the unsharded, compiled model takes. Then the link is set three times, so that the
+collectives of a step alone take a half of its computation, as much, and twice as much. A step is
+forward and backward; contestants take one in turn; times are medians over the rounds.
+
+On a CPU there is one thread that computes, and FSDP2 has no streams there: it waits for each
+collective where it begins it. Only a GPU says something about it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import emulated_link
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autoshard
+from autoshard.passes.layout import first_row
+from autoshard.passes.plan import Plan
+from autoshard.passes.planner.topology import KINDS, Topology
+from autoshard.tools.calibrate import calibrate
+from autoshard.tools.contestants import (
+    CONTESTANTS,
+    Contestant,
+    Setting,
+    autoshard_compiled,
+    autoshard_eager,
+)
+from autoshard.tools.device import current_device, synchronize
+from autoshard.tools.workloads import Workload, read_workloads
+
+ALONE, OURS = "unsharded, compiled", "autoshard, compiled"
+RIVALS = ("FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
+REGIMES = (0.5, 1.0, 2.0)  # collectives alone, of computation alone
+FREE_GB_PER_S = 1e6
+SIZES = (2**12, 2**18, 2**22)  # of collectives to calibrate with; only what they take is wanted
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Link:
+    """name: for people, and for files."""
+
+    name: str
+    latency_us: float
+    gb_per_s: float
+
+    def alpha_and_slope(self, kind: str, world: int) -> tuple[float, float]:
+        """Microseconds of a "gather", "reduce" or "all_reduce", and more for each byte of it."""
+        sent = (world - 1) / world * (2 if kind == "all_reduce" else 1)
+        return self.latency_us, sent / (1e3 * self.gb_per_s)
+
+    def plan_ms(self, plan: Plan, world: int) -> float:
+        """Of a plan's collectives, one after another."""
+        total = 0.0
+        for bucket in plan.buckets:
+            alpha_us, us_per_byte = self.alpha_and_slope(bucket.kind, world)
+            total += alpha_us + us_per_byte * bucket.num_bytes
+        return total / 1e3
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all contestants are given."""
+
+    work: Workload
+    setting: Setting
+    world: int
+    rounds: int
+
+    @functools.cached_property
+    def batch(self) -> dict[str, Tensor]:
+        batch = self.work.batch(0)
+        return {key: value.to(self.setting.device) for key, value in batch.items()}
+
+    def build(self, contestant: Contestant, **options: Any) -> Any:
+        """A model, compiled by a first step."""
+        torch.manual_seed(0)
+        setting = dataclasses.replace(self.setting, options={**self.setting.options, **options})
+        model = contestant(self.work.build().to(setting.device), setting)
+        self.step(model)
+        return model
+
+    def step(self, model: Any) -> None:
+        model(**self.batch).loss.backward()
+        model.zero_grad()
+
+    def measure(self, models: Mapping[str, Any]) -> dict[str, list[float]]:
+        """Milliseconds of steps, by contestant."""
+        times: dict[str, list[float]] = {name: [] for name in models}
+        for number in range(self.rounds + WARM_UP):
+            for name, model in models.items():
+                synchronize()
+                started = time.perf_counter()
+                self.step(model)
+                synchronize()
+                if number >= WARM_UP:
+                    times[name].append(1e3 * (time.perf_counter() - started))
+        return times
+
+
+def unsharded(model: Any, setting: Setting) -> Any:
+    """Compiled, with parameters as they are once gathered: computation alone."""
+    return torch.compile(model.to(setting.dtype))
+
+
+def on_link(topology: Topology, link: Link, world: int) -> Topology:
+    """`topology`, calibrated on a link without any costs, with `link` in place of it."""
+    measured = {f"{kind} {world}": link.alpha_and_slope(kind, world) for kind in KINDS}
+    # What collectives take from computation is by the byte: over a slower link, less at a time.
+    taken = (1 - 1 / topology.contention) * topology.measured[f"gather {world}"][1]
+    share = min(taken / measured[f"gather {world}"][1], 0.9)
+    return dataclasses.replace(topology, measured=measured, contention=1 / (1 - share))
+
+
+def scaled(topology: Topology, factor: float) -> Topology:
+    """All computation takes `factor` times as long."""
+    return dataclasses.replace(
+        topology,
+        ops={key: factor * time_us for key, time_us in topology.ops.items()},
+        op_us=factor * topology.op_us,
+        efficiency=topology.efficiency / factor,
+        memory_gb_per_s=topology.memory_gb_per_s / factor,
+    )
+
+
+def compute_ms(plans: Sequence[Plan]) -> float:
+    """Of the ops of plans that were made for a link without any costs."""
+    return sum(plan.lower_bound_us for plan in plans) / 1e3
+
+
+def report(bench: Bench, link: Link, times: Mapping[str, list[float]], model: Any) -> str:
+    """A line a contestant. model: ours, compiled for `link`."""
+    plans = autoshard.plans(model)
+    alone_ms = statistics.median(times[ALONE])
+    link_ms = sum(link.plan_ms(plan, bench.world) for plan in plans)
+    bound_ms = sum(plan.lower_bound_us for plan in plans) / 1e3
+    parts = " + ".join(
+        f"{plan.graph} {plan.lower_bound_us / 1e3:.1f} ({plan.binding})" for plan in plans
+    )
+    lines = [
+        f"{link.name}: {link.latency_us:.0f} us, {link.gb_per_s:.3g} GB/s; our collectives alone "
+        f"{link_ms:.1f} ms, {link_ms / alone_ms:.2f} of computation",
+        f"  lower bound {bound_ms:.1f} ms: {parts}; "
+        f"max(computation, collectives) {max(alone_ms, link_ms):.1f} ms",
+    ]
+    for name, each in times.items():
+        median = statistics.median(each)
+        lines.append(
+            f"  {name:24} {median:8.1f} ms ({min(each):.1f} to {max(each):.1f}) "
+            f"{median / bound_ms:6.3f} of the bound, {median / alone_ms:.3f} of computation"
+        )
+    predicted_ms = sum(plan.makespan_us for plan in plans) / 1e3
+    ours_ms = statistics.median(times[OURS])
+    lines.append(
+        f"  predicted {predicted_ms:.1f} ms, {predicted_ms / ours_ms:.2f} of measured, "
+        f"{predicted_ms / bound_ms:.3f} of the bound; "
+        + "; ".join(f"{len(plan.buckets)} buckets in {plan.graph}" for plan in plans)
+    )
+    return "\n".join(lines)
+
+
+def trace(bench: Bench, link: Link, models: Mapping[str, Any], folder: Path) -> None:
+    """A step's profile of each contestant, and our plans' timelines with it, for Perfetto."""
+    for name, model in models.items():
+        stem = re.sub(r"\W+", "-", f"{link.name} {name}")
+        with torch.profiler.profile() as profile:
+            bench.step(model)
+            synchronize()
+        profile.export_chrome_trace(str(folder / f"{stem}.json"))
+        if name == OURS:
+            _trace_plans(bench, model, folder / stem)
+
+
+def _trace_plans(bench: Bench, model: Any, stem: Path) -> None:
+    """Predicted beside measured, a file a graph."""
+    profiled = {}
+    with torch.profiler.profile() as profiled["forward"]:
+        loss = model(**bench.batch).loss
+        synchronize()
+    with torch.profiler.profile() as profiled["backward"]:
+        loss.backward()
+        synchronize()
+    model.zero_grad()
+    for number, plan in enumerate(autoshard.plans(model)):
+        path = Path(f"{stem}-{number}-{plan.graph}.json")
+        profiled[plan.graph].export_chrome_trace(str(path))
+        plan.to_chrome_trace(path, profile=path)
+
+
+def check(bench: Bench, steps: int = 3) -> str:
+    """Eager steps, and compiled ones with the plain lowering, beside those of an unsharded model.
+
+    Its parameters are what the imagined ranks make of one rank's shards: these, over and over. So
+    this rank's rows of its gradients are those of the sharded model, bit for bit: compiled, if it
+    is compiled by `aot_eager`, which orders a backward's sums as any graph does.
+    Raises AssertionError, with the parameter, where they differ.
+    """
+    parts = []
+    for form, contestant, backend in _FORMS:
+        torch._dynamo.reset()
+        setting = dataclasses.replace(bench.setting, options={"lowering": "eager"})
+        sharded = contestant(bench.work.build().to(setting.device), setting)
+        whole = bench.work.build().to(setting.device)
+        call = torch.compile(whole, backend=backend) if backend else whole
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+        for step in range(steps):
+            _repeat_shards(sharded, whole)
+            losses = [model(**bench.batch).loss for model in (sharded, call)]
+            for loss in losses:
+                loss.backward()
+            assert torch.equal(*losses), f"{form}, step {step}: losses differ"
+            _compare_gradients(sharded, whole, f"{form}, step {step}")
+            optimizer.step()
+            sharded.zero_grad()
+            whole.zero_grad()
+        parts.append(f"{form} = unsharded")
+    return f"{'; '.join(parts)}; bit for bit, {steps} steps"
+
+
+_FORMS: tuple[tuple[str, Contestant, str | None], ...] = (
+    ("eager", autoshard_eager, None),
+    ("compiled", autoshard_compiled, "aot_eager"),
+)
+
+
+def _repeat_shards(sharded: Any, whole: Any) -> None:
+    with torch.no_grad():
+        for ours, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+            shard = ours.to_local()
+            ranks = -(-len(theirs) // len(shard))
+            theirs.copy_(torch.cat([shard] * ranks)[: len(theirs)])
+
+
+def _compare_gradients(sharded: Any, whole: Any, where: str) -> None:
+    named = zip(whole.named_parameters(), sharded.parameters(), strict=True)
+    for (name, theirs), ours in named:
+        grad = ours.grad.to_local()
+        first = first_row(len(theirs), dist.get_world_size(), dist.get_rank())
+        rows = theirs.grad[first : first + len(grad)]
+        assert torch.equal(grad, rows), f"{where}: {name} differs"
+
+
+def run(bench: Bench, latency_us: float, folder: Path, trace_folder: Path | None) -> None:
+    """Calibrate, measure, print."""
+    contestants = {ALONE: unsharded, **{name: CONTESTANTS[name] for name in RIVALS}}
+    models = {name: bench.build(each) for name, each in contestants.items()}
+    plain = bench.work.build().to(bench.setting.device, bench.setting.dtype)
+    known = calibrate(
+        folder / "calibrated.json", sizes=SIZES, steps=[functools.partial(bench.step, plain)]
+    )
+
+    def measured(link: Link, topology: Topology) -> tuple[list[Plan], dict[str, list[float]]]:
+        path = folder / f"{link.name}.json"
+        path.write_text(on_link(topology, link, bench.world).to_json())
+        model = bench.build(autoshard_compiled, topology=str(path))
+        emulated_link.set_link(latency_us=link.latency_us, gb_per_s=link.gb_per_s)
+        entries = {**models, OURS: model}
+        times = bench.measure(entries)
+        print(report(bench, link, times, model), flush=True)
+        if trace_folder is not None:
+            trace(bench, link, entries, trace_folder)
+        emulated_link.set_link(latency_us=0, gb_per_s=FREE_GB_PER_S)
+        return autoshard.plans(model), times
+
+    plans, times = measured(Link("free", 0.0, FREE_GB_PER_S), known)
+    alone_us = 1e3 * statistics.median(times[ALONE])
+    factor = alone_us / 1e3 / compute_ms(plans)
+    print(f"ops, timed one by one, add up to {1 / factor:.2f} of computation: made equal")
+    num_bytes = sum(bucket.num_bytes for plan in plans for bucket in plan.buckets)
+    sent = num_bytes * (bench.world - 1) / bench.world
+    for regime in REGIMES:
+        link = Link(f"link-{regime}", latency_us, sent / (regime * alone_us) / 1e3)
+        measured(link, scaled(known, factor))
+
+
+def main() -> None:
+    device = current_device()
+    is_gpu = device.type == "cuda"
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="small", help="one of autoshard bench step")
+    parser.add_argument("--dtype", default="bfloat16" if is_gpu else "float32")
+    parser.add_argument("--world", type=int, default=8, help="ranks, of whom one is there")
+    parser.add_argument("--latency-us", type=float, default=20.0 if is_gpu else 200.0)
+    parser.add_argument(
+        "--memory-budget", type=int, help="bytes; else what one bucket a unit needs"
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--trace", type=Path, metavar="FOLDER")
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    if not is_gpu:
+        torch.set_num_threads(1)
+    work = read_workloads([arguments.model], device.type)[arguments.model]
+    dtype = getattr(torch, arguments.dtype)
+    budget = {"memory_budget": arguments.memory_budget} if arguments.memory_budget else {}
+    setting = Setting(device, work.blocks, dtype, budget)
+    in_float32 = dataclasses.replace(setting, dtype=torch.float32)
+    bench = Bench(work, setting, arguments.world, arguments.rounds)
+    emulated_link.start(arguments.world, latency_us=0, gb_per_s=FREE_GB_PER_S)
+    name = torch.cuda.get_device_name(device) if is_gpu else "one thread of a CPU"
+    print(f"torch {torch.__version__}, {name}, {vars(arguments)}")
+    with torch._dynamo.config.patch(recompile_limit=64), tempfile.TemporaryDirectory() as folder:
+        if arguments.check:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            emulated_link.set_link(latency_us=1e3, gb_per_s=1.0)
+            print(check(dataclasses.replace(bench, setting=in_float32)))
+        else:
+            if arguments.trace is not None:
+                arguments.trace.mkdir(parents=True, exist_ok=True)
+            run(bench, arguments.latency_us, Path(folder), arguments.trace)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
