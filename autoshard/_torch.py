@@ -49,6 +49,8 @@ default_store: Callable[[], Any] = _c10d._get_default_store
 default_group: Callable[[], dist.ProcessGroup] = _c10d._get_default_group
 resolve_group: Callable[[Any], dist.ProcessGroup] = _c10d._resolve_process_group  # type: ignore[attr-defined]
 HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]
+# What a GPU is given next begins that many of its cycles later.
+spin_gpu: Callable[[int], None] = torch.cuda._sleep
 # State-dict methods that torch.distributed.checkpoint is to look behind.
 patched_state_dicts: set[Any] = _checkpoint._patched_state_dict
 

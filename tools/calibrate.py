@@ -32,7 +32,7 @@ from autoshard.passes.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import KINDS, Topology, default_topology
 from autoshard.passes.roofline import op_key
 from autoshard.runtime import transport
-from autoshard.tools.device import current_device, synchronize
+from autoshard.tools.device import current_device, synchronize, timed
 
 SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 KiB to 16 MiB
 ROUNDS = 15
@@ -216,11 +216,7 @@ class _Times(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        synchronize()
-        begin = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        synchronize()
-        took_us = (time.perf_counter() - begin) * 1e6
+        result, took_us = timed(lambda: func(*args, **(kwargs or {})))
         self.found.setdefault(op_key(func, (args, kwargs)), []).append(took_us)
         return result
 

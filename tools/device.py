@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+
+from autoshard import _torch
+
+HEAD_START_CYCLES = 200_000  # some 0.1 ms, in which the host launches what is timed
+
+T = TypeVar("T")
 
 
 def current_device() -> torch.device:
@@ -10,6 +20,21 @@ def current_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def timed(run: Callable[[], T]) -> tuple[T, float]:
+    """What `run` gives, and microseconds: of a GPU, those of its kernels alone, not of launches."""
+    synchronize()
+    if not torch.cuda.is_available():
+        started = time.perf_counter()
+        return run(), (time.perf_counter() - started) * 1e6
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _torch.spin_gpu(HEAD_START_CYCLES)
+    begin.record()
+    result = run()
+    end.record()
+    synchronize()
+    return result, 1e3 * float(begin.elapsed_time(end))
 
 
 def synchronize() -> None:
