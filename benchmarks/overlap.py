@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
+import math
 import os
 import re
 import statistics
@@ -47,13 +49,13 @@ from autoshard.tools.contestants import (
     autoshard_eager,
 )
 from autoshard.tools.device import current_device, synchronize
-from autoshard.tools.workloads import Workload, read_workloads
+from autoshard.tools.workloads import SIZES, Workload, read_workloads
 
 ALONE, OURS = "unsharded, compiled", "autoshard, compiled"
 RIVALS = ("FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
 REGIMES = (0.5, 1.0, 2.0)  # collectives alone, of computation alone
 FREE_GB_PER_S = 1e6
-SIZES = (2**12, 2**18, 2**22)  # of collectives to calibrate with; only what they take is wanted
+CALIBRATED = (2**12, 2**18, 2**22)  # bytes of collectives: only what they take is wanted
 WARM_UP = 3
 
 
@@ -187,7 +189,7 @@ def trace(bench: Bench, link: Link, models: Mapping[str, Any], folder: Path) -> 
         with torch.profiler.profile() as profile:
             bench.step(model)
             synchronize()
-        profile.export_chrome_trace(str(folder / f"{stem}.json"))
+        _export(profile, folder / f"{stem}.json")
         if name == OURS:
             _trace_plans(bench, model, folder / stem)
 
@@ -204,8 +206,24 @@ def _trace_plans(bench: Bench, model: Any, stem: Path) -> None:
     model.zero_grad()
     for number, plan in enumerate(autoshard.plans(model)):
         path = Path(f"{stem}-{number}-{plan.graph}.json")
-        profiled[plan.graph].export_chrome_trace(str(path))
+        _export(profiled[plan.graph], path)
         plan.to_chrome_trace(path, profile=path)
+
+
+def _export(profile: Any, path: Path) -> None:
+    """A GPU's link has its stream there. A CPU's collectives are in the lane of who launches them,
+    from then on: they get a lane, and begin there when the link is free."""
+    profile.export_chrome_trace(str(path))
+    if torch.cuda.is_available():
+        return
+    data = json.loads(path.read_text())
+    collectives = [e for e in data["traceEvents"] if e.get("name", "").startswith("link:")]
+    free = -math.inf
+    for event in sorted(collectives, key=lambda event: float(event["ts"])):
+        begin, end = max(event["ts"], free), event["ts"] + event["dur"]
+        event.update(tid="link", ts=begin, dur=end - begin)
+        free = end
+    path.write_text(json.dumps(data))
 
 
 def check(bench: Bench, steps: int = 3) -> str:
@@ -267,7 +285,7 @@ def run(bench: Bench, latency_us: float, folder: Path, trace_folder: Path | None
     models = {name: bench.build(each) for name, each in contestants.items()}
     plain = bench.work.build().to(bench.setting.device, bench.setting.dtype)
     known = calibrate(
-        folder / "calibrated.json", sizes=SIZES, steps=[functools.partial(bench.step, plain)]
+        folder / "calibrated.json", sizes=CALIBRATED, steps=[functools.partial(bench.step, plain)]
     )
 
     def measured(link: Link, topology: Topology) -> tuple[list[Plan], dict[str, list[float]]]:
@@ -299,6 +317,7 @@ def main() -> None:
     is_gpu = device.type == "cuda"
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="small", help="one of autoshard bench step")
+    parser.add_argument("--batch", type=int, help="samples; else as autoshard bench step has it")
     parser.add_argument("--dtype", default="bfloat16" if is_gpu else "float32")
     parser.add_argument("--world", type=int, default=8, help="ranks, of whom one is there")
     parser.add_argument("--latency-us", type=float, default=20.0 if is_gpu else 200.0)
@@ -311,6 +330,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if not is_gpu:
         torch.set_num_threads(1)
+    if arguments.batch is not None:
+        sizes = SIZES[device.type]
+        sizes[arguments.model] = dataclasses.replace(sizes[arguments.model], batch=arguments.batch)
     work = read_workloads([arguments.model], device.type)[arguments.model]
     dtype = getattr(torch, arguments.dtype)
     budget = {"memory_budget": arguments.memory_budget} if arguments.memory_budget else {}

@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.utils import cpp_extension
 
 from autoshard import _torch
 from autoshard.runtime import agreement
+from autoshard.tools.device import current_device, timed
 
 NAME = "emulated_link"
 SOURCE = Path(__file__).resolve().parent / "link.cpp"
@@ -98,17 +98,10 @@ def _built() -> Any:
 @functools.cache
 def _copied_bytes_per_us() -> float:
     """Bytes written by copies as a gather makes them, with nothing beside them."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    part = torch.ones(COPIED // COPIES // 4, device=device)
+    part = torch.ones(COPIED // COPIES // 4, device=current_device())
     whole = part.new_empty(COPIES, part.numel())
-    times = []
-    for _ in range(10):
-        _synchronize()
-        started = time.perf_counter()
-        whole.copy_(part.expand_as(whole))
-        _synchronize()
-        times.append(1e6 * (time.perf_counter() - started))
-    return whole.nbytes / statistics.median(times)
+    times_us = [timed(lambda: whole.copy_(part.expand_as(whole)))[1] for _ in range(10)]
+    return whole.nbytes / statistics.median(times_us)
 
 
 @functools.cache
@@ -116,15 +109,5 @@ def _cycles_per_us() -> float:
     """Of the GPU's clock, while it is busy; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0.0
-    for _ in range(3):  # the first ones wake it up
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        torch.cuda._sleep(CYCLES)
-        end.record()
-        torch.cuda.synchronize()
-    return CYCLES / (1e3 * float(begin.elapsed_time(end)))
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    times_us = [timed(lambda: _torch.spin_gpu(CYCLES))[1] for _ in range(3)]
+    return CYCLES / times_us[-1]  # the first ones wake it up
