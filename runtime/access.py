@@ -50,6 +50,7 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
     bound = module.__dict__.setdefault(PARAMS, {})
     bound[attribute] = param
     param.places.append((module, attribute))
+    param.tell_places()
     _set_class(module, mixins=())
 
 
@@ -137,26 +138,32 @@ def _make_load(original: type) -> Callable[..., None]:
 
 
 def _make_property(name: str) -> property:
-    def read(module: nn.Module) -> Any:
-        return _read(module, name)
+    def read(module: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return _read_eagerly(module, name)
+        # What follows is traced at every read: most of them need one tuple. (`module.__dict__`
+        # would have all that is in it traced.)
+        param = module._parameters[name]
+        if not isinstance(param, DTensor):
+            return param
+        asked = module._autoshard_asked[name]
+        if asked is None:
+            return _read_with_care(param, module.__dict__[PARAMS][name])
+        members, group, keep, reduce = asked
+        return torch.ops.autoshard.unshard(
+            param.to_local(), members, group, keep, -1, reduce=reduce
+        )
 
     _torch.skip_code(read.__code__)
     return property(read)
 
 
-def _read(module: nn.Module, name: str) -> Any:
-    if torch.compiler.is_compiling():
-        param = module._parameters[name]
-        if not isinstance(param, DTensor):
-            return param
-        sharded = module.__dict__[PARAMS][name]
-        in_full = sharded.unit.asks_for_full_precision
-        members, reduce = sharded.in_full_precision if in_full else sharded.usual
-        whole = torch.ops.autoshard.unshard(
-            param.to_local(), members, sharded.group, sharded.keep, -1, reduce=reduce
-        )
-        return whole if sharded.tp is None else sharded.tp.wrap(whole)
-    return _read_eagerly(module, name)
+def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
+    """A marker, under torch.compile, of a parameter for which there is more to ask."""
+    in_full = sharded.follows_mode and sharded.unit.asks_for_full_precision
+    members, group, keep, reduce = sharded.asked_in_full if in_full else sharded.asked
+    whole = torch.ops.autoshard.unshard(param.to_local(), members, group, keep, -1, reduce=reduce)
+    return whole if sharded.tp is None else sharded.tp.wrap(whole)
 
 
 @_torch.disable
@@ -323,5 +330,5 @@ def _refuse_pickle(module: nn.Module, protocol: Any) -> Any:
 # These run in frames of their own where a forward runs eagerly. Were Dynamo to compile
 # such a frame by itself, `is_compiling()` would be true in it and the hook would do
 # nothing, for ever; skipped, it is still traced when a compiled forward calls it.
-for _function in (_read, _before_forward, _after_forward, _read_flat_weights):
+for _function in (_read_with_care, _before_forward, _after_forward, _read_flat_weights):
     _torch.skip_code(_function.__code__)

@@ -123,6 +123,10 @@ def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
     return Layout(mesh, (*own, *tp.placements), tp.size)
 
 
+Asked = tuple[str, str, bool, str]
+"""Of a marker: its members, group, keep and reduce; see `passes/ops.py`."""
+
+
 @dataclass(eq=False)
 class ShardedParam:
     """One parameter, wherever it is registered.
@@ -142,8 +146,11 @@ class ShardedParam:
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # What the getter hands to the marker under torch.compile: plain constants to guard on.
-        self.usual = self.in_full_precision = ("", "")  # see `describe()`
+        # What the getter hands to the marker under torch.compile: constants to guard on. See
+        # `describe()`.
+        self.asked: Asked = ("", "", False, "")
+        self.asked_in_full = self.asked
+        self.follows_mode = False  # the latter holds in eval mode
         self.is_extended = False  # its shard says what is gathered for it: see extensions.py
         self.number = next(_numbers)  # of this one alone: what it says is traced into its graph
         self.group = self.axes.shard_group
@@ -163,10 +170,18 @@ class ShardedParam:
         Raises TypeError if its shard has one of the two methods of an extension.
         """
         self.is_extended = is_extended(self.name, self.shard)
-        self.usual = self._description(in_full_precision=False)
-        self.in_full_precision = self._description(in_full_precision=True)
+        self.follows_mode = self.unit.mp.full_precision_in_eval
+        self.asked = self._description(in_full_precision=False)
+        self.asked_in_full = self._description(in_full_precision=True)
+        self.tell_places()
 
-    def _description(self, *, in_full_precision: bool) -> tuple[str, str]:
+    def tell_places(self) -> None:
+        """Write down in each place what its getter hands to the marker; None if it has to ask."""
+        asked = None if self.tp is not None or self.follows_mode else self.asked
+        for module, attribute in self.places:
+            module.__dict__.setdefault("_autoshard_asked", {})[attribute] = asked
+
+    def _description(self, *, in_full_precision: bool) -> Asked:
         gathered = self.unit.gathered_member(self, in_full_precision=in_full_precision)
         reduced = self.unit.reduced_member(self, gathered.dtype)
         if reduced.dtype != self.member.dtype:
@@ -182,7 +197,7 @@ class ShardedParam:
             flags.append(f"cut:{self.unit.smaller.shard_group}")
         if flags or reduced != gathered or group != self.group:
             reduce = " ".join([*flags, show_members((reduced,)), group])
-        return members, reduce
+        return members, self.group, not self.unit.reshards, reduce
 
     @property
     def reduce_group(self) -> str:
@@ -205,11 +220,6 @@ class ShardedParam:
     def shard(self) -> Tensor:
         """This rank's rows, (local rows, *rest); the storage that optimizers update."""
         return local_tensor(self.param)
-
-    @property
-    def keep(self) -> bool:
-        """Whether the whole parameter is kept from forward to backward."""
-        return not self.unit.reshards
 
     def grad_from(self, shard: Tensor) -> DTensor:
         """A gradient for `param` out of this rank's rows of it."""

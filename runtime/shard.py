@@ -493,5 +493,7 @@ def _name_everything(modules: tuple[nn.Module, ...]) -> None:
                     sharded.name = dot + attribute
             unit = access.unit_of(module)
             if unit is not None and module is unit.modules[0]:
-                unit.is_root = module in modules
+                if unit.is_root != (module in modules):
+                    unit.is_root = not unit.is_root
+                    unit.describe()
                 unit.name = prefix + path if path else (prefix.rstrip(".") or ROOT_NAME)
