@@ -245,14 +245,21 @@ def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     from torch.fx.graph import _BoxedCodeGen
 
     gm.graph.set_codegen(_BoxedCodeGen())
-    gm.recompile()
-    forward = gm.forward
+    forward = torch.fx.GraphModule(gm, gm.graph).forward
 
     def call(args: list[Any]) -> Any:
         return forward(args)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """One that generates code once it is called: Inductor never does."""
+    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
 
 
 def rename(node: torch.fx.Node, name: str) -> None:

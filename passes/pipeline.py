@@ -53,6 +53,6 @@ def pass_name(transform: Pass) -> str:
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     """New nodes, same weights. `copy.deepcopy(gm)` would clone every parameter."""
-    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied = _torch.graph_module(gm, copy.deepcopy(gm.graph))
     copied.meta = dict(gm.meta)
     return copied
