@@ -94,6 +94,11 @@ class UnitReductions:
         for reduction in self._reductions:
             reduction.advance()
 
+    def abandon(self) -> None:
+        """Wait for what is on its way, which nobody wants any more."""
+        for reduction in self._reductions:
+            reduction.abandon()
+
     def wait(self, like: Tensor, members: str, group: str) -> list[Tensor]:
         """This rank's parts of the gradients; of those that wait still, zeros: a compiler may
         count on the strides of what a graph waits for.

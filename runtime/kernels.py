@@ -1,7 +1,8 @@
 """Implementations of the ops of `passes/ops.py`, on top of `collectives.py`.
 
 What is in flight is kept here, found by the address of its ticket, until it is waited for
-or an exception drops the ticket: then its entry goes, too.
+or an exception drops the ticket: then its entry goes, too, and compute on a device waits
+for it, as its buffers are free from then on. No alias stands for a ticket.
 """
 
 from __future__ import annotations
@@ -173,9 +174,22 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
 def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tensor:
     ticket = like.new_empty(1, dtype=torch.uint8)
     address = ticket.data_ptr()
-    dropped = weakref.ref(ticket, lambda _: _in_flight.pop(address, None))
+    is_on_host = ticket.device.type == "cpu"
+    dropped = weakref.ref(ticket, lambda _: _drop(address, is_on_host=is_on_host))
     _in_flight[address] = _Entry(dropped, flight, keep)
     return ticket
+
+
+def _drop(address: int, *, is_on_host: bool) -> None:
+    entry = _in_flight.pop(address, None)
+    if entry is None or is_on_host:
+        return  # a host's collectives hold on to their buffers themselves
+    if isinstance(entry.flight, Copies):
+        entry.flight.wait_on_device()
+    elif isinstance(entry.flight, UnitReductions):
+        entry.flight.abandon()
+    else:
+        entry.flight.wait()
 
 
 def _redeem(ticket: Tensor) -> InFlight | UnitReductions:

@@ -219,6 +219,11 @@ class Reduction:
             and (has or self._reducer.sends_unused or anywhere[index].item() > 0)
         }
 
+    def abandon(self) -> None:
+        """Wait for what is on its way, which nobody wants any more."""
+        if self._flight is not None:
+            self._flight = self._flight.wait()
+
     def accumulate(self) -> None:
         """Wait, and add what comes to `.grad`."""
         for param, shard in self.wait().items():
