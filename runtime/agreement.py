@@ -303,12 +303,17 @@ def _compare(
         raise RuntimeError(f"{here}, but {', '.join(others)}: {hint}")
 
 
-IMAGINED = {"fake"}
-"""Names of backends of one process, whose other ranks do what it does."""
+_imagined = {"fake"}  # backends
+
+
+def imagine(backend: str) -> None:
+    """Compare no notes over groups of `backend`: of their ranks one exists, and the others do what
+    it does."""
+    _imagined.add(backend)
 
 
 def _is_alone(mesh: DeviceMesh) -> bool:
-    return mesh.size() == 1 or dist.get_backend() in IMAGINED
+    return mesh.size() == 1 or dist.get_backend() in _imagined
 
 
 def _name(mesh: DeviceMesh) -> str:
