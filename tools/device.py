@@ -23,7 +23,8 @@ def current_device() -> torch.device:
 
 
 def timed(run: Callable[[], T]) -> tuple[T, float]:
-    """What `run` gives, and microseconds: of a GPU, those of its kernels alone, not of launches."""
+    """What `run` gives, and microseconds: where there is a GPU, those of its kernels, without their
+    launches as long as these take no more than 0.1 ms."""
     synchronize()
     if not torch.cuda.is_available():
         started = time.perf_counter()
