@@ -362,6 +362,8 @@ def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
     """Start the ranks unless torchrun did; exit status 2 for a name that isn't there."""
+    if options.out and not os.access(Path(options.out).parent, os.W_OK):
+        options.parser.error(f"--out {options.out}: there is no such folder to write to")
     if "RANK" not in os.environ:
         return launch(arguments, options.ranks)
     import torch
@@ -377,9 +379,7 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
         given = read_options(options.options)
         contestants = read_contestants(options.contestants or CONTESTANTS)
         workloads = read_workloads(options.models, device_type())
-        if options.out and is_first:
-            Path(options.out).touch()  # what can't be written is told now
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         options.parser.error(str(error))
     ensure_process_group()
     if is_first:
