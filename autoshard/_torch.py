@@ -255,7 +255,7 @@ def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """One that generates code once it is called: Inductor never does."""
+    """One that generates code once that is wanted. Inductor wants it only to hash the graph."""
     from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):

@@ -42,7 +42,7 @@ def run(
             raise PassError(f"{name} broke the graph: {error}") from error
         if after_each:
             after_each(name, gm)
-    gm.recompile()
+    gm.recompile()  # it may have been looked at meanwhile; code is generated once that is wanted
     return gm
 
 
