@@ -182,10 +182,12 @@ def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tenso
 
 def _drop(address: int, *, is_on_host: bool) -> None:
     entry = _in_flight.pop(address, None)
-    if entry is None or is_on_host:
-        return  # a host's collectives hold on to their buffers themselves
-    if isinstance(entry.flight, Copies):
+    if entry is None:
+        return
+    if isinstance(entry.flight, Copies):  # their tickets are the host's, wherever they go
         entry.flight.wait_on_device()
+    elif is_on_host:
+        return  # a host's collectives hold on to their buffers themselves
     elif isinstance(entry.flight, UnitReductions):
         entry.flight.abandon()
     else:

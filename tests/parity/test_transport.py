@@ -16,6 +16,7 @@ from torch import Tensor
 from autoshard import _torch
 from autoshard.passes.layout import Member
 from autoshard.runtime import collectives, kernels, transport
+from autoshard.runtime.copies import Copies
 
 LATER = 50_000  # numbers that take a while to arrive
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -229,3 +230,12 @@ def test_a_graph_that_an_exception_leaves(rank: int) -> None:
     assert whole.sum().item() == 80_000
     with pytest.raises(RuntimeError, match="waits twice"):
         wait(ticket, *arguments)
+
+
+def test_copies_that_an_exception_leaves() -> None:
+    """Compute waits for them: their memory is free from then on."""
+    done = mock.Mock()
+    ticket = kernels._copy_ticket(Copies([], [], done))
+    done.wait.assert_not_called()
+    del ticket
+    done.wait.assert_called_once()
