@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -276,14 +277,15 @@ def inductor_settings(**wanted: object) -> dict[str, object]:
     return {key: value for key, value in named.items() if key in known}
 
 
-def aot_settings() -> contextlib.AbstractContextManager[Any]:
-    """How AOTAutograd is to work for us, for the duration of one compilation.
+def aot_settings(*, is_cached: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """What compilations need of AOTAutograd.
 
-    Its cache would skip our passes on a hit. And it would put off a backward that can't be
-    compiled to the first backward, when it is too late to fall back.
+    Its cache skips our passes on a hit, so it is used only by who knows what they would say. And
+    torch would put off a backward that can't be compiled to the first backward, when it is too late
+    to fall back.
     """
     patch: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(
-        enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+        enable_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
     )
     return patch
 
@@ -295,23 +297,38 @@ def compile_with_inductor(
     inner_compile: Callable[..., Any],
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule],
     mode: str | None,
-) -> Callable[..., Any]:
+    key: str | None,
+) -> tuple[Callable[..., Any], list[str]]:
     """Inductor's whole pipeline, with `joint_pass` last over the joint graph before it is
     partitioned, and `inner_compile` in place of its compiler of single graphs.
+
+    key: all that these two depend on besides the graph; None: nothing is cached of the frame.
+    Returns the compiled frame, and the names in Inductor's cache of the graphs in it.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.output_code import CompiledFxGraph
 
     class JointPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             assert graph.owning_module is not None
             joint_pass(graph.owning_module)
 
-        def uuid(self) -> None:
-            return None  # what it does depends on this compilation: never cached
+        def uuid(self) -> str | None:
+            return key
 
-    with aot_settings():
+    names: list[str] = []
+    post_compile = CompiledFxGraph.post_compile
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        names.append(self._fx_graph_cache_key or "")
+        post_compile(self, *args, **kwargs)
+
+    with (
+        aot_settings(is_cached=key is not None),
+        mock.patch.object(CompiledFxGraph, "post_compile", noted),
+    ):
         compiled: Any = compile_fx(
             gm,
             example_inputs,
@@ -322,7 +339,7 @@ def compile_with_inductor(
             },
         )
     call: Callable[..., Any] = compiled
-    return call
+    return call, names
 
 
 def fresh_inductor_cache() -> contextlib.AbstractContextManager[Any]:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard import _torch, passes
+from autoshard import _torch, passes, plan_cache
 from autoshard.options import CompileOptions
+from autoshard.passes import groups
 from autoshard.passes.auto_buckets import PricedGraph
 from autoshard.passes.drafts import INNER
 from autoshard.passes.dump import Dump
@@ -281,6 +282,7 @@ class Compilation:
     """
 
     _numbers = itertools.count()
+    is_cached = True  # by torch, between processes
 
     def __init__(
         self,
@@ -353,17 +355,63 @@ class Compilation:
         return compiled
 
     def _compile_inductor(self) -> Callable[..., Any]:
+        is_lowered = False
+
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            nonlocal is_lowered
+            is_lowered = True
             graph = "inference" if kwargs.get("is_inference") else "forward"
             graph = "backward" if kwargs.get("is_backward") else graph
-            return self.lower_inductor(self.apply(gm, graph), example_inputs, **kwargs)
+            gm = self.apply(gm, graph)
+            compiled = self.lower_inductor(gm, example_inputs, **kwargs)
+            name = getattr(compiled, "_fx_graph_cache_key", None)
+            if name is not None:
+                plan_cache.save(name, PLAN.get(gm))
+            return compiled
 
-        return _torch.compile_with_inductor(
+        call, names = _torch.compile_with_inductor(
             self.frame.gm,
             self.frame.inputs,
             inner_compile=inner,
             joint_pass=self._joint,
             mode=self.mode,
+            key=self._cache_key(),
+        )
+        if not is_lowered:
+            plans = plan_cache.load(names)
+            if plans is None:
+                self.frame.params[0].unit.misses_plans = True
+                raise _torch.TraceAgain(restart_reason="plans of cached graphs are gone")
+            for plan in plans:
+                self._tell(plan, None)
+        return call
+
+    def _cache_key(self) -> str | None:
+        """What passes depend on, for AOTAutograd's cache; None where they have to run."""
+        params = self.frame.params
+        if not (self.is_cached and params) or self.options.dump is not None:
+            return None
+        if params[0].unit.misses_plans:
+            return None
+        joined = {param.group for param in params} | {param.reduce_group for param in params}
+        joined |= {each.unit.smaller.shard_group for each in params if each.unit.smaller}
+        return plan_cache.frame_key(
+            (
+                dataclasses.replace(self.options, strict=False),
+                self.table,
+                self.prices,
+                self.mode,
+                sorted(self.kept),
+                [plan.to_json() for plan in self.known],
+                [
+                    (
+                        group,
+                        groups.size(group),
+                        [groups.local_size(p.member, group) for p in params],
+                    )
+                    for group in sorted(joined)
+                ],
+            )
         )
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -408,14 +456,16 @@ class Compilation:
             self._tell(plan, gm)
         return gm
 
-    def _tell(self, plan: Plan, gm: fx.GraphModule) -> None:
+    def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
+        """gm: None if it comes from a cache, lowered."""
         self.plans.append(plan)
         log.info("graph %d, %s", self.number, plan.text())
         name = f"autoshard_{self.number}_{plan.graph}"
         _torch.trace_structured_artifact(f"{name}_plan", "string", plan.text)
-        _torch.trace_structured_artifact(
-            f"{name}_graph", "string", lambda: render(gm.graph, axes=self.axes)
-        )
+        if gm is not None:
+            _torch.trace_structured_artifact(
+                f"{name}_graph", "string", lambda: render(gm.graph, axes=self.axes)
+            )
 
     def _dump(self, gm: fx.GraphModule, graph: str) -> Dump | None:
         if self.options.dump is None:
@@ -429,6 +479,8 @@ class Compilation:
 
 class Draft(Compilation):
     """Graphs that are planned to be looked at; what is compiled gives the right numbers, slowly."""
+
+    is_cached = False
 
     def worth_keeping(self) -> tuple[str, ...]:
         """Names of parameters; none without a budget, or where nothing is gathered again."""
@@ -444,7 +496,7 @@ class Draft(Compilation):
     ) -> Any:
         return lower_eagerly(gm)
 
-    def _tell(self, plan: Plan, gm: fx.GraphModule) -> None:
+    def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
         """Nobody needs to know of it."""
 
 

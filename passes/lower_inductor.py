@@ -27,6 +27,8 @@ from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
 from autoshard.passes.match import bucket_of, event_of, is_pack, kind_of
+from autoshard.passes.meta import PLAN
+from autoshard.passes.plan import Plan
 from autoshard.passes.roofline import tensors_of
 
 SETTINGS = {
@@ -51,7 +53,7 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     settings = {
         **_torch.inductor_settings(**SETTINGS),
         "joint_custom_post_pass": None,  # it has run; what is compiled here may come from a cache
-        "post_grad_custom_post_pass": KeepOrder(gm.graph),
+        "post_grad_custom_post_pass": KeepOrder(gm.graph, PLAN.get(gm)),
     }
     with torch._inductor.config.patch(settings):
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
@@ -112,20 +114,22 @@ class KeepOrder(CustomGraphPass):
     """Chain each pack, launch and wait to the one before, and to the compute planned before it.
 
     Inductor's cache is to know the sizes of what our ops give: a shard may have more rows on one
-    rank than on another, in graphs whose inputs are alike.
+    rank than on another, in graphs whose inputs are alike. And the plan, with its figures: it is
+    found again by the graph's name there (`plan_cache.py`).
     """
 
-    def __init__(self, planned: fx.Graph) -> None:
+    def __init__(self, planned: fx.Graph, plan: Plan | None) -> None:
         super().__init__()
         ours = (node for node in planned.nodes if _namespace(node) == "autoshard")
         sizes = [[tuple(each.shape) for each in tensors_of(node)] for node in ours]
-        self.sizes = hashlib.sha256(str(sizes).encode()).hexdigest()
+        text = f"{sizes} {plan.to_json() if plan else None}"
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> None:
         keep_order(graph)
 
     def uuid(self) -> str:
-        return f"autoshard.keep_order.5 {self.sizes}"
+        return f"autoshard.keep_order.6 {self.digest}"
 
 
 def _namespace(node: fx.Node) -> str:

@@ -63,6 +63,7 @@ class Unit:
     agreed: Agreed = field(default_factory=set)
     known_plans: dict[str, list[Plan]] = field(default_factory=dict)  # by frame, which ranks share
     kept_params: dict[str, frozenset[str]] = field(default_factory=dict)  # likewise
+    misses_plans: bool = False  # of graphs that torch's caches have: nothing is taken from them
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: int = 1

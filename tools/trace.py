@@ -84,6 +84,8 @@ def trace_workload(
 class _Tracing(Compilation):
     """Keeps the graphs' texts; what Inductor would lower is lowered plainly, as none of it runs."""
 
+    is_cached = False
+
     def __init__(self, frame: Frame, options: CompileOptions) -> None:
         super().__init__(frame, options, None)
         self.traced: list[Traced] = []
@@ -93,8 +95,9 @@ class _Tracing(Compilation):
     ) -> Any:
         return lower_eagerly(gm)
 
-    def _tell(self, plan: Plan, gm: fx.GraphModule) -> None:
+    def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
         super()._tell(plan, gm)
+        assert gm is not None
         self.traced.append(Traced(plan.graph, render(gm.graph, axes=self.axes), plan))
 
 
