@@ -1,0 +1,81 @@
+"""Frames that come from AOTAutograd's cache have the plans that they were compiled with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import on_ranks
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import _torch, plan_cache
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def train(**options: Any) -> tuple[list[str], list[float], int]:
+    """Texts of the plans, losses, and how many frames came from the cache."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model: Any = autoshard.shard(Net(), policy=autoshard.ModuleWrapPolicy({nn.Linear}))
+    model.compile(backend="autoshard", options={"strict": True, **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 6)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    return [plan.text() for plan in autoshard.plans(model)], losses, hits
+
+
+@on_ranks(2)
+def test_a_hit_has_its_plans(rank: int) -> None:
+    with _torch.fresh_inductor_cache():
+        first = train()
+        assert first[2] == 0
+        assert train() == (*first[:2], 1)
+
+
+@on_ranks(2)
+def test_other_options_are_no_hit(rank: int) -> None:
+    with _torch.fresh_inductor_cache():
+        plans, losses, _ = train()
+        others, same, hits = train(bucketing="none")
+        assert hits == 0
+        assert others != plans
+        assert same == losses
+
+
+@on_ranks(2)
+def test_plans_that_are_gone(rank: int) -> None:
+    """The frame is compiled again."""
+    with _torch.fresh_inductor_cache():
+        plans, losses, _ = train()
+        for path in (Path(_torch.inductor_cache_folder()) / "autoshard").iterdir():
+            path.unlink()
+        assert train()[:2] == (plans, losses)
+
+
+def test_a_file_that_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "inductor_cache_folder", lambda: str(tmp_path))
+    plan_cache.save("a", None)
+    assert plan_cache.load(["a"]) == []
+    (tmp_path / "autoshard" / "a.json").write_text("{")
+    assert plan_cache.load(["a"]) is None
+    assert plan_cache.load(["b"]) is None
