@@ -280,12 +280,14 @@ def inductor_settings(**wanted: object) -> dict[str, object]:
 def aot_settings(*, is_cached: bool = False) -> contextlib.AbstractContextManager[Any]:
     """What compilations need of AOTAutograd.
 
-    Its cache skips our passes on a hit, so it is used only by who knows what they would say. And
-    torch would put off a backward that can't be compiled to the first backward, when it is too late
-    to fall back.
+    Its cache skips our passes on a hit, so it is used only by who knows what they would say, and
+    where the user has it on. And torch would put off a backward that can't be compiled to the first
+    backward, when it is too late to fall back.
     """
-    patch: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(
-        enable_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
+    config = torch._functorch.config
+    patch: contextlib.AbstractContextManager[Any] = config.patch(
+        enable_autograd_cache=is_cached and config.enable_autograd_cache,
+        force_non_lazy_backward_lowering=True,
     )
     return patch
 

@@ -6,12 +6,14 @@ Dynamo's graph -> make_frame -> AOTAutograd -> joint passes -> partition
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import logging
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ from autoshard.runtime.plans import record
 from autoshard.runtime.precision import cast_buffers
 
 log = logging.getLogger(__name__)
+
+NEVER = 2**31 - 1  # so many collections of the middle generation make one of the old
 
 # torch.compile(..., backend="autoshard") imports this module before it wraps what it is given.
 first_call.watch_first_calls(lambda options: CompileOptions.read(options).shard_arguments())
@@ -327,7 +331,8 @@ class Compilation:
     def compile(self) -> Callable[..., Any]:
         """A callable with the inputs and outputs of the frame's graph."""
         code = _torch.traced_code()
-        with self.frame.with_more_inputs(), progress(code, self._num_graphs()) as self._begins:
+        begins = progress(code, self._num_graphs())
+        with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
             if self.options.lowering == "eager":
                 return self._compile_eagerly()
             return self._compile_inductor()
@@ -498,6 +503,21 @@ class Draft(Compilation):
 
     def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
         """Nobody needs to know of it."""
+
+
+@contextlib.contextmanager
+def _old_objects_stay() -> Iterator[None]:
+    """Look for garbage among young objects only.
+
+    Graphs are many objects that live, and Python looks through all of them again whenever they have
+    become a quarter more: a twentieth of a compilation, and more for more layers.
+    """
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
 
 
 def _shard_bytes(param: ShardedParam) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,32 @@ def test_plans_that_are_gone(rank: int) -> None:
         for path in (Path(_torch.inductor_cache_folder()) / "autoshard").iterdir():
             path.unlink()
         assert train()[:2] == (plans, losses)
+
+
+@on_ranks(2)
+def test_one_rank_alone_has_a_cache(rank: int) -> None:
+    with _torch.fresh_inductor_cache():
+        first = train()
+        with _torch.fresh_inductor_cache() if rank == 1 else contextlib.nullcontext():
+            again = train()
+    assert again == (*first[:2], 1 if rank == 0 else 0)
+
+
+@on_ranks(2)
+def test_a_cache_that_the_user_has_turned_off(rank: int) -> None:
+    with (
+        _torch.fresh_inductor_cache(),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        assert train() == train()
+
+
+@on_ranks(2)
+def test_compiling_leaves_the_garbage_collector_as_it_was(rank: int) -> None:
+    before = gc.get_threshold()
+    train()
+    assert gc.get_threshold() == before
+    assert gc.isenabled()
 
 
 def test_a_file_that_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
