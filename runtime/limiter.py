@@ -4,6 +4,9 @@ A host that only launches is soon many units ahead. Each gather it launches take
 at once, and what earlier ones hold is given back only when the device has come that far.
 So the drop of a unit leaves an event, and before a gather the host waits for the oldest
 where there are MAX_AHEAD: memory is that of so many units, whatever the host's lead.
+
+A CUDA graph that is being captured has its order and its memory once for all, and no host that
+runs ahead: there is nothing to wait for, nor may one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections import deque
 from typing import Any
 
 import torch
+
+from autoshard.runtime.streams import is_captured
 
 MAX_AHEAD = 2  # FSDP1's `_MAX_NUM_INFLIGHT_ALL_GATHERS`, "empirically chosen" there
 
@@ -24,7 +29,9 @@ class Limiter:
 
     def dropped(self, device: torch.device) -> None:
         """A unit's whole parameters have just been let go of."""
-        if device.type != "cpu":  # a CPU does what it is told before it goes on
+        if device.type == "cpu":  # it does what it is told before the host goes on
+            return
+        if not is_captured():
             event = torch.Event(device)
             event.record()
             self.add(event)
@@ -34,7 +41,7 @@ class Limiter:
 
     def wait(self) -> None:
         """Before a gather: until fewer than MAX_AHEAD drops are ahead of the device."""
-        if len(self._events) >= MAX_AHEAD:
+        if len(self._events) >= MAX_AHEAD and not is_captured():
             self._events.popleft().synchronize()
 
 

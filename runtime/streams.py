@@ -35,6 +35,11 @@ def copy_stream(device: torch.device, direction: str) -> Any:
     return torch.Stream(device)
 
 
+def is_captured() -> bool:
+    """Whether what the device is given now becomes part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @contextlib.contextmanager
 def on_all_reduce_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
     """Work inside goes to that stream; on a CPU, to where it would go anyway.

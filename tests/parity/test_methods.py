@@ -469,6 +469,22 @@ def test_limiter() -> None:
     assert log == [0, 1, 2]
 
 
+def test_limiter_waits_for_nothing_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[int] = []
+    limiter = Limiter()
+    for number in range(MAX_AHEAD):
+        limiter.add(Event(log, number))
+    with monkeypatch.context() as capture:
+        capture.setattr("autoshard.runtime.limiter.is_captured", lambda: True)
+        limiter.wait()
+        limiter.dropped(torch.device("cuda"))
+    assert log == []
+    limiter.wait()
+    assert log == [0]
+
+
 class Momentum(nn.Module):
     """An encoder, and a slow copy of it that forward updates while it is fetched ahead."""
 
