@@ -55,10 +55,9 @@ class Draft:
     def bucket(self) -> Bucket:
         infos = [info_of(marker) for marker in self.markers]
         first = self.markers[0]
-        axis = infos[0].axis if is_unshard(first) else infos[0].reduce_axis
         return Bucket(
             kind=kind_of(first),
-            axis=INNER if is_unshard(first) and is_again(first) else axis,
+            axis=_axis_of(first),
             unit=self.unit,
             names=tuple(info.name for info in infos),
             params=tuple(map(param_of, self.markers)),
@@ -116,17 +115,31 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
 
 def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[list[fx.Node]] | None:
     """The markers of each bucket: of several that are alike, buckets take them in order. None if
-    they don't come out even."""
-    waiting: dict[tuple[str, int, str], deque[fx.Node]] = defaultdict(deque)
+    they don't come out even, or go over other axes: the backward that reduces over replicas is not
+    the one whose sums wait for that.
+    """
+    waiting: dict[tuple[str, str, int, str], deque[fx.Node]] = defaultdict(deque)
     for marker in markers:
-        waiting[kind_of(marker), param_of(marker), members_of(marker)].append(marker)
+        key = kind_of(marker), _axis_of(marker), param_of(marker), members_of(marker)
+        waiting[key].append(marker)
     keys = [
-        [(bucket.kind, *each) for each in zip(bucket.params, bucket.members.split(), strict=True)]
+        [
+            (bucket.kind, bucket.axis, *each)
+            for each in zip(bucket.params, bucket.members.split(), strict=True)
+        ]
         for bucket in buckets
     ]
     if Counter(itertools.chain(*keys)) != Counter({k: len(each) for k, each in waiting.items()}):
         return None
     return [[waiting[key].popleft() for key in each] for each in keys]
+
+
+def _axis_of(marker: fx.Node) -> str:
+    """As plans name it."""
+    info = info_of(marker)
+    if is_unshard(marker):
+        return INNER if is_again(marker) else info.axis
+    return info.reduce_axis
 
 
 def carrier_of(name: str, marker: fx.Node) -> tuple[object, ...]:
