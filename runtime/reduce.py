@@ -23,7 +23,7 @@ kernels, which count no version, is not seen; torch's optimizers empty it unless
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,8 @@ class Reducer:
         `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
         parameters are not cut, `hook(state, grad)` works in place.
     partial: sums that are reduce-scattered and wait to be all-reduced; like those that wait
-        whole, they are dropped if `.grad` is emptied meanwhile.
+        whole, they are dropped if `.grad` is emptied meanwhile. By parameter, as another
+        backward may reduce others together.
     """
 
     syncs: bool = True
@@ -66,7 +67,7 @@ class Reducer:
     sends_unused: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook: tuple[Any, Callable[..., Any]] | None = None
-    partial: dict[tuple[ShardedParam, ...], Partial] = field(default_factory=dict)
+    partial: dict[ShardedParam, Partial] = field(default_factory=dict)
 
     @property
     def is_custom(self) -> bool:
@@ -82,10 +83,15 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Partial:
-    """This rank's part of some parameters' sums, flat, and `.grad` of each as it was then."""
+    """This rank's part of a parameter's sum, and `.grad` as it was then.
 
-    flat: Tensor
-    seen: tuple[Seen, ...]
+    chunk: flat, padded.
+    count: of ranks that had a gradient, one number.
+    """
+
+    chunk: Tensor
+    count: Tensor
+    seen: Seen
 
 
 class Reduction:
@@ -177,25 +183,36 @@ class Reduction:
         with on_all_reduce_stream(self._params[0].device, after_compute=not self._flight.work):
             self._keep.append(self._flight)
             self._flight = self._flight.wait()
-            partial = None if self._stands_alone else self._take_partial()
-            if partial is not None:
-                self._keep.append(partial)
-                self._flight.receive.add_(partial)
+            if not self._stands_alone:
+                self._add_partial(*self._pieces(self._flight.receive))
             if self._reducer.all_reduces or self._stands_alone:
                 group = self._unit.axes.replicate_group
                 self._flight = collectives.launch_all_reduce(self._flight, group)
                 return
-        seen = tuple(map(Seen.now, self._params))
-        self._reducer.partial[self._params] = Partial(self._flight.receive, seen)
+        chunks, counts = self._pieces(self._flight.receive)
+        for param, chunk, count in zip(self._params, chunks, counts, strict=True):
+            self._reducer.partial[param] = Partial(chunk, count, Seen.now(param))
         units_that_wait.add(self._unit)
         self._wanted = set()
 
-    def _take_partial(self) -> Tensor | None:
-        partial = self._reducer.partial.pop(self._params, None)
-        if partial is None:
-            return None
-        pairs = zip(self._params, partial.seen, strict=True)
-        return partial.flat if all(seen.is_left(param) for param, seen in pairs) else None
+    def _pieces(self, flat: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Of what this rank has of the sums: each parameter's, and the number that goes with it."""
+        world = self._unit.axes.shard_world
+        lengths = [param.member.chunk_numel(world) for param in self._params]
+        *chunks, counts = flat.split([*lengths, len(self._params)])
+        return chunks, counts.split(1)
+
+    def _add_partial(self, chunks: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+        sums: list[Tensor] = []
+        waiting: list[Tensor] = []
+        for param, chunk, count in zip(self._params, chunks, counts, strict=True):
+            partial = self._reducer.partial.pop(param, None)
+            if partial is not None and partial.seen.is_left(param):
+                sums += chunk, count
+                waiting += partial.chunk, partial.count
+        if waiting:
+            self._keep.append(waiting)
+            torch._foreach_add_(sums, waiting)
 
     def wait(self) -> dict[ShardedParam, Tensor]:
         """This rank's part of the mean gradients, of wanted parameters that have one anywhere."""
@@ -385,11 +402,8 @@ def pending_of(param: ShardedParam) -> Tensor | None:
 
 def is_waiting(param: ShardedParam) -> bool:
     """Whether a gradient of it waits, whole or for its all-reduce. Raises as `pending_of`."""
-    return pending_of(param) is not None or any(
-        partial.seen[params.index(param)].is_left(param)
-        for params, partial in param.unit.reducer.partial.items()
-        if param in params
-    )
+    partial = param.unit.reducer.partial.get(param)
+    return pending_of(param) is not None or (partial is not None and partial.seen.is_left(param))
 
 
 def forget(param: ShardedParam) -> None:

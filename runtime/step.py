@@ -368,11 +368,12 @@ class Step:
             reduction.advance()
         for unit in units_below(self.owner):
             if unit.reducer.all_reduces:
-                for params, partial in list(unit.reducer.partial.items()):
+                left: dict[torch.dtype, list[ShardedParam]] = {}
+                for param, partial in unit.reducer.partial.items():
+                    left.setdefault(partial.chunk.dtype, []).append(param)
+                for dtype, params in left.items():
                     self.owner.order("backward").take(f"what is left to all-reduce of {unit.name}")
-                    self._start(
-                        Reduction(unit, dict.fromkeys(params), set(params), partial.flat.dtype)
-                    )
+                    self._start(Reduction(unit, dict.fromkeys(params), set(params), dtype))
         self.owner.carried.extend(self._reduces)
         self._reduces = []
         if self.owner.is_last_backward:

@@ -69,13 +69,20 @@ def test_no_sync(rank: int, form: str) -> None:
     assert_same(model, want)
 
 
-@in_both_forms
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("eager", {}), ("compiled", {}), ("compiled", {"topology": "gloo"})],
+)
 @on_ranks(4)
-def test_all_reduce_on_the_last(rank: int, form: str) -> None:
-    """B.2: reduce-scattered sums add up; replicas are summed once. Backwards need not end."""
+def test_all_reduce_on_the_last(rank: int, form: str, options: dict[str, Any]) -> None:
+    """B.2: reduce-scattered sums add up; replicas are summed once. Backwards need not end.
+
+    Plans that are searched for may reduce others together in the last backward.
+    """
     want = by_hand(rank, sgd)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = in_form(autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh), form)
+    model = autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh)
+    model = in_form(model, form, **options)
     optimizer = sgd(model)
     for step in range(3):
         for batch in range(BATCHES):
@@ -436,14 +443,17 @@ def test_two_graphs_lowered_by_inductor(rank: int) -> None:
     assert_same(models[1], models[0], rtol=1e-5)  # Inductor fuses, and rounds less
 
 
+@pytest.mark.parametrize("options", [{}, {"topology": "gloo"}])
 @on_ranks(2)
-def test_sums_that_wait_for_their_all_reduce_lowered_by_inductor(rank: int) -> None:
+def test_sums_that_wait_for_their_all_reduce_lowered_by_inductor(
+    rank: int, options: dict[str, Any]
+) -> None:
     """What a graph waits for, and is not there yet, has the strides that Inductor counts on."""
     models = []
     for form in FORMS:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         model = autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh)
-        model = in_form(model, form, lowering="inductor")
+        model = in_form(model, form, lowering="inductor", **options)
         optimizer = sgd(model)
         for batch in range(BATCHES):
             model.set_requires_all_reduce(batch == BATCHES - 1)
@@ -451,6 +461,30 @@ def test_sums_that_wait_for_their_all_reduce_lowered_by_inductor(rank: int) -> N
         optimizer.step()
         models.append(model)
     assert_same(models[1], models[0], rtol=1e-5)  # Inductor fuses, and rounds less
+
+
+@on_ranks(2)
+def test_sums_that_other_buckets_left(rank: int) -> None:
+    """Compiled code left them, each bucket's of parameters of several units and of parts of units;
+    the eager runtime takes them, and the other way about."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    models = []
+    for forms in (("eager", "eager"), ("compiled", "eager"), ("eager", "compiled")):
+        model = autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh)
+        options = {
+            "lowering": "eager",
+            "strict": True,
+            "bucketing": [["layers.0", "layers.1.up"], ["layers.1.norm", "layers.1.down"]],
+        }
+        compiled = torch.compile(model, backend="autoshard", options=options)
+        calls = {"eager": model, "compiled": compiled}
+        for batch, form in enumerate(forms):
+            model.set_requires_all_reduce(batch == 1)
+            net_loss(calls[form], rank, batch).backward()
+        sgd(model).step()
+        models.append(model)
+    assert_same(models[1], models[0])
+    assert_same(models[2], models[0])
 
 
 class RunAgain(Net):
