@@ -280,16 +280,37 @@ def inductor_settings(**wanted: object) -> dict[str, object]:
 def aot_settings(*, is_cached: bool = False) -> contextlib.AbstractContextManager[Any]:
     """What compilations need of AOTAutograd.
 
-    Its cache skips our passes on a hit, so it is used only by who knows what they would say, and
-    where the user has it on. And torch would put off a backward that can't be compiled to the first
+    Its cache skips our passes on a hit, so it is used only by who knows what they would say. And
+    torch would put off a backward that can't be compiled to the first
     backward, when it is too late to fall back.
     """
-    config = torch._functorch.config
-    patch: contextlib.AbstractContextManager[Any] = config.patch(
-        enable_autograd_cache=is_cached and config.enable_autograd_cache,
-        force_non_lazy_backward_lowering=True,
+    patch: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(
+        enable_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
     )
     return patch
+
+
+def caches_frames() -> bool:
+    """Whether AOTAutograd's cache can be used for frames of ours: not where entries have their
+    graphs in them, so that these have no name, nor where ranks of the user's wait for each other in
+    passes that a hit skips.
+    """
+    functorch, dynamo = torch._functorch.config, torch._dynamo.config
+    return bool(functorch.enable_autograd_cache) and not (
+        functorch.bundled_autograd_cache
+        or getattr(dynamo, "caching_precompile", False)
+        or getattr(functorch, "_sync_decision_cross_ranks", False)
+        or getattr(functorch, "_sync_cache_decision_cross_ranks", False)
+    )
+
+
+def ambient_dtypes() -> list[tuple[object, ...]]:
+    """What dtypes of a graph depend on besides its inputs, as torch 2.11's cache forgets."""
+    devices = torch._C._autocast_supported_devices()
+    return [
+        (torch.get_default_dtype(),),
+        *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+    ]
 
 
 def compile_with_inductor(

@@ -35,6 +35,7 @@ from autoshard.passes.meta import PLAN, PRICED
 from autoshard.passes.plan import Plan, show_bytes
 from autoshard.passes.planner.keep import worth_keeping
 from autoshard.passes.prices import Prices
+from autoshard.passes.roofline import hint_of
 from autoshard.passes.text import render
 from autoshard.progress import progress
 from autoshard.runtime import access, first_call
@@ -141,6 +142,8 @@ class _Attempt:
             self.compilation = Compilation(frame, settings, mode, known, kept)
             self.compiled = self.compilation.compile()
             self.plans = tuple(self.compilation.plans)
+        except _torch.TraceAgain:
+            raise
         except Exception as error:
             self.failure = error
             self.reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
@@ -389,35 +392,41 @@ class Compilation:
                 raise _torch.TraceAgain(restart_reason="plans of cached graphs are gone")
             for plan in plans:
                 self._tell(plan, None)
+        if self.frame.params:
+            self.frame.params[0].unit.misses_plans = False
         return call
 
     def _cache_key(self) -> str | None:
         """What passes depend on, for AOTAutograd's cache; None where they have to run."""
         params = self.frame.params
-        if not (self.is_cached and params) or self.options.dump is not None:
+        if not (self.is_cached and params and _torch.caches_frames()):
+            return None
+        # A mesh of the user's, among the inputs, is another one to torch in each process.
+        if self.options.dump is not None or any(param.tp is not None for param in params):
             return None
         if params[0].unit.misses_plans:
             return None
         joined = {param.group for param in params} | {param.reduce_group for param in params}
         joined |= {each.unit.smaller.shard_group for each in params if each.unit.smaller}
-        return plan_cache.frame_key(
-            (
-                dataclasses.replace(self.options, strict=False),
-                self.table,
-                self.prices,
-                self.mode,
-                sorted(self.kept),
-                [plan.to_json() for plan in self.known],
-                [
-                    (
-                        group,
-                        groups.size(group),
-                        [groups.local_size(p.member, group) for p in params],
-                    )
-                    for group in sorted(joined)
-                ],
-            )
-        )
+        facts: list[object] = [
+            (self.options.lowering, self.options.bucketing, self.mode),
+            self.table,
+            sorted(self.kept),
+            [plan.to_json() for plan in self.known],
+            _torch.ambient_dtypes(),
+        ]
+        for group in sorted(joined):
+            sizes = [groups.local_size(param.member, group) for param in params]
+            facts.append((group, groups.shards(group), groups.size(group), sizes))
+        if self.prices is not None:
+            parts = {
+                part
+                for each in joined
+                for part in (groups.shard_part(each), groups.replicate_part(each))
+            }
+            facts += [self.prices, [(part, self.prices.ranks(part)) for part in sorted(parts)]]
+            facts.append([_hints(value) for value in self.frame.inputs])
+        return plan_cache.frame_key(facts)
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         return _torch.min_cut_rematerialization_partition(self._joint(gm), joint_inputs, **kwargs)
@@ -518,6 +527,13 @@ def _old_objects_stay() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(young, middle, old)
+
+
+def _hints(value: object) -> list[int]:
+    """Of a graph's input: its sizes as they are now, symbolic ones too."""
+    if isinstance(value, torch.Tensor):
+        return list(map(hint_of, value.shape))
+    return [hint_of(value)] if isinstance(value, torch.SymInt) else []
 
 
 def _shard_bytes(param: ShardedParam) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
-import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def frame_key(facts: Sequence[object]) -> str:
 
 @functools.cache
 def _sources() -> str:
-    found = hashlib.sha256()
+    found = hashlib.sha256(importlib.metadata.version("autoshard").encode())
     here = Path(__file__).parent
     for folder in (".", "passes", "passes/planner", "runtime"):
         for path in sorted((here / folder).glob("*.py")):
@@ -40,13 +41,16 @@ def _sources() -> str:
 
 def save(graph_key: str, plan: Plan | None) -> None:
     """Keep `plan` beside the graph of that name. Where it can't be written, it isn't found."""
-    path = _path(graph_key)
     text = plan.to_json() if plan is not None and plan.buckets else NO_PLAN
     try:
+        path = _path(graph_key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        aside = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        try:
+            aside.write_text(text)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
     except OSError:
         return
 

@@ -29,12 +29,12 @@ class Prices:
     def links(self, kind: str, group: str) -> tuple[Link, ...]:
         """The collectives of a bucket over `group`, in turn."""
         shards, copies = groups.shard_part(group), groups.replicate_part(group)
-        return self.topology.links(kind, self._ranks(shards), self._ranks(copies))
+        return self.topology.links(kind, self.ranks(shards), self.ranks(copies))
 
     def op_us(self, node: fx.Node) -> float:
         return node_us(node, self.topology, is_fused=self.is_fused)
 
-    def _ranks(self, name: str) -> tuple[int, int]:
+    def ranks(self, name: str) -> tuple[int, int]:
         """Of a group: how many there are, and how many of them on one node."""
         ranks = _torch.group_ranks(name) if name else [0]
         nodes = [rank // self.topology.ranks_per_node for rank in ranks]

@@ -65,7 +65,7 @@ def op_key(target: object, arguments: object) -> str:
     `arguments`; symbolic sizes are their hints."""
     tensors = [each for each in pytree.tree_leaves(arguments) if isinstance(each, Tensor)]
     texts = (
-        f"{DTYPE_NAMES.get(each.dtype, each.dtype)}{[_hint(size) for size in each.shape]}"
+        f"{DTYPE_NAMES.get(each.dtype, each.dtype)}{[hint_of(size) for size in each.shape]}"
         for each in tensors
     )
     return f"{target}({', '.join(texts)})"
@@ -126,7 +126,7 @@ def num_bytes_of(tensor: Tensor) -> int:
     """Of its elements; of a symbolic size, by its hint."""
     numel = 1
     for size in tensor.shape:
-        numel *= _hint(size)
+        numel *= hint_of(size)
     return numel * tensor.dtype.itemsize
 
 
@@ -135,8 +135,8 @@ def _shape_of(node: fx.Node) -> Any:
 
     def without_symbols(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return torch.empty([_hint(size) for size in value.shape], device="meta")
-        return _hint(value) if isinstance(value, torch.SymInt) else value
+            return torch.empty([hint_of(size) for size in value.shape], device="meta")
+        return hint_of(value) if isinstance(value, torch.SymInt) else value
 
     return pytree.tree_map(without_symbols, node.meta.get("val"))
 
@@ -145,7 +145,8 @@ def _value_of(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def hint_of(size: int | torch.SymInt) -> int:
+    """What a symbolic size was when the graph was traced."""
     if isinstance(size, int):
         return size
     hint = size.node.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,31 @@ def test_other_options_are_no_hit(rank: int) -> None:
         assert same == losses
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
 @on_ranks(2)
-def test_plans_that_are_gone(rank: int) -> None:
-    """The frame is compiled again."""
+def test_plans_that_are_gone(rank: int, ranks: tuple[int, ...], strict: bool) -> None:
+    """The frame is compiled again, and the plans are there the next time."""
+    with _torch.fresh_inductor_cache(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="autoshard could not compile")
+        plans, losses, _ = train(strict=strict)
+        if rank in ranks:
+            for path in (Path(_torch.inductor_cache_folder()) / "autoshard").iterdir():
+                path.unlink()
+        assert train(strict=strict)[:2] == (plans, losses)
+        assert train(strict=strict) == (plans, losses, 1)
+
+
+@on_ranks(2)
+def test_what_a_hit_depends_on(rank: int) -> None:
+    """Functions in options have other addresses each time; some dtypes come from outside."""
     with _torch.fresh_inductor_cache():
-        plans, losses, _ = train()
-        for path in (Path(_torch.inductor_cache_folder()) / "autoshard").iterdir():
-            path.unlink()
-        assert train()[:2] == (plans, losses)
+        for dtype, hits in ((torch.float32, 0), (torch.float64, 0), (torch.float64, 1)):
+            torch.set_default_dtype(dtype)
+            try:
+                assert train(param_init_fn=lambda module: None)[2] == hits
+            finally:
+                torch.set_default_dtype(torch.float32)
 
 
 @on_ranks(2)
