@@ -68,12 +68,15 @@ class CompileOptions:
     limit_all_gathers: bool = True
 
     def topology_for(self, device: torch.device) -> Topology | None:
-        """What plans for `device` reckon with: the same on every rank of a uniform cluster."""
+        """What plans for `device` reckon with: the same on every rank of a uniform cluster. On a
+        CPU, about which little is known, only what is searched for reckons with anything.
+        """
         if self.topology is not None:
             return Topology.load(self.topology)
         is_gpu = device.type == "cuda"
         name = torch.cuda.get_device_name(device) if is_gpu else device.type
-        if not is_known(name) and self.memory_budget is None:
+        is_enough = is_known(name) if is_gpu else self.bucketing == "auto"
+        if not is_enough and self.memory_budget is None:
             return None
         found = Topology.load(default_topology(name))
         if not is_gpu:

@@ -49,11 +49,13 @@ def trace_workload(
     """The forward and the backward graph of a step on rank 0 of `ranks`.
 
     options: as the backend takes them, those of TAKEN; `dump` writes a file a pass. Units are those
-        of `shard()`. Without a topology, "auto" is one bucket a unit, as on a CPU.
+        of `shard()`. Without a topology, "auto" is one bucket a unit.
     Raises RuntimeError if forward is not one graph, or has no parameter that is sharded, and in a
     process that has a process group of its own; ValueError for another option, or its value.
     """
     settings = CompileOptions.read(options)
+    if settings.bucketing == "auto" and settings.topology is None:
+        settings = dataclasses.replace(settings, bucketing="per_unit")
     others = [name for name in options if name not in TAKEN]
     if others or settings.strategy not in RESHARDS:
         raise ValueError(

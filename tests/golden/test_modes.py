@@ -130,7 +130,12 @@ CASES = {
 def test_final_graphs(case: str, golden: Callable[[str, str], None], tmp_path: Path) -> None:
     title, build, run, _ = CASES[case]
     model = build()
-    options = {"lowering": "eager", "strict": True, "dump": str(tmp_path)}
+    options = {
+        "lowering": "eager",
+        "bucketing": "per_unit",
+        "strict": True,
+        "dump": str(tmp_path),
+    }
     model.compile(backend="autoshard", options=options)
     run(model)
     folders = sorted(tmp_path.glob("rank0/*"), key=in_order_of_compilation)

@@ -409,7 +409,7 @@ def test_two_graphs(rank: int, strategy: str, policy: MixedPrecisionPolicy | Non
     models = []
     for form in FORMS:
         model = autoshard.shard(build(), strategy=strategy, mp_policy=policy, **hybrid)
-        optimizer = adamw(in_form(model, form))
+        optimizer = adamw(in_form(model, form, bucketing="per_unit"))
         once = Counter(kinds(lambda model=model: net_loss(model, rank, 0).backward()))
         optimizer.zero_grad()
         for step in range(2):
@@ -434,7 +434,8 @@ def test_two_graphs(rank: int, strategy: str, policy: MixedPrecisionPolicy | Non
 def test_two_graphs_lowered_by_inductor(rank: int) -> None:
     models = []
     for form in FORMS:
-        model = in_form(autoshard.shard(build()), form, lowering="inductor")
+        options = {"lowering": "inductor", "bucketing": "per_unit"}
+        model = in_form(autoshard.shard(build()), form, **options)
         optimizer = sgd(model)
         for step in range(2):
             sent = micro_batches(model, optimizer, rank, step)

@@ -125,7 +125,7 @@ TABLE = {
 
 def sends(rank: int, row: str, form: str) -> None:
     shard, micro_batches, _ = TABLE[row]
-    model = in_form(shard(Net(tied=False)), form)
+    model = in_form(shard(Net(tied=False)), form, bucketing="per_unit")
     for number, (how, expected) in enumerate(micro_batches):
         with how(model):
             got = counts(model, lambda number=number: net_loss(model, rank, number))
@@ -192,7 +192,10 @@ def test_frozen_units(rank: int, compile: bool) -> None:
         model.layers[number].requires_grad_(False)
     autoshard.shard(model)
     if compile:
-        model.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+        model.compile(
+            backend="autoshard",
+            options={"lowering": "eager", "bucketing": "per_unit", "strict": True},
+        )
     for step in range(2):
         assert collectives_of_a_step(model, rank, step) == (5, 4, 3)
 
@@ -216,7 +219,12 @@ def test_compiled(rank: int, strategy: str, lowering: str) -> None:
     call = torch.compile(
         model,
         backend="autoshard",
-        options={"lowering": lowering, "strategy": strategy, "strict": True},
+        options={
+            "lowering": lowering,
+            "bucketing": "per_unit",
+            "strategy": strategy,
+            "strict": True,
+        },
     )
     for step in range(2):
         assert collectives_of_a_step(call, rank, step) == expected(strategy)
@@ -236,7 +244,9 @@ def test_saved_for_backward(rank: int, strategy: str) -> None:
 
     model = Net()
     call = torch.compile(
-        model, backend="autoshard", options={"lowering": "eager", "strategy": strategy}
+        model,
+        backend="autoshard",
+        options={"lowering": "eager", "bucketing": "per_unit", "strategy": strategy},
     )
     net_loss(call, rank, 0).backward()
     gathered: set[int] = set()
@@ -274,7 +284,9 @@ def test_no_grad_gathers_once_and_keeps_nothing(rank: int) -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert count(issued(lambda: net_loss(model, rank, 0))) == (UNITS, 0)
-    call = torch.compile(model, backend="autoshard", options={"lowering": "eager"})
+    call = torch.compile(
+        model, backend="autoshard", options={"lowering": "eager", "bucketing": "per_unit"}
+    )
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             want = net_loss(model, rank, 0)
