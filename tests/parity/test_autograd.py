@@ -63,7 +63,7 @@ def test_several_outputs(rank: int, form: str) -> None:
     """A13, D-14, D-15, D-26: one gather a unit in backward, whatever the outputs are in."""
     want, want_losses = replicated(Multiple, multiple_loss)
     torch.manual_seed(0)
-    got = in_form(autoshard.shard(Multiple()), form)
+    got = in_form(autoshard.shard(Multiple()), form, bucketing="per_unit")
     assert train(got, multiple_loss, adamw(got)) == want_losses
     assert_same(got, want)
     got.zero_grad()
@@ -206,7 +206,7 @@ def test_strategies_mixed_by_unit(rank: int, form: str) -> None:
             {"strategy": "shard_grad_op"} if module is keeps else isinstance(module, Block)
         )
     )
-    model = in_form(autoshard.shard(model, policy=policy), form)
+    model = in_form(autoshard.shard(model, policy=policy), form, bucketing="per_unit")
     assert counts(model, lambda: net_loss(model, rank, 0)) == (4, 2, 4, 0)
     model.zero_grad()
     optimizer = adamw(model)
@@ -259,7 +259,7 @@ def test_no_gather_for_a_frozen_first_block(rank: int, form: str) -> None:
     model = Net(tied=False)
     model.embed.requires_grad_(False)
     model.layers[0].requires_grad_(False)
-    model = in_form(autoshard.shard(model), form)
+    model = in_form(autoshard.shard(model), form, bucketing="per_unit")
     seen = kinds(net_loss(model, rank, 0).backward)
     assert seen.count("gather") == 2  # FSDP2 gathers the frozen block, too
 

@@ -316,7 +316,7 @@ def test_pieces_in_grouped_gathers(rank: int, lowering: str) -> None:
 @on_ranks(2)
 def test_what_compiled_code_sends(rank: int, strategy: str) -> None:
     """A unit's pieces, as many bytes as eagerly, are launched together; scales with biases."""
-    model = in_form(with_bytes(strategy), "compiled")
+    model = in_form(with_bytes(strategy), "compiled", bucketing="per_unit")
     losses: list[Tensor] = []
     forward = issued(lambda: losses.append(net_loss(model, rank, 0)))
     backward = issued(losses[0].backward)

@@ -46,7 +46,12 @@ def writes(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def trained(loss_of: Callable[..., Any], strategy: str) -> tuple[Any, list[fx.GraphModule]]:
-    options = {"lowering": "eager", "strategy": strategy, "strict": True}
+    options = {
+        "lowering": "eager",
+        "bucketing": "per_unit",
+        "strategy": strategy,
+        "strict": True,
+    }
     model = Net()
     call = torch.compile(model, backend="autoshard", options=options)
     with lowered_graphs() as graphs:

@@ -56,7 +56,7 @@ def order_of(run: Callable[[], object]) -> list[str]:
 @on_ranks(2)
 def test_unshard_and_reshard(rank: int, form: str) -> None:
     """B.2, D-6, D-28: whole parameters outside of forward, and gradients through them."""
-    model = in_form(build(), form)
+    model = in_form(build(), form, bucketing="per_unit")
     assert isinstance(model.head.weight, DTensor)
     handle = model.unshard(async_op=True)
     handle.wait()
@@ -195,7 +195,7 @@ def test_comm_hook(rank: int, form: str) -> None:
         part.div_(dist.get_world_size())
 
     torch.manual_seed(0)
-    model = in_form(autoshard.shard(Net()), form)
+    model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
     state = {"calls": 0}
     model.register_comm_hook(state, reduce)
     train(model, net_loss, adamw(model))
@@ -337,7 +337,7 @@ def test_reset_after_an_exception(rank: int) -> None:
 @on_ranks(2)
 def test_reshard_after_forward_at_run_time(rank: int, form: str) -> None:
     """B.2."""
-    model = in_form(build(), form)
+    model = in_form(build(), form, bucketing="per_unit")
     model.set_reshard_after_forward(False)
     assert counts(model, lambda: net_loss(model, rank, 0)) == (N, 0, N, 0)
     model.set_reshard_after_forward(True)

@@ -227,7 +227,7 @@ def test_module_used_twice(rank: int) -> None:
     got, losses = sharded(Twice, net_loss, policy=POLICY)
     assert losses == want_losses
     assert_same(got, want)
-    got, losses = compiled(Twice, net_loss, policy=POLICY)
+    got, losses = compiled(Twice, net_loss, policy=POLICY, bucketing="per_unit")
     assert losses == want_losses
     assert_same(got, want)
     reduces = next(plan for plan in autoshard.plans(got) if plan.graph == "backward").buckets

@@ -336,7 +336,7 @@ def test_replicate_ignores_parameters(rank: int) -> None:
 @on_ranks(2)
 def test_a_child_alone_then_the_root(rank: int, form: str) -> None:
     """A78, A81, D-30: whoever is called first may be the root of that step."""
-    model = in_form(autoshard.shard(build()), form)
+    model = in_form(autoshard.shard(build()), form, bucketing="per_unit")
     want = build()
     x = torch.ones(2, 6)
     with torch.no_grad():
@@ -355,7 +355,7 @@ def assert_compiled_equals_eager(rank: int, lowering: str, **arguments: Any) -> 
     want, got = build(), build()
     optimizer, make = sgd(got), sgd(want)
     torch._dynamo.reset()
-    options = {"lowering": lowering, "strict": True}
+    options = {"lowering": lowering, "bucketing": "per_unit", "strict": True}
     call = torch.compile(got, backend="autoshard", options=options)
     losses = train(call, net_loss, optimizer)
     assert losses == train(want, net_loss, make) or lowering == "inductor"
