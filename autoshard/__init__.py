@@ -8,6 +8,9 @@ autoshard.shard(model, policy=...)            # or the whole model in one call
 from autoshard import wrap as wrap
 from autoshard.passes.plan import Plan as Plan
 from autoshard.runtime.access import register_forward_method as register_forward_method
+from autoshard.runtime.checkpoint import CheckpointError as CheckpointError
+from autoshard.runtime.checkpoint import load_checkpoint as load_checkpoint
+from autoshard.runtime.checkpoint import save_checkpoint as save_checkpoint
 from autoshard.runtime.plans import plans as plans
 from autoshard.runtime.shard import fully_shard as fully_shard
 from autoshard.runtime.shard import replicate as replicate

@@ -1,0 +1,297 @@
+"""Checkpoints that are complete or not there, and runs that go on from one as if nothing was."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, in_both_forms, in_form, sgd
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+
+
+class Loader:
+    """Batches with a place in them, and noise of the rank's own generators."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.at = rank, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rank, self.at = state["rank"], state["at"]
+
+
+def built(form: str = "eager", *, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    model = in_form(autoshard.shard(Net()), form)
+    return model, adamw(model)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, loader: Loader, steps: int) -> None:
+    """Each loss is scaled by numbers of two generators."""
+    for _ in range(steps):
+        scale = 1 + 0.1 * torch.rand(()).item() + 0.1 * random.random()
+        (net_loss(model, loader.rank, loader.at) * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loader.at += 1
+
+
+def state(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Whole parameters, and the optimizer's whole state."""
+    found = list(model.parameters())
+    for parameter in model.parameters():
+        found += [v for v in optimizer.state[parameter].values() if v.numel() > 1]
+    return [(v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for v in found]
+
+
+def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / "checkpoints")
+
+
+@in_both_forms
+@on_ranks(2)
+def test_a_run_goes_on(rank: int, form: str, folder: str) -> None:
+    """Bit for bit: parameters, optimizer, loader, and generators of each rank."""
+    random.seed(rank)
+    model, optimizer = built(form)
+    torch.manual_seed(rank)
+    loader = Loader(rank)
+    train(model, optimizer, loader, 2)
+    path = autoshard.save_checkpoint(folder, model, optimizer, step=2, states={"loader": loader})
+    assert path == Path(folder) / "step_00000002"
+    train(model, optimizer, loader, 2)
+    want = state(model, optimizer)
+
+    model, optimizer = built(form, seed=9)
+    random.seed(5)
+    loader = Loader(7)
+    assert autoshard.load_checkpoint(folder, model, optimizer, states={"loader": loader}) == 2
+    assert (loader.rank, loader.at) == (rank, 2)
+    train(model, optimizer, loader, 2)
+    assert_equal(state(model, optimizer), want)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_other_numbers_of_ranks(world: int, folder: str) -> None:
+    """Saved by 2, loaded by others, saved by those, and loaded by 2: the same, bit for bit."""
+    _saved_by_two(folder=folder)
+    {1: _again_by_one, 3: _again_by_three, 4: _again_by_four}[world](folder=folder)
+    _as_before(folder=folder)
+
+
+@on_ranks(2)
+def _saved_by_two(rank: int, folder: str) -> None:
+    model, optimizer = built()
+    train(model, optimizer, Loader(rank), 2)
+    autoshard.save_checkpoint(folder, model, optimizer, step=2)
+    whole = state(model, optimizer)
+    if rank == 0:
+        torch.save(whole, Path(folder) / "whole.pt")
+
+
+def _again(rank: int, folder: str) -> None:
+    model, optimizer = built(seed=3)
+    with pytest.warns(RuntimeWarning, match="was saved by 2 ranks"):
+        assert autoshard.load_checkpoint(folder, model, optimizer) == 2
+    assert_equal(state(model, optimizer), torch.load(Path(folder) / "whole.pt"))
+    autoshard.save_checkpoint(folder, model, optimizer, step=3, keep=1)
+    assert not (Path(folder) / "step_00000002").exists()
+
+
+@on_ranks(1)
+def _again_by_one(rank: int, folder: str) -> None:
+    _again(rank, folder)
+
+
+@on_ranks(3)
+def _again_by_three(rank: int, folder: str) -> None:
+    _again(rank, folder)
+
+
+@on_ranks(4)
+def _again_by_four(rank: int, folder: str) -> None:
+    _again(rank, folder)
+
+
+@on_ranks(2)
+def _as_before(rank: int, folder: str) -> None:
+    model, optimizer = built(seed=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert autoshard.load_checkpoint(folder, model, optimizer) == 3
+    assert_equal(state(model, optimizer), torch.load(Path(folder) / "whole.pt"))
+
+
+@on_ranks(2)
+def test_what_is_kept(rank: int, folder: str) -> None:
+    model, _ = built()
+    assert autoshard.load_checkpoint(folder, model) is None
+    for step in (1, 2, 10, 10):
+        autoshard.save_checkpoint(folder, model, step=step)
+    assert _names(folder) == ["step_00000010", "step_00000010.1"]
+    assert autoshard.load_checkpoint(folder, model) == 10
+    autoshard.save_checkpoint(folder, model, step=3, keep=2)  # it was resumed from before
+    assert "step_00000003" in _names(folder)
+
+
+@on_ranks(2)
+def test_what_a_killed_run_leaves(rank: int, folder: str) -> None:
+    """A part is never loaded, and makes room for the next."""
+    model, _ = built()
+    autoshard.save_checkpoint(folder, model, step=1)
+    autoshard.save_checkpoint(folder, model, step=2)
+    if rank == 0:
+        shutil.copytree(Path(folder) / "step_00000002", Path(folder) / ".writing_00000003")
+        (Path(folder) / "step_00000002" / "__1_0.distcp").write_bytes(b"")
+    dist.barrier()
+    other, _ = built(seed=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert autoshard.load_checkpoint(folder, other) == 1
+    told = [str(each.message) for each in caught if "not complete" in str(each.message)]
+    assert len(told) == (1 if rank == 0 else 0)
+    dist.barrier()
+    autoshard.save_checkpoint(folder, model, step=4)
+    assert not list(Path(folder).glob(".writing*"))
+
+
+@on_ranks(2)
+def test_a_disk_that_is_full(rank: int, folder: str) -> None:
+    """On one rank: all raise, and the one before is still there."""
+    model, optimizer = built()
+    autoshard.save_checkpoint(folder, model, optimizer, step=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(autoshard.CheckpointError, match=r"on rank 1, .*File too large"):
+            autoshard.save_checkpoint(folder, model, optimizer, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert _names(folder) == ["step_00000001"]
+    assert autoshard.load_checkpoint(folder, model, optimizer) == 1
+
+
+@on_ranks(2)
+def test_a_folder_that_cannot_be_written(rank: int, tmp_path: Path) -> None:
+    model, _ = built()
+    place = tmp_path / "a file"
+    if rank == 0:
+        place.write_text("")
+    dist.barrier()
+    with pytest.raises(autoshard.CheckpointError, match=r"on rank 0, .*a file"):
+        autoshard.save_checkpoint(place / "checkpoints", model, step=1)
+
+
+@on_ranks(2)
+def test_another_model(rank: int, folder: str) -> None:
+    model, optimizer = built()
+    autoshard.save_checkpoint(folder, model, step=1)
+    before = state(model, optimizer)
+    with pytest.raises(autoshard.CheckpointError, match="no optimizer's state: load"):
+        autoshard.load_checkpoint(folder, model, optimizer)
+    with pytest.raises(autoshard.CheckpointError, match=r"no state of \['loader'\]"):
+        autoshard.load_checkpoint(folder, model, states={"loader": Loader(0)})
+    with pytest.raises(autoshard.CheckpointError, match=r"no complete checkpoint of step 3"):
+        autoshard.load_checkpoint(folder, model, step=3)
+    assert_equal(state(model, optimizer)[: len(before)], before)
+    other = autoshard.shard(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(autoshard.CheckpointError, match=r"no parameter or buffer '0.weight'"):
+        autoshard.load_checkpoint(folder, other)
+
+
+@on_ranks(2)
+def test_a_parameter_of_another_size(rank: int, folder: str) -> None:
+    autoshard.save_checkpoint(folder, autoshard.shard(nn.Linear(3, 4)), step=1)
+    with pytest.raises(autoshard.CheckpointError, match=r"'weight' has size \[4, 3\] there, and"):
+        autoshard.load_checkpoint(folder, autoshard.shard(nn.Linear(4, 4)))
+
+
+@on_ranks(2)
+def test_another_optimizer(rank: int, folder: str) -> None:
+    """SGD's states are no AdamW's."""
+    model, _ = built()
+    optimizer = sgd(model)
+    train(model, optimizer, Loader(rank), 1)
+    autoshard.save_checkpoint(folder, model, optimizer, step=1)
+    model, optimizer = built()
+    with pytest.raises(autoshard.CheckpointError, match="of the type that was saved"):
+        autoshard.load_checkpoint(folder, model, optimizer)
+
+
+@on_ranks(2)
+def test_wrong_arguments(rank: int, folder: str) -> None:
+    model, _ = built()
+    with pytest.raises(ValueError, match="got step=-1"):
+        autoshard.save_checkpoint(folder, model, step=-1)
+    with pytest.raises(ValueError, match="keep=0"):
+        autoshard.save_checkpoint(folder, model, step=1, keep=0)
+
+
+class OfAKind:
+    """No tensor, no number."""
+
+
+@on_ranks(2)
+def test_a_state_that_is_no_data(rank: int, folder: str) -> None:
+    """On one rank alone: all raise."""
+    model, _ = built()
+    loader = Loader(rank)
+    if rank == 1:
+        loader.at = OfAKind()  # type: ignore[assignment]
+    with pytest.raises(autoshard.CheckpointError, match=r"on rank 1, .*weights only .*OfAKind"):
+        autoshard.save_checkpoint(folder, model, step=1, states={"loader": loader})
+    assert _names(folder) == []
+
+
+class Attack:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (open, (f"{tempfile.gettempdir()}/autoshard_attack", "w"))
+
+
+@on_ranks(2)
+def test_an_index_with_code_in_it(rank: int, folder: str) -> None:
+    model, _ = built()
+    path = autoshard.save_checkpoint(folder, model, step=1)
+    if rank == 0:
+        (path / ".metadata").write_bytes(pickle.dumps(Attack()))
+        manifest = json.loads((path / "complete.json").read_text())
+        manifest["files"][".metadata"] = (path / ".metadata").stat().st_size
+        (path / "complete.json").write_text(json.dumps(manifest))
+    dist.barrier()
+    with pytest.raises(autoshard.CheckpointError, match="open has no place in"):
+        autoshard.load_checkpoint(folder, model)
+    assert not (Path(tempfile.gettempdir()) / "autoshard_attack").exists()
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).glob("step_*"))
