@@ -1,0 +1,216 @@
+"""Ranks that are killed, and runs that go on from their last checkpoint, to the same parameters.
+
+    OMP_NUM_THREADS=1 python benchmarks/faults.py [--kills 30] [--save-kills 10] [--seed 0]
+
+Two ranks train a small model with dropout for 60 steps, with a checkpoint every 5, under torchrun,
+which starts them anew when one is gone. Three runs: one that nobody disturbs; one in which a rank
+kills itself (SIGKILL) within a phase of a step, at a random time in it: before the first step, in
+forward, in backward, in the optimizer, while it saves; and one in which that is always while it
+saves. Each restart has to resume from the latest checkpoint that was complete, or from the one that
+was being written; in the end all parameters and the optimizer's averages have to be those of the
+first run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+STEPS, EVERY = 60, 5
+PHASES = {"start": 0.0, "forward": 0.02, "backward": 0.02, "optimizer": 0.005, "save": 0.15}
+"""In which a rank is killed, and within how many seconds of its beginning."""
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Kill:
+    """rank kills itself `delay_s` after `phase` of `step` has begun."""
+
+    rank: int
+    step: int
+    phase: str
+    delay_s: float
+
+
+def kills(count: int, seed: int, *, phases: tuple[str, ...], steps: int = STEPS) -> list[Kill]:
+    """One an attempt, in the order of steps, so that each attempt comes to its own."""
+    generator = random.Random(seed)
+    found = []
+    for step in sorted(generator.randrange(steps) for _ in range(count)):
+        phase = generator.choice(phases)
+        at = min(-(-(step + 1) // EVERY) * EVERY, steps) - 1 if phase == "save" else step
+        delay_s = generator.uniform(0, PHASES[phase])
+        found.append(Kill(generator.randrange(2), at, phase, delay_s))
+    return sorted(found, key=lambda kill: (kill.step, kill.phase == "save"))
+
+
+def train(folder: Path, form: str, steps: int) -> None:
+    """One rank, one attempt."""
+    import torch
+    import torch.distributed as dist
+
+    import autoshard
+
+    dist.init_process_group("gloo")
+    rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    planned = json.loads((folder / "kills.json").read_text())
+    mine = Kill(**planned[attempt]) if attempt < len(planned) else None
+    begin = _killer(mine if mine is not None and mine.rank == rank else None)
+    begin("start", 0)
+
+    torch.manual_seed(0)
+    model: Any = autoshard.shard(_net())
+    if form == "compiled":
+        model.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(rank)
+    resumed = autoshard.load_checkpoint(folder / "checkpoints", model, optimizer) or 0
+    if rank == 0:
+        with (folder / "attempts.jsonl").open("a") as log:
+            log.write(json.dumps({"attempt": attempt, "resumed": resumed}) + "\n")
+    for step in range(resumed, steps):
+        begin("forward", step)
+        loss = model(torch.randn(4, 16)).square().mean()
+        begin("backward", step)
+        loss.backward()
+        begin("optimizer", step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % EVERY == 0:
+            begin("save", step)
+            autoshard.save_checkpoint(folder / "checkpoints", model, optimizer, step=step + 1)
+    state = [parameter.full_tensor() for parameter in model.parameters()]
+    state += [each["exp_avg"].full_tensor() for each in optimizer.state.values()]
+    if rank == 0:
+        torch.save(state, folder / "final.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _net() -> Any:
+    from torch import nn
+
+    layers = [
+        nn.Sequential(nn.Linear(16, 24), nn.Dropout(0.1), nn.Linear(24, 16)) for _ in range(3)
+    ]
+    return nn.Sequential(*layers)
+
+
+def _killer(kill: Kill | None) -> Callable[[str, int], None]:
+    def begin(phase: str, step: int) -> None:
+        if kill is None or phase != kill.phase or (phase != "start" and step != kill.step):
+            return
+        if kill.delay_s == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(kill.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    return begin
+
+
+def run(folder: Path, form: str, planned: list[Kill], steps: int = STEPS) -> list[int]:
+    """Under torchrun, to the end; the steps from which attempts began. Raises RuntimeError with
+    the output where the run fails, or hangs."""
+    folder.mkdir(parents=True)
+    (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in planned]))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(f"--max-restarts={len(planned)}", "--monitor-interval=0.1", __file__),
+        *("--train", str(folder), "--form", form, "--steps", str(steps)),
+    ]
+    limit = TIMEOUT_S * (len(planned) + 1)
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            code = None
+    if code != 0:
+        tail = (folder / "output.txt").read_text()[-3000:]
+        raise RuntimeError(f"{'it hangs' if code is None else f'exit code {code}'}: {tail}")
+    lines = (folder / "attempts.jsonl").read_text().splitlines()
+    return _by_attempt([json.loads(line) for line in lines], len(planned) + 1)
+
+
+def _by_attempt(lines: list[dict[str, int]], count: int) -> list[int]:
+    """Where each began; an attempt that was killed before it had read a checkpoint: -1."""
+    found = [-1] * count
+    for line in lines:
+        found[line["attempt"]] = line["resumed"]
+    return found
+
+
+def check(planned: list[Kill], resumed: list[int]) -> int:
+    """How many attempts were killed while saving, and left the new checkpoint. Raises
+    AssertionError where one began elsewhere than it should."""
+    latest, new = 0, 0
+    for number, begun in enumerate(resumed):
+        if begun >= 0:
+            assert begun == latest or (number and begun == planned[number - 1].step + 1), (
+                f"attempt {number} began at {begun}, and {latest} was complete"
+            )
+            new += begun > latest
+            latest = begun
+        if number < len(planned) and planned[number].phase != "start":
+            latest = max(latest, planned[number].step // EVERY * EVERY)
+    return new
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--save-kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=["eager", "compiled"], default="compiled")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train is not None:
+        train(options.train, options.form, options.steps)
+        return
+
+    import torch
+
+    everywhere = kills(options.kills, options.seed, phases=tuple(PHASES), steps=options.steps)
+    while_saving = kills(options.save_kills, options.seed, phases=("save",), steps=options.steps)
+    with tempfile.TemporaryDirectory() as root:
+        began = time.monotonic()
+        run(Path(root) / "whole", options.form, [], options.steps)
+        want = torch.load(Path(root) / "whole" / "final.pt")
+        print(f"undisturbed: {time.monotonic() - began:.0f} s", flush=True)
+        for name, planned in (("anywhere", everywhere), ("while saving", while_saving)):
+            began = time.monotonic()
+            folder = Path(root) / name
+            resumed = run(folder, options.form, planned, options.steps)
+            new = check(planned, resumed)
+            got = torch.load(folder / "final.pt")
+            equal = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            phases = ", ".join(
+                f"{sum(kill.phase == phase for kill in planned)} {phase}" for phase in PHASES
+            )
+            print(
+                f"killed {name}: {len(planned)} kills ({phases}), {len(resumed)} attempts from "
+                f"steps {resumed}; {new} left the checkpoint that was being written; final state "
+                f"{'equal, bit for bit' if equal else 'DIFFERS'}; "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+            if not equal:
+                raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
