@@ -114,7 +114,7 @@ def load_checkpoint(
     step: int | None = None,
     states: Mapping[str, Stateful] | None = None,
 ) -> int | None:
-    """Load the latest complete checkpoint, or that of `step`; all ranks call this.
+    """Load the checkpoint that was saved last, or that of `step`; all ranks call this.
 
     The number of ranks, strategies and meshes may be others than those it was saved with. Then
     random number generators are left as they are, and `states` are given what rank 0 had of them,
@@ -291,40 +291,49 @@ def _publish(root: Path, aside: Path, step: int, keep: int) -> str:
             raise OSError(f"{path.name} is missing or too short: do all ranks share {root}?")
         sizes[path.name] = path.stat().st_size
     sizes[".metadata"] = (aside / ".metadata").stat().st_size
-    manifest = {"format": FORMAT, "step": step, "world": _world(), "files": sizes}
+    saved = _complete(root)
+    manifest = {
+        "format": FORMAT,
+        "number": 1 + max(saved.values(), default=0),
+        "step": step,
+        "world": _world(),
+        "files": sizes,
+    }
     with (aside / COMPLETE).open("w") as file:
         json.dump(manifest, file)
         file.flush()
         os.fsync(file.fileno())
-    attempts = [attempt for saved, attempt in map(_step_of, _names(root)) if saved == step]
+    attempts = [attempt for other, attempt in map(_step_of, _names(root)) if other == step]
     name = f"step_{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
     aside.rename(root / name)
     _sync(root)
-    complete = [each for each in _names(root) if _is_complete(root / each)]
-    for old in complete[:-keep]:
-        if old != name:
-            shutil.rmtree(root / old)
+    for old in [*saved, name][:-keep]:
+        shutil.rmtree(root / old)
     return name
 
 
 def _choose(root: Path, step: int | None) -> str:
-    """The name of the latest complete one, of `step` if that is given; "" for none."""
-    names = _names(root)
-    complete = [name for name in names if _is_complete(root / name)]
-    if step is not None:
-        complete = [name for name in complete if _step_of(name)[0] == step]
-        if not complete:
-            raise OSError(f"there is no complete checkpoint of step {step}, but of {names}")
-    for broken in set(names) - set(complete) if step is None else ():
-        warnings.warn(
-            f"{root / broken} is not complete, and left out", RuntimeWarning, stacklevel=4
-        )
-    return complete[-1] if complete else ""
+    """The name of the one that was saved last, of `step` if that is given; "" for none."""
+    saved = _complete(root)
+    broken = [name for name in _names(root) if name not in saved]
+    if broken:
+        warnings.warn(f"{broken} in {root} are not complete", RuntimeWarning, stacklevel=5)
+    found = [name for name in saved if step is None or _step_of(name)[0] == step]
+    if step is not None and not found:
+        raise OSError(f"there is no complete checkpoint of step {step}, but {list(saved)}")
+    return found[-1] if found else ""
+
+
+def _complete(root: Path) -> dict[str, int]:
+    """Names, in the order in which they were saved, and their numbers in it: a run may have gone
+    back to an earlier step."""
+    numbers = {name: _number(root / name) for name in _names(root)}
+    return dict(sorted(((k, v) for k, v in numbers.items() if v), key=lambda each: each[1]))
 
 
 def _names(root: Path) -> list[str]:
     found = (path.name for path in root.glob("step_*")) if root.is_dir() else ()
-    return sorted((name for name in found if _NAME.fullmatch(name)), key=_step_of)
+    return sorted(name for name in found if _NAME.fullmatch(name))
 
 
 def _step_of(name: str) -> tuple[int, int]:
@@ -334,15 +343,15 @@ def _step_of(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def _is_complete(path: Path) -> bool:
+def _number(path: Path) -> int:
+    """Of a complete checkpoint, from 1; 0 for none."""
     try:
         manifest = json.loads((path / COMPLETE).read_text())
-        files = manifest["files"]
-        return manifest["format"] == FORMAT and all(
-            (path / name).stat().st_size == size for name, size in files.items()
-        )
+        sizes = manifest["files"].items()
+        is_there = all((path / name).stat().st_size == size for name, size in sizes)
+        return int(manifest["number"]) if manifest["format"] == FORMAT and is_there else 0
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        return 0
 
 
 def _sync(folder: Path) -> None:
@@ -434,7 +443,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
     """Its result, or what is wrong."""
     try:
         return work(), None
-    except (OSError, ValueError, pickle.PickleError) as error:
+    except Exception as error:  # whatever it is, the others wait for an answer
         return None, f"{type(error).__name__}: {error}"
 
 

@@ -155,8 +155,10 @@ def test_what_is_kept(rank: int, folder: str) -> None:
         autoshard.save_checkpoint(folder, model, step=step)
     assert _names(folder) == ["step_00000010", "step_00000010.1"]
     assert autoshard.load_checkpoint(folder, model) == 10
-    autoshard.save_checkpoint(folder, model, step=3, keep=2)  # it was resumed from before
-    assert "step_00000003" in _names(folder)
+    autoshard.save_checkpoint(folder, model, step=3, keep=2)  # it went back to one before
+    assert _names(folder) == ["step_00000003", "step_00000010.1"]
+    assert autoshard.load_checkpoint(folder, model) == 3
+    assert autoshard.load_checkpoint(folder, model, step=10) == 10
 
 
 @on_ranks(2)
