@@ -91,6 +91,9 @@ def train(folder: Path, form: str, steps: int) -> None:
         if (step + 1) % EVERY == 0:
             begin("save", step)
             autoshard.save_checkpoint(folder / "checkpoints", model, optimizer, step=step + 1)
+            if rank == 0:
+                with (folder / "attempts.jsonl").open("a") as log:
+                    log.write(json.dumps({"attempt": attempt, "saved": step + 1}) + "\n")
     state = [parameter.full_tensor() for parameter in model.parameters()]
     state += [each["exp_avg"].full_tensor() for each in optimizer.state.values()]
     if rank == 0:
@@ -131,7 +134,11 @@ def run(folder: Path, form: str, planned: list[Kill], steps: int = STEPS) -> lis
     ]
     limit = TIMEOUT_S * (len(planned) + 1)
     with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        # Else the store of an attempt has what the one before left there: gloo's old addresses.
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             code = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -141,32 +148,19 @@ def run(folder: Path, form: str, planned: list[Kill], steps: int = STEPS) -> lis
     if code != 0:
         tail = (folder / "output.txt").read_text()[-3000:]
         raise RuntimeError(f"{'it hangs' if code is None else f'exit code {code}'}: {tail}")
-    lines = (folder / "attempts.jsonl").read_text().splitlines()
-    return _by_attempt([json.loads(line) for line in lines], len(planned) + 1)
+    return check(folder)
 
 
-def _by_attempt(lines: list[dict[str, int]], count: int) -> list[int]:
-    """Where each began; an attempt that was killed before it had read a checkpoint: -1."""
-    found = [-1] * count
-    for line in lines:
-        found[line["attempt"]] = line["resumed"]
+def check(folder: Path) -> list[int]:
+    """From where attempts began. Raises AssertionError unless that is the last checkpoint that was
+    complete, or the one after it, over which a rank was killed."""
+    latest, found = 0, []
+    for line in map(json.loads, (folder / "attempts.jsonl").read_text().splitlines()):
+        if "resumed" in line:
+            found.append(line["resumed"])
+            assert found[-1] in (latest, latest + EVERY), f"{line}, and {latest} was complete"
+        latest = line.get("saved", found[-1])
     return found
-
-
-def check(planned: list[Kill], resumed: list[int]) -> int:
-    """How many attempts were killed while saving, and left the new checkpoint. Raises
-    AssertionError where one began elsewhere than it should."""
-    latest, new = 0, 0
-    for number, begun in enumerate(resumed):
-        if begun >= 0:
-            assert begun == latest or (number and begun == planned[number - 1].step + 1), (
-                f"attempt {number} began at {begun}, and {latest} was complete"
-            )
-            new += begun > latest
-            latest = begun
-        if number < len(planned) and planned[number].phase != "start":
-            latest = max(latest, planned[number].step // EVERY * EVERY)
-    return new
 
 
 def main() -> None:
@@ -195,7 +189,6 @@ def main() -> None:
             began = time.monotonic()
             folder = Path(root) / name
             resumed = run(folder, options.form, planned, options.steps)
-            new = check(planned, resumed)
             got = torch.load(folder / "final.pt")
             equal = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
             phases = ", ".join(
@@ -203,7 +196,7 @@ def main() -> None:
             )
             print(
                 f"killed {name}: {len(planned)} kills ({phases}), {len(resumed)} attempts from "
-                f"steps {resumed}; {new} left the checkpoint that was being written; final state "
+                f"steps {resumed}; final state "
                 f"{'equal, bit for bit' if equal else 'DIFFERS'}; "
                 f"{time.monotonic() - began:.0f} s",
                 flush=True,
