@@ -22,6 +22,8 @@ import itertools
 import json
 import threading
 import time
+import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -54,11 +56,24 @@ class Outcome:
     options: str
 
 
+class _Sessions:
+    """Of one store.
+
+    own:     a number of this process, that no other has, nor one that lived before it.
+    by_mesh: the session of each mesh, by name.
+    """
+
+    def __init__(self) -> None:
+        self.own = uuid.uuid4().hex
+        self.by_mesh: dict[str, str] = {}
+
+
 class _Local(threading.local):
     """By thread, as ranks may be threads of one process."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, int] = {}  # topic -> how often ranks compared notes on it
+        self.sessions: weakref.WeakKeyDictionary[Any, _Sessions] = weakref.WeakKeyDictionary()
 
     def next_round(self, topic: str) -> int:
         number = self.rounds.get(topic, 0)
@@ -157,10 +172,11 @@ _SAME_OPTIONS = "Give every rank the same model and options, and take the same b
 def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
     """Between `lines` here and those on rank `other`, in words; all ranks of `mesh` call this."""
     store, rank = _torch.default_store(), dist.get_rank()
-    topic = f"differing/{topic}/{_name(mesh)}"
+    session = _local.sessions[store].by_mesh[_name(mesh)]  # they have compared notes, and differ
+    topic = f"{session}/differing/{topic}/{_name(mesh)}"
     number = _local.next_round(topic)
-    store.set(f"autoshard/{topic}/{number}/{rank}", json.dumps(list(lines)))
-    key = f"autoshard/{topic}/{number}/{other}"
+    store.set(f"{topic}/{number}/{rank}", json.dumps(list(lines)))
+    key = f"{topic}/{number}/{other}"
     if not _Arrivals(store, {other: key}).wait(group_timeout(mesh).total_seconds()):
         return f"rank {other} does not say in what"
     theirs = json.loads(store.get(key).decode())
@@ -334,7 +350,8 @@ def _exchange(
     """Everybody's answer, by global rank. `failed` and `hint`: what to say if some don't come."""
     store, rank = _torch.default_store(), dist.get_rank()
     ranks: list[int] = mesh.mesh.flatten().tolist()
-    topic = f"autoshard/{topic}/{_name(mesh)}"
+    session = _session(store, rank, ranks, _name(mesh), timeout, failed=failed, hint=hint)
+    topic = f"{session}/{topic}/{_name(mesh)}"
     number = _local.next_round(topic)
     place = f"{topic}/{number}"
     keys = {other: f"{place}/{other}" for other in ranks}
@@ -342,7 +359,7 @@ def _exchange(
     try:
         arrivals = _Arrivals(store, keys)
         if not arrivals.wait(min(timeout.total_seconds(), PATIENCE_S)):
-            _wait_and_look(store, arrivals, place, timeout, failed, hint)
+            _wait_and_look(store, session, arrivals, place, timeout, failed, hint)
     except BaseException:
         # Who catches it, and comes here again, is to meet the others in this round.
         store.delete_key(keys[rank])
@@ -352,6 +369,73 @@ def _exchange(
     if number:  # everybody has read the round before, or would not be in this one
         store.delete_key(f"{topic}/{number - 1}/{rank}")
     return {other: value.decode() for other, value in zip(ranks, answers, strict=True)}
+
+
+def _session(
+    store: Any,
+    rank: int,
+    ranks: Sequence[int],
+    mesh: str,
+    timeout: timedelta,
+    *,
+    failed: str,
+    hint: str,
+) -> str:
+    """The beginning of all keys of `ranks`, which only their processes that live now know.
+
+    torchrun's store outlives a restart (torch 2.11 to 2.15), and what ranks put there before would
+    be taken for what they say now. So every rank puts up a number of its own; the first one answers
+    each with the session, under a key with that number, until all have taken note of it.
+    """
+    sessions = _local.sessions.setdefault(store, _Sessions())
+    if mesh in sessions.by_mesh:
+        return sessions.by_mesh[mesh]
+    deadline = time.monotonic() + timeout.total_seconds()
+    here = f"autoshard/session/{mesh}"
+    if rank == ranks[0]:
+        session = f"autoshard/{sessions.own}"
+        missing = _answer_all(store, mesh, session, ranks[1:], deadline)
+    else:
+        store.set(f"{here}/{rank}", sessions.own)
+        answer = f"{here}/to/{sessions.own}"
+        missing = [] if _Arrivals(store, {ranks[0]: answer}).wait(_left(deadline)) else [ranks[0]]
+        if not missing:
+            session = store.get(answer).decode()
+            store.set(f"{session}/{mesh}/has/{rank}", "1")
+    if missing:
+        raise RuntimeError(
+            f"{failed}, and ranks {missing} did not within {timeout}: they ended, or went another "
+            f"way. {hint}"
+        )
+    sessions.by_mesh[mesh] = session
+    return session
+
+
+def _answer_all(
+    store: Any, mesh: str, session: str, others: Sequence[int], deadline: float
+) -> list[int]:
+    """Tell `others` the session until each has taken note; those that had not by the deadline."""
+    here = f"autoshard/session/{mesh}"
+    keys = {other: f"{session}/{mesh}/has/{other}" for other in others}
+    answered: dict[int, bytes] = {}
+    arrivals = _Arrivals(store, keys)
+    pause_s = 0.0
+    while not arrivals.wait(min(pause_s, _left(deadline))):
+        missing = arrivals.missing()
+        if _left(deadline) == 0:
+            return missing
+        for other in missing:
+            if store.check([f"{here}/{other}"]):
+                number = store.get(f"{here}/{other}")
+                if answered.get(other) != number:  # the first may be of a process that is gone
+                    answered[other] = number
+                    store.set(f"{here}/to/{number.decode()}", session)
+        pause_s = min(2 * pause_s + 0.001, LONGEST_PAUSE_S * max(1.0, len(others) / MANY))
+    return []
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 class _Arrivals:
@@ -390,7 +474,13 @@ class _Arrivals:
 
 
 def _wait_and_look(
-    store: Any, arrivals: _Arrivals, place: str, timeout: timedelta, what: str, hint: str
+    store: Any,
+    session: str,
+    arrivals: _Arrivals,
+    place: str,
+    timeout: timedelta,
+    what: str,
+    hint: str,
 ) -> None:
     """Wait for all, and look at what the ranks that lack wait for themselves.
 
@@ -402,15 +492,15 @@ def _wait_and_look(
     notice = {"what": what, "place": place, "gives_up": False}
     deadline = time.monotonic() + timeout.total_seconds() - PATIENCE_S
     try:
-        store.set(_notice_key(rank), json.dumps(notice))
+        store.set(_notice_key(session, rank), json.dumps(notice))
         while not arrivals.wait(LOOK_S):
             missing = arrivals.missing()
-            stuck = [each for each in missing if _waits_for(store, each, rank)]
+            stuck = [each for each in missing if _waits_for(store, session, each, rank)]
             if stuck:
-                others = "; ".join(_notice(store, each).get("what", "") for each in stuck)
+                others = "; ".join(_notice(store, session, each).get("what", "") for each in stuck)
                 store.delete_key(f"{place}/{rank}")  # before others go on, and find it here
-                store.set(_notice_key(rank), json.dumps({**notice, "gives_up": True}))
-                _let_see(store, stuck)
+                store.set(_notice_key(session, rank), json.dumps({**notice, "gives_up": True}))
+                _let_see(store, session, stuck)
                 raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -418,30 +508,30 @@ def _wait_and_look(
                     f"another way. {hint}"
                 )
     finally:
-        store.set(_notice_key(rank), "{}")  # not deleted: a get would wait for it
+        store.set(_notice_key(session, rank), "{}")  # not deleted: a get would wait for it
 
 
-def _waits_for(store: Any, other: int, rank: int) -> bool:
+def _waits_for(store: Any, session: str, other: int, rank: int) -> bool:
     """Whether `other` waits where `rank`, which waits elsewhere, has not come to."""
-    place = _notice(store, other).get("place")
+    place = _notice(store, session, other).get("place")
     return place is not None and not store.check([f"{place}/{rank}"])
 
 
-def _let_see(store: Any, stuck: Sequence[int]) -> None:
+def _let_see(store: Any, session: str, stuck: Sequence[int]) -> None:
     """Give the ranks `stuck` the time to see this one's notice."""
     deadline = time.monotonic() + 3 * LOOK_S
     while time.monotonic() < deadline:
-        if all(_notice(store, rank).get("gives_up", True) for rank in stuck):
+        if all(_notice(store, session, rank).get("gives_up", True) for rank in stuck):
             return
         time.sleep(LONGEST_PAUSE_S)
 
 
-def _notice(store: Any, rank: int) -> dict[str, Any]:
+def _notice(store: Any, session: str, rank: int) -> dict[str, Any]:
     """What `rank` waits for; {} if for nothing."""
-    key = _notice_key(rank)
+    key = _notice_key(session, rank)
     found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
     return found
 
 
-def _notice_key(rank: int) -> str:
-    return f"autoshard/waits/{rank}"
+def _notice_key(session: str, rank: int) -> str:
+    return f"{session}/waits/{rank}"
