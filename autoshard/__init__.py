@@ -19,6 +19,7 @@ from autoshard.runtime.sharded_module import ShardedModule as ShardedModule
 from autoshard.runtime.unit_policies import CPUOffloadPolicy as CPUOffloadPolicy
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from autoshard.runtime.unit_policies import OffloadPolicy as OffloadPolicy
+from autoshard.runtime.watchdog import watchdog as watchdog
 from autoshard.runtime.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
 from autoshard.tools.parity import parity as parity
 

@@ -36,7 +36,7 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Kill:
-    """rank kills itself `delay_s` after `phase` of `step` has begun."""
+    """rank kills itself `delay_s` after `phase` has begun, in `step` or the first one after it."""
 
     rank: int
     step: int
@@ -48,9 +48,9 @@ def kills(count: int, seed: int, *, phases: tuple[str, ...], steps: int = STEPS)
     """One an attempt, in the order of steps, so that each attempt comes to its own."""
     generator = random.Random(seed)
     found = []
-    for step in sorted(generator.randrange(steps) for _ in range(count)):
+    for step in sorted(generator.randrange(steps - EVERY) for _ in range(count)):
         phase = generator.choice(phases)
-        at = min(-(-(step + 1) // EVERY) * EVERY, steps) - 1 if phase == "save" else step
+        at = -(-(step + 1) // EVERY) * EVERY - 1 if phase == "save" else step
         delay_s = generator.uniform(0, PHASES[phase])
         found.append(Kill(generator.randrange(2), at, phase, delay_s))
     return sorted(found, key=lambda kill: (kill.step, kill.phase == "save"))
@@ -67,7 +67,7 @@ def train(folder: Path, form: str, steps: int) -> None:
     rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     planned = json.loads((folder / "kills.json").read_text())
     mine = Kill(**planned[attempt]) if attempt < len(planned) else None
-    begin = _killer(mine if mine is not None and mine.rank == rank else None)
+    begin = _killer(mine if mine is not None and mine.rank == rank else None, folder)
     begin("start", 0)
 
     torch.manual_seed(0)
@@ -111,13 +111,23 @@ def _net() -> Any:
     return nn.Sequential(*layers)
 
 
-def _killer(kill: Kill | None) -> Callable[[str, int], None]:
+def _killer(kill: Kill | None, folder: Path) -> Callable[[str, int], None]:
+    pending = [] if kill is None else [kill]
+
+    def end() -> None:
+        with (folder / "killed.txt").open("a") as log:
+            log.write(f"{kill}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def begin(phase: str, step: int) -> None:
-        if kill is None or phase != kill.phase or (phase != "start" and step != kill.step):
+        if not pending or phase != pending[0].phase:
             return
-        if kill.delay_s == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        threading.Timer(kill.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if phase != "start" and step < pending[0].step:
+            return
+        delay_s = pending.pop().delay_s
+        if delay_s == 0:
+            end()
+        threading.Timer(delay_s, end).start()
 
     return begin
 
@@ -148,6 +158,8 @@ def run(folder: Path, form: str, planned: list[Kill], steps: int = STEPS) -> lis
     if code != 0:
         tail = (folder / "output.txt").read_text()[-3000:]
         raise RuntimeError(f"{'it hangs' if code is None else f'exit code {code}'}: {tail}")
+    killed = (folder / "killed.txt").read_text().splitlines() if planned else []
+    assert killed == [str(kill) for kill in planned], f"{len(killed)} of {len(planned)} kills"
     return check(folder)
 
 

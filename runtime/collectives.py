@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,24 +27,42 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from autoshard import _torch
-from autoshard.passes.layout import Member, rows_of
+from autoshard.passes.layout import Member, rows_of, show_members
 from autoshard.runtime import transport
 from autoshard.runtime.mesh import Axes
+from autoshard.runtime.param import names_at
 from autoshard.runtime.transport import Work
+
+SHOWN = 4  # names of parameters in a message
 
 
 @dataclass(frozen=True)
 class Issued:
-    """What an observer sees of one collective: the kind, its members, the group's name."""
+    """What an observer sees of one collective: the kind, its members, the group's name.
+
+    bucket: its number in a compiled graph, None in an eager step.
+    params: of its members, as far as they are known: names, or the addresses of shards.
+    """
 
     kind: str  # "gather", "reduce" or "all_reduce"
     members: tuple[Member, ...]
     group: str
+    bucket: int | None = field(default=None, compare=False)
+    params: tuple[str | int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole, unsharded members."""
         return sum(member.num_bytes for member in self.members)
+
+    def __str__(self) -> str:
+        """For people: "the gather of layers.1.up.weight and 2 more (bucket 3)"."""
+        names = [each for each in self.params if isinstance(each, str)] or names_at(self.params)
+        shown = ", ".join(names[:SHOWN]) or show_members(self.members[:SHOWN])
+        more = max(len(names), len(self.members)) - SHOWN
+        number = "" if self.bucket is None else f" (bucket {self.bucket} of its graph)"
+        kind = self.kind.replace("_", "-")
+        return f"the {kind} of {shown}{f' and {more} more' if more > 0 else ''}{number}"
 
 
 @dataclass(frozen=True)
@@ -100,11 +118,29 @@ class GroupedFlight:
 
 
 def wait_for(works: list[Work], issued: Issued) -> None:
-    """Wait for all of `works`, and tell observers."""
-    for work in works:
-        work.wait()
+    """Wait for all of `works`, and tell observers.
+
+    Raises RuntimeError, saying what was waited for, where another rank is gone or late.
+    """
+    with _explained(issued):
+        for work in works:
+            work.wait()
     for _, waited in _observers:
         waited(issued)
+
+
+@contextlib.contextmanager
+def _explained(issued: Issued) -> Iterator[None]:
+    """Say which collective it is that fails inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(_torch.resolve_group(issued.group))
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: {issued} over ranks {ranks} failed, as one of them ended, is "
+            f"stuck, or went another way: look at what each of them says last, or at what "
+            f"AUTOSHARD_WATCHDOG=30 makes them say. {error}"
+        ) from error
 
 
 Observer = Callable[[Issued], None]
@@ -126,25 +162,42 @@ def observe(launched: Observer, waited: Observer = lambda issued: None) -> Itera
 
 
 def launch_gather(
-    shards: list[Tensor], members: tuple[Member, ...], group: str, *, copies: bool = False
+    shards: list[Tensor],
+    members: tuple[Member, ...],
+    group: str,
+    *,
+    copies: bool = False,
+    bucket: int | None = None,
 ) -> InFlight:
     """Start gathering `members` from this rank's `shards`, one dtype for all.
 
     shards: one a member, (local rows, *rest).
     copies: whether they are copied in any case, as what may be written to meanwhile has to be.
+    bucket: see `Issued`.
     """
     process_group = _torch.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
-    issued = Issued("gather", members, group)
+    issued = _gather_of(shards, members, group, bucket)
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
         send, receive = _pack_shards(shards, members, world, rank, copies=copies)
-        _announce(issued)
-        (work,) = transport.gather([receive], [send], process_group)
+        with _announced(issued):
+            (work,) = transport.gather([receive], [send], process_group)
     return InFlight(issued, work, send, receive, world, rank)
 
 
+def _gather_of(
+    shards: list[Tensor], members: tuple[Member, ...], group: str, bucket: int | None
+) -> Issued:
+    return Issued("gather", members, group, bucket, tuple(each.data_ptr() for each in shards))
+
+
 def launch_grouped_gather(
-    shards: list[Tensor], members: tuple[Member, ...], group: str, *, copies: bool = False
+    shards: list[Tensor],
+    members: tuple[Member, ...],
+    group: str,
+    *,
+    copies: bool = False,
+    bucket: int | None = None,
 ) -> GroupedFlight:
     """As `launch_gather`, but what is sent is the shards, and what is received the parameters.
 
@@ -153,7 +206,7 @@ def launch_grouped_gather(
     """
     process_group = _torch.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
-    issued = Issued("gather", members, group)
+    issued = _gather_of(shards, members, group, bucket)
     together = transport.too_small(members, process_group, shards[0].device)
     shared = [[number] for number in range(len(members)) if number not in together]
     shared += [list(together)] if together else []
@@ -169,8 +222,8 @@ def launch_grouped_gather(
             for numbers in shared
         ]
         send, receive = map(list, zip(*pairs, strict=True))
-        _announce(issued)
-        works = transport.gather(receive, send, process_group)
+        with _announced(issued):
+            works = transport.gather(receive, send, process_group)
     return GroupedFlight(issued, works, send, receive, world, together)
 
 
@@ -251,6 +304,8 @@ def pack_grads(
     *,
     divisor: float = 1.0,
     is_last: bool = False,
+    bucket: int | None = None,
+    names: Sequence[str] = (),
 ) -> InFlight:
     """Copy `grads` to where `launch_reduce` sends them from.
 
@@ -258,13 +313,14 @@ def pack_grads(
     group: "" if parameters are not cut: then nothing is sent, and the part is all of it.
     divisor: what they are divided by beforehand.
     is_last: whether sums go to `split_reduced` next, without an all-reduce.
+    bucket, names: of parameters; see `Issued`.
     """
     world, rank, swaps = 1, 0, False
     if group:
         process_group = _torch.resolve_group(group)
         world, rank = process_group.size(), process_group.rank()
         swaps = is_last and transport.swaps(process_group, grads[0].device)
-    issued = Issued("reduce", members, group)
+    issued = Issued("reduce", members, group, bucket, tuple(names))
     own = None
     with record_function(f"autoshard::pack_grads {group}"), torch.no_grad():
         if swaps:
@@ -286,20 +342,23 @@ def launch_reduce(packed: InFlight) -> InFlight:
         work: Work
         if packed.own is None:
             receive = send.new_empty(send.numel() // packed.world)
-            _announce(issued)
-            work = transport.reduce(receive, send, process_group)
+            with _announced(issued):
+                work = transport.reduce(receive, send, process_group)
         else:
             receive = torch.empty_like(send)
-            _announce(issued)
-            work = transport.swap(receive, send, process_group)
+            with _announced(issued):
+                work = transport.swap(receive, send, process_group)
     return replace(packed, work=work, receive=receive)
 
 
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     """Start summing what `reduced`, which has been waited for, left here, over `group`."""
-    issued = Issued("all_reduce", reduced.issued.members, group)
-    with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
-        _announce(issued)
+    issued = replace(reduced.issued, kind="all_reduce", group=group)
+    with (
+        record_function(f"autoshard::launch_all_reduce {group}"),
+        torch.no_grad(),
+        _announced(issued),
+    ):
         work = dist.all_reduce(reduced.receive, group=_torch.resolve_group(group), async_op=True)
     return InFlight(issued, work, reduced.receive, reduced.receive, reduced.world, reduced.rank)
 
@@ -434,6 +493,10 @@ def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
         torch.div(source, divisor, out=to)
 
 
-def _announce(issued: Issued) -> None:
+@contextlib.contextmanager
+def _announced(issued: Issued) -> Iterator[None]:
+    """Tell observers of what is launched inside."""
     for launched, _ in _observers:
         launched(issued)
+    with _explained(issued):
+        yield

@@ -111,7 +111,7 @@ def _launch_gather(
     grouped: bool = False,
 ) -> Tensor:
     launch = collectives.launch_grouped_gather if grouped else collectives.launch_gather
-    flight = launch(tensors, read_members(members), group, copies=copies)
+    flight = launch(tensors, read_members(members), group, copies=copies, bucket=bucket)
     return _ticket(flight, tensors[0])
 
 
@@ -141,6 +141,8 @@ def _pack_grads(
         groups.shard_part(group),
         divisor=_mean(group).before,
         is_last=not groups.replicate_part(group),
+        bucket=bucket,
+        names=[owner.name for owner in owners],
     )
     return _ticket(packed, tensors[0])
 

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -397,6 +398,16 @@ def resolve(param: Tensor) -> ShardedParam | None:
             candidate.refresh()
             return candidate
     return None
+
+
+def names_at(addresses: Collection[object]) -> list[str]:
+    """The names of parameters whose shards are there, in that order."""
+    known = {
+        each.shard.data_ptr(): each.name
+        for each in (sharded() for _, sharded in list(_known.values()))
+        if each is not None and each.shard.numel()
+    }
+    return [known[each] for each in addresses if each in known]
 
 
 def _describe(value: object) -> str:

@@ -158,6 +158,7 @@ class Reduction:
             axes.shard_group,
             divisor=self._division.before,
             is_last=axes.replicate_world == 1 and self._hook is None,
+            names=[param.name for param in self._params],
         )
         self._flight = collectives.launch_reduce(packed)
         if axes.shard_world == 1:

@@ -31,6 +31,7 @@ from autoshard.runtime.precision import ignore_buffers
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.unit import ROOT_NAME, Unit
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.watchdog import watch_as_told
 from autoshard.runtime.wrap import find_units, log_mixed_units, override_mixed_precision
 from autoshard.runtime.wrap_policies import Overrides, Policy
 
@@ -375,6 +376,7 @@ def _make_unit(
     ignored: Ignored,
 ) -> Unit:
     reshard, smaller = _read_reshard(reshard_after_forward, axes)
+    watch_as_told()
     unit = Unit(modules, axes, reshard, mp_policy, offload_policy, smaller=smaller)
     init.move(modules, mesh_device(axes.mesh), ignored)
     for param in ignored.params:

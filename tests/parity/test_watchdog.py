@@ -1,0 +1,130 @@
+"""What ranks say of a collective that does not end, or fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+import autoshard
+from autoshard.runtime import watchdog
+
+LATE_S = 6.0
+
+
+@contextmanager
+def watched(after_s: float) -> Iterator[list[str]]:
+    """What the watchdog of this rank says."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    watchdog.log.addHandler(handler)
+    autoshard.watchdog(after_s)
+    try:
+        yield said
+    finally:
+        autoshard.watchdog(None)
+        watchdog.log.removeHandler(handler)
+
+
+def model_of(form: str, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    model = autoshard.shard(Net(), **arguments)
+    if form == "compiled":
+        model.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
+    return model
+
+
+def load_a_batch_slowly() -> None:
+    time.sleep(LATE_S)
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_a_rank_that_is_late(rank: int, form: str) -> None:
+    model = model_of(form)
+    net_loss(model, rank, 0).backward()
+    with watched(1.0) as said:
+        net_loss(model, rank, 1).backward()
+        if rank == 1:
+            load_a_batch_slowly()
+        net_loss(model, rank, 2).backward()
+        dist.barrier()
+    if rank == 1:
+        assert not said
+        return
+    first = said[0].splitlines()
+    assert len(first) == 2, first
+    assert first[0].startswith("rank 0 has waited ")
+    assert "the gather of embed.weight" in first[0]
+    assert "in forward: collective " in first[0]
+    assert first[1].startswith("  rank 1 is behind: it has launched ")
+    assert "the last one the reduce of " in first[1]
+    assert first[1].endswith("in load_a_batch_slowly")
+    if form == "compiled":
+        assert "(bucket 0 of its graph)" in first[0]
+    assert 1 <= len(said) <= 3  # once, and each time that it is twice as late
+
+
+@on_ranks(2)
+def test_what_nobody_waits_for_is_no_news(rank: int) -> None:
+    """A forward that an exception ends leaves gathers that were launched ahead."""
+    model = model_of("eager")
+    net_loss(model, rank, 0).backward()
+    with watched(1.0) as said:
+        handle = model.layers[0].register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            net_loss(model, rank, 1)
+        handle.remove()
+        model.reset_iter_state()
+        time.sleep(3.0)
+        net_loss(model, rank, 2).backward()
+    assert not said
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_a_collective_that_fails(rank: int, form: str) -> None:
+    """After the group's timeout, on all ranks, by its name."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = model_of(form, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",)))
+    for step in range(2):
+        net_loss(model, rank, step).backward()
+    if rank == 1:
+        time.sleep(4.0)
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: the gather of embed\.weight.* over ran"):
+        net_loss(model, rank, 2).backward()
+
+
+@on_ranks(2)
+def test_wrong_seconds(rank: int) -> None:
+    for wrong in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="a number of seconds over 0, or None, is expected"):
+            autoshard.watchdog(wrong)
+
+
+@on_ranks(2)
+def test_the_environment_starts_one(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(watchdog.VARIABLE, "soon")
+        with pytest.raises(ValueError, match="AUTOSHARD_WATCHDOG='soon': a number of seconds"):
+            autoshard.shard(Net())
+        patch.setenv(watchdog.VARIABLE, "20")
+        autoshard.shard(Net())
+        assert [each.is_running for each in watchdog._running] == [True]
+    autoshard.watchdog(None)
+    assert not watchdog._running
