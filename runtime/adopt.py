@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from autoshard import _torch
 from autoshard.runtime import access
 from autoshard.runtime.optimizers import check_owners, live_optimizers, rebind_optimizers
-from autoshard.runtime.param import ShardedParam, find
+from autoshard.runtime.param import ShardedParam, find, is_ignored
 from autoshard.runtime.reduce import Reduction
 from autoshard.runtime.shard import shard
 
@@ -43,6 +43,7 @@ def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
         if isinstance(value, nn.Parameter)
         and not isinstance(value.data, DTensor)
         and find(value) is None
+        and not is_ignored(value)
     ]
 
 
@@ -70,7 +71,8 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     optimizers = live_optimizers()
     check_owners(root, before, optimizers)
     shard(root, **shard_arguments)
-    moved = {param: _found(param) for param in before.values()}
+    found = {param: find(param) for param in before.values()}  # None: it is ignored
+    moved = {param: sharded for param, sharded in found.items() if sharded is not None}
     rebind_optimizers(optimizers, moved)
     for old, sharded in moved.items():
         _forward_late_gradient(old, sharded)
@@ -161,12 +163,6 @@ def _closure(value: Any) -> Iterable[Any]:
             yield cell.cell_contents
         except ValueError:  # an empty cell
             continue
-
-
-def _found(param: nn.Parameter) -> ShardedParam:
-    sharded = find(param)
-    assert sharded is not None
-    return sharded
 
 
 class _StaleParameter(nn.Parameter):

@@ -71,6 +71,36 @@ def test_ignored_params(rank: int) -> None:
     assert is_sharded(model.trunk[0].weight)
 
 
+@pytest.mark.parametrize("what", ["modules", "params"])
+@on_ranks(2)
+def test_ignored_in_one_line(rank: int, what: str) -> None:
+    """A4, A5: as options of the backend; what is left alone is told of by nobody."""
+
+    def build() -> tuple[Trunk, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = Trunk()
+        ignored = [model.head[0]] if what == "modules" else [model.head[0].weight]
+        return model, {f"ignored_{what}": ignored}
+
+    model, arguments = build()
+    want = autoshard.shard(model, **arguments)
+    got, arguments = build()
+    optimizer = torch.optim.SGD(got.parameters(), lr=0.1)
+    options = {"lowering": "eager", "strict": True, **arguments}
+    call = torch.compile(got, backend="autoshard", options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for each in (want, call):
+            each(torch.full((1, 4), float(rank + 1))).sum().backward()
+    assert not is_sharded(got.head[0].weight)
+    assert is_sharded(got.trunk[0].weight)
+    for (name, mine), theirs in zip(got.named_parameters(), want.parameters(), strict=True):
+        assert is_sharded(mine) == is_sharded(theirs), name
+        grads = (each.to_local() if is_sharded(each) else each for each in (mine.grad, theirs.grad))
+        assert torch.equal(*grads), name
+    optimizer.step()
+
+
 @on_ranks(2)
 def test_nested_units_in_ignored_modules_stay_sharded(rank: int) -> None:
     """A4."""
