@@ -12,11 +12,11 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autoshard.passes.chrome_trace import measured_events, trace_events
 from autoshard.passes.layout import read_members
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
+from autoshard.passes.schema import read_as
 
 SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # loaded: at launch; store: at wait
 
@@ -222,23 +222,16 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Inverse of `to_json`. Raises ValueError for a layout that a bucket can't have."""
-        data: dict[str, Any] = json.loads(text)
-        figures = data.pop("figures")
-        if figures is not None:
-            figures["buckets"] = tuple(BucketFigures(**each) for each in figures["buckets"])
-            for name in ("compute", "memory"):
-                figures[name] = tuple(map(tuple, figures[name]))
-            figures = Figures(**figures)
-        for bucket in data["buckets"]:
-            if bucket.get("layout", PACKED) not in LAYOUTS[bucket["kind"]]:
-                raise ValueError(f"a {bucket['kind']} can't be {bucket['layout']!r} in a plan")
-        buckets = tuple(
-            Bucket(**{**bucket, "names": tuple(bucket["names"]), "params": tuple(bucket["params"])})
-            for bucket in data.pop("buckets")
-        )
-        schedule = tuple(Event(**event) for event in data.pop("schedule"))
-        return Plan(**data, buckets=buckets, schedule=schedule, figures=figures)
+        """Inverse of `to_json`. Raises ValueError, naming the field, for what is no plan: another
+        type, a layout that a bucket can't have, an event of no bucket."""
+        plan = read_as(Plan, json.loads(text), "plan")
+        for bucket in plan.buckets:
+            if bucket.kind not in LAYOUTS or bucket.layout not in LAYOUTS[bucket.kind]:
+                raise ValueError(f"a {bucket.kind} can't be {bucket.layout!r} in a plan")
+        for event in plan.schedule:
+            if not 0 <= event.bucket < len(plan.buckets) or event.position < 0:
+                raise ValueError(f"plan.schedule has {event}, of {len(plan.buckets)} buckets")
+        return plan
 
     @property
     def digest(self) -> str:

@@ -316,6 +316,11 @@ def _choose(root: Path, step: int | None) -> str:
     """The name of the one that was saved last, of `step` if that is given; "" for none."""
     saved = _complete(root)
     broken = [name for name in _names(root) if name not in saved]
+    if broken and not saved:
+        raise OSError(
+            f"{broken}, which were complete once, are no more, and there is no other checkpoint: "
+            "delete them to begin anew"
+        )
     if broken:
         warnings.warn(f"{broken} in {root} are not complete", RuntimeWarning, stacklevel=5)
     found = [name for name in saved if step is None or _step_of(name)[0] == step]

@@ -155,11 +155,19 @@ class Axes:
         return copies if self.shard is None else (*copies, Shard(dim))
 
 
+def check_is_mesh(mesh: object, what: str) -> None:
+    """Raise TypeError, naming `what` was given it, for what is no DeviceMesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{what} expects a DeviceMesh as mesh, not {type(mesh).__name__}")
+
+
 def axes_of(mesh: DeviceMesh, what: str) -> Axes:
     """1-D: all ranks shard. 2-D: the first axis replicates, the second shards (HSDP).
 
-    what: the public name that was given the mesh. Raises ValueError for another mesh.
+    what: the public name that was given the mesh. Raises ValueError for another mesh, TypeError
+        for what is none.
     """
+    check_is_mesh(mesh, what)
     if mesh.ndim == 1:
         return Axes(mesh, mesh, None)
     if mesh.ndim != 2:
@@ -178,6 +186,7 @@ def axes_of(mesh: DeviceMesh, what: str) -> Axes:
 
 def replicate_axes(mesh: DeviceMesh, what: str) -> Axes:
     """1-D: all ranks hold whole parameters. 2-D `(replicate, 1)` is taken as its first axis."""
+    check_is_mesh(mesh, what)
     if mesh.ndim == 2 and mesh.size(1) == 1 and mesh.mesh_dim_names:
         mesh = mesh[mesh.mesh_dim_names[0]]
     if mesh.ndim != 1:

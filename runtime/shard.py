@@ -19,6 +19,7 @@ from autoshard.runtime.mesh import (
     REPLICATE_AXIS,
     Axes,
     axes_of,
+    check_is_mesh,
     default_mesh,
     ensure_process_group,
     mesh_device,
@@ -239,6 +240,7 @@ STRATEGIES: dict[str, bool | None] = {
 
 def _strategy_axes(strategy: str, mesh: DeviceMesh) -> Axes:
     """`mesh`, used as `strategy` says. Raises ValueError if it doesn't fit."""
+    check_is_mesh(mesh, f"strategy {strategy!r}")
     wanted = 2 if strategy.startswith("hybrid") else 1
     if strategy == "no_shard":
         return replicate_axes(mesh, 'strategy "no_shard"')

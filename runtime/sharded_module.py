@@ -166,9 +166,11 @@ class ShardedModule(nn.Module):
         """Call `hook` with this rank's part of this unit's mean gradients, 1-D, to change in place.
 
         stream: on which to run it. Raises ValueError if one is given and the mesh has a
-        replicated axis, whose all-reduce runs before.
+        replicated axis, whose all-reduce runs before; TypeError if the hook can't be called.
         """
         unit = _unit(self)
+        if not callable(hook):
+            raise TypeError(f"an all-reduce hook should be callable, not {type(hook).__name__}")
         if stream is not None and unit.axes.replicate is not None:
             raise ValueError(
                 f"unit {unit.name!r}: stream can't be set where a mesh axis replicates"
