@@ -17,6 +17,7 @@ places see that in the store, and raise within seconds.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -24,7 +25,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -40,6 +41,7 @@ LOOK_S = 1.0  # between two looks
 LONGEST_PAUSE_S = 0.1  # between two questions
 MANY = 64  # ranks: with more of them, the store is asked more rarely
 LOOKED_AT = 16  # ranks at a time that have not come
+LEAVING_S = 3.0  # for the others to have read what a rank that is about to raise has said
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceM
     if not _Arrivals(store, {other: key}).wait(group_timeout(mesh).total_seconds()):
         return f"rank {other} does not say in what"
     theirs = json.loads(store.get(key).decode())
+    _leave_together(f"{topic}/{number}", mesh.mesh.flatten().tolist())
     pairs = enumerate(itertools.zip_longest(lines, theirs, fillvalue="nothing more"), 1)
     number, (here, there) = next(pair for pair in pairs if len(set(pair[1])) > 1)
     return f"number {number} is {here} on rank {rank}, and {there} on rank {other}"
@@ -200,6 +203,7 @@ def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) ->
         max(group_timeout(mesh), COMPILE_TIMEOUT) if is_first else group_timeout(mesh),
         failed=f"rank {dist.get_rank()} waited for what the first rank planned for {frame}",
         hint=_SAME_OPTIONS,
+        may_differ=True,
     )
     return answers[first]
 
@@ -345,9 +349,51 @@ def group_timeout(mesh: DeviceMesh) -> timedelta:
 
 
 def _exchange(
-    topic: str, answer: str, mesh: DeviceMesh, timeout: timedelta, *, failed: str, hint: str
+    topic: str,
+    answer: str,
+    mesh: DeviceMesh,
+    timeout: timedelta,
+    *,
+    failed: str,
+    hint: str,
+    may_differ: bool = False,
 ) -> dict[int, str]:
-    """Everybody's answer, by global rank. `failed` and `hint`: what to say if some don't come."""
+    """Everybody's answer, by global rank. `failed` and `hint`: what to say if some don't come.
+
+    may_differ: whether ranks go on though they do. Else one that reads another answer than its own
+        is about to raise, and leaves once all have read them, as it may be the one with the store.
+    """
+    with _store_may_end(failed, hint):
+        answers, place = _answers(topic, answer, mesh, timeout, failed=failed, hint=hint)
+        if not may_differ and len(set(answers.values())) > 1:
+            _leave_together(place, answers)
+    return answers
+
+
+@contextlib.contextmanager
+def _store_may_end(failed: str, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"{failed}, and nothing can be heard of the others any more: the process that has the "
+            f"store, mostly rank 0, ended before. Look at what it says. {hint}"
+        ) from error
+
+
+def _leave_together(place: str, ranks: Iterable[int]) -> None:
+    """Wait until all `ranks` are here, for a few seconds, or the store is gone."""
+    store = _torch.default_store()
+    keys = {rank: f"{place}/leaves/{rank}" for rank in ranks}
+    with contextlib.suppress(dist.DistError):
+        store.set(keys[dist.get_rank()], "1")
+        _Arrivals(store, keys).wait(LEAVING_S)
+
+
+def _answers(
+    topic: str, answer: str, mesh: DeviceMesh, timeout: timedelta, *, failed: str, hint: str
+) -> tuple[dict[int, str], str]:
+    """Everybody's, and where in the store they are."""
     store, rank = _torch.default_store(), dist.get_rank()
     ranks: list[int] = mesh.mesh.flatten().tolist()
     session = _session(store, rank, ranks, _name(mesh), timeout, failed=failed, hint=hint)
@@ -362,13 +408,14 @@ def _exchange(
             _wait_and_look(store, session, arrivals, place, timeout, failed, hint)
     except BaseException:
         # Who catches it, and comes here again, is to meet the others in this round.
-        store.delete_key(keys[rank])
+        with contextlib.suppress(dist.DistError):
+            store.delete_key(keys[rank])
         _local.rounds[topic] = number
         raise
     answers = store.multi_get(list(keys.values()))
     if number:  # everybody has read the round before, or would not be in this one
         store.delete_key(f"{topic}/{number - 1}/{rank}")
-    return {other: value.decode() for other, value in zip(ranks, answers, strict=True)}
+    return {other: value.decode() for other, value in zip(ranks, answers, strict=True)}, place
 
 
 def _session(
@@ -508,7 +555,8 @@ def _wait_and_look(
                     f"another way. {hint}"
                 )
     finally:
-        store.set(_notice_key(session, rank), "{}")  # not deleted: a get would wait for it
+        with contextlib.suppress(dist.DistError):
+            store.set(_notice_key(session, rank), "{}")  # not deleted: a get would wait for it
 
 
 def _waits_for(store: Any, session: str, other: int, rank: int) -> bool:

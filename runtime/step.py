@@ -139,7 +139,7 @@ class Step:
             if self.owner.post_optim_event is not None:
                 self.owner.post_optim_event.wait()
                 self.owner.post_optim_event = None
-        self.owner.order("forward").take(f"the gather of {unit.name}")
+        self.owner.order("forward").take(unit.gather)
         outer = unit.last_step if _torch.in_backward() else None
         if unit not in self.order:
             self.order.append(unit)
@@ -232,7 +232,7 @@ class Step:
         """`unit` as backward may use it, or what a checkpoint runs again."""
         if unit in self._read_again:
             return self._backward[unit]
-        self.owner.order("backward").take(f"the gather of {unit.name}")
+        self.owner.order("backward").take(unit.gather)
         self._queue_callback()
         task = _torch.graph_task()
         # A unit that is not reduced has no end of its own: the next gather is it.

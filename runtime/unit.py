@@ -82,6 +82,7 @@ class Unit:
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)
     closed_in: int = -1  # the latest backward that ran compiled code of its model
+    _gathers: dict[bool, str] = field(default_factory=dict)  # by computes_in_full_precision
 
     @property
     def reshards(self) -> bool:
@@ -128,8 +129,23 @@ class Unit:
         self.params.append(param)
         param.describe()
 
+    @property
+    def gather(self) -> str:
+        """Its gather, as ranks compare it: "the gather of layers.3 (float32: 576 bytes)"."""
+        known = self._gathers.get(self.computes_in_full_precision)
+        if known is None:
+            num_bytes: dict[str, int] = {}
+            for member in map(self.gathered_member, self.params):
+                dtype = str(member.dtype).removeprefix("torch.")
+                num_bytes[dtype] = num_bytes.get(dtype, 0) + member.num_bytes
+            sent = ", ".join(f"{dtype}: {number} bytes" for dtype, number in num_bytes.items())
+            known = f"the gather of {self.name}{f' ({sent})' if sent else ''}"
+            self._gathers[self.computes_in_full_precision] = known
+        return known
+
     def describe(self) -> None:
         """How it gathers or reduces has changed: write it down for markers."""
+        self._gathers = {}
         for param in self.params:
             param.describe()
 

@@ -1,0 +1,104 @@
+"""Two ranks that do not do the same: each says so, names it, and nobody hangs.
+
+Processes of their own, as they end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import diverging
+from support.ranks import _free_port
+
+LIMIT_S = 60.0
+DONE = "done"
+
+
+def run(case: str, form: str, caches: Path) -> list[str]:
+    """How each rank ended."""
+    began, port = time.monotonic(), str(_free_port())
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / str(rank)),
+        }
+        command = [sys.executable, diverging.__file__, case, form]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    try:
+        ends = [
+            process.communicate(timeout=LIMIT_S - (time.monotonic() - began))[0]
+            for process in processes
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(end.splitlines() or [""])[-1] for end in ends]
+
+
+FORMS = ("eager", "compiled", "one line")
+COLLECTIVES_DIFFER = (
+    r"compiled other collectives for .*Collective number \d+ is the .* on rank [01], and "
+)
+MODELS_DIFFER = r"the model to shard differs on ranks \[[01]\]: number \d+ is \S+ torch\.float"
+OPTIONS_DIFFER = r"with the options .*bucketing='auto'.*bucketing='none'|bucketing='none'.*'auto'"
+TIMED_OUT = r"did not within|Timed out|ended|stuck"
+ENDS: dict[str, dict[str, str]] = {
+    "another model": {
+        "eager": r"rank \d came to the gather of \S+ .*but rank \d to the gather of ",
+        "compiled": COLLECTIVES_DIFFER,
+        "one line": MODELS_DIFFER,
+    },
+    "another option": {"compiled": OPTIONS_DIFFER, "one line": OPTIONS_DIFFER},
+    "another dtype": {
+        "eager": r"to the gather of layers\.1 \(float.* to the gather of layers\.1 \(float",
+        "compiled": COLLECTIVES_DIFFER,
+        "one line": MODELS_DIFFER,
+    },
+    "frozen": {
+        "eager": r"the (reduce|gather) of layers\.\d.* but rank \d to the (reduce|gather) of ",
+        "compiled": COLLECTIVES_DIFFER,
+        "one line": COLLECTIVES_DIFFER,
+    },
+    "frozen later": dict.fromkeys(FORMS, TIMED_OUT),
+    "another shape": dict.fromkeys(FORMS, DONE),
+}
+"""By case and form: how every rank ends."""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("case", "form"), [(case, form) for case, forms in ENDS.items() for form in forms]
+)
+def test_all_ranks_say_so(case: str, form: str, tmp_path: Path) -> None:
+    for end in run(case, form, tmp_path):
+        assert re.search(ENDS[case][form], end), end
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rank_that_ends_early(form: str, tmp_path: Path) -> None:
+    first, _ = run("exits early", form, tmp_path)
+    assert re.search(r"rank 0: the gather of layers\.0\.up\.weight, .* over ranks \[0, 1\]", first)
+
+
+@pytest.mark.timeout(180)
+def test_a_cache_on_one_rank_only(tmp_path: Path) -> None:
+    assert run("none", "one line", tmp_path) == [DONE, DONE]
+    shutil.rmtree(tmp_path / "1")
+    assert run("none", "one line", tmp_path) == [DONE, DONE]

@@ -1,0 +1,87 @@
+"""One rank of two, of which the second does something else: `python diverging.py CASE FORM`.
+
+Prints how it ended, as the last line: "done", or the error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autoshard
+
+TIMEOUT_S = 12
+STEPS = 5
+AT = 2  # the step in which something happens
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def main(case: str, form: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    is_other = dist.get_rank() == 1
+    torch.manual_seed(0)
+    torch._dynamo.config.assume_static_by_default = True
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    options: dict[str, Any] = {"lowering": "eager", "strict": True}
+    model = Model(4 if case == "another model" and is_other else 3)
+    if case == "another option" and is_other:
+        options["bucketing"] = "none"
+    if case == "another dtype" and is_other:
+        model.layers[1].up.double()
+    if case == "frozen" and is_other:
+        model.layers[1].requires_grad_(False)
+    call: Any = model
+    if form == "one line":
+        call = torch.compile(model, backend="autoshard", options=options)
+    else:
+        for layer in model.layers:
+            autoshard.fully_shard(layer)
+        autoshard.fully_shard(model)
+        if form == "compiled":
+            call = torch.compile(model, backend="autoshard", options=options)
+    for step in range(STEPS):
+        if step == AT and is_other:
+            if case == "frozen later":
+                model.layers[1].requires_grad_(False)
+            if case == "exits early":
+                sys.exit(0)
+        size = 7 if case == "another shape" and is_other and step == AT else 4
+        call(torch.randn(size, 8)).square().sum().backward()
+        for param in model.parameters():
+            param.grad = None
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+        print("done", flush=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+    os._exit(0)  # without waiting for the other one
