@@ -146,7 +146,8 @@ def add_parity(commands: Any) -> None:
     parser.add_argument(
         "--matrix", action="store_true", help="small models in random combinations of options"
     )
-    parser.add_argument("--samples", type=int, default=25, help="of the matrix (default 25)")
+    parser.add_argument("--fuzz", action="store_true", help="random models, with random options")
+    parser.add_argument("--samples", type=int, default=25, help="of either (default 25)")
     parser.add_argument("--seed", type=int, default=0, help="of the first sample (default 0)")
     parser.set_defaults(run=run_parity, parser=parser)
 
@@ -433,12 +434,13 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
 
 def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
     """Start the ranks unless torchrun did; exit status 1 if a run differs."""
-    if not options.matrix and not (options.model and options.batch):
-        options.parser.error("a model and --batch are required, or --matrix")
+    draws = options.matrix or options.fuzz
+    if not draws and not (options.model and options.batch):
+        options.parser.error("a model and --batch are required, or --matrix, or --fuzz")
     if "RANK" not in os.environ:
         return launch(arguments, options.ranks)
-    if options.matrix:
-        return run_matrix(options)
+    if draws:
+        return run_samples(options)
     from autoshard.tools.parity import parity
 
     rank = int(os.environ["RANK"])
@@ -456,16 +458,17 @@ def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0 if report.ok else 1
 
 
-def run_matrix(options: argparse.Namespace) -> int:
+def run_samples(options: argparse.Namespace) -> int:
     """A line a failing sample, and one for all; exit status 1 if one fails."""
     from autoshard.tools.matrix import try_case
+    from autoshard.tools.random_models import try_model
 
     failed = 0
     for seed in range(options.seed, options.seed + options.samples):
-        outcome = try_case(seed)
+        outcome = try_model(seed) if options.fuzz else try_case(seed)
         failed += outcome.problem is not None
         if outcome.problem is not None and int(os.environ["RANK"]) == 0:
-            print(f"seed {seed}: {outcome.problem}\n    {outcome.case.text()}", flush=True)
+            print(f"seed {seed}: {outcome.problem}\n    {outcome.text}", flush=True)
     if int(os.environ["RANK"]) == 0:
         passed = options.samples - failed
         print(f"parity: {passed} of {options.samples} samples pass, from seed {options.seed}")

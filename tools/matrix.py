@@ -295,6 +295,10 @@ class Outcome:
     case: Case
     problem: str | None
 
+    @property
+    def text(self) -> str:
+        return self.case.text()
+
 
 def try_case(seed: int) -> Outcome:
     """Train the case of `seed` on all ranks; every rank returns the same verdict."""

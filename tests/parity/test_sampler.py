@@ -12,6 +12,7 @@ from torch import nn
 from autoshard.runtime import step as steps
 from autoshard.tools.matrix import CHOICES, draw, try_case
 from autoshard.tools.parity import compare_local
+from autoshard.tools.random_models import try_model
 
 
 def test_a_seed_is_a_case() -> None:
@@ -27,7 +28,15 @@ def test_a_seed_is_a_case() -> None:
 def test_samples(rank: int, seed: int) -> None:
     """D-1 to D-3, D-15, D-16, D-19, D-20, D-35, D-38, D-58: whatever a seed brings together."""
     outcome = try_case(seed)
-    assert outcome.problem is None, f"{outcome.problem}\n{outcome.case.text()}"
+    assert outcome.problem is None, f"{outcome.problem}\n{outcome.text}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@on_ranks(2)
+def test_random_models(rank: int, seed: int) -> None:
+    """`autoshard parity --fuzz` trains as many as one likes."""
+    sample = try_model(seed)
+    assert sample.problem is None, f"{sample.problem}\n{sample.text}"
 
 
 @on_ranks(2)
