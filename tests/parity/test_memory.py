@@ -107,10 +107,17 @@ def test_not_above_fsdp2(rank: int, strategy: str, checkpointing: str | None) ->
 @on_ranks(2)
 def test_plain_lowering(rank: int, strategy: str, checkpointing: str | None) -> None:
     """As in training, with gradients empty before the step."""
-    model = in_form(build("autoshard", strategy, checkpointing), "compiled")
-    ours = peak(model, keeps=False, compiled=True)
+    found = {}
+    for bucketing in ("per_unit", "auto"):
+        model = build("autoshard", strategy, checkpointing)
+        in_form(model, "compiled", bucketing=bucketing)
+        found[bucketing] = peak(model, keeps=False, compiled=True)
+        torch._dynamo.reset()
     eagerly = peak(build("autoshard", strategy, checkpointing), keeps=False)
     theirs = peak(build("FSDP2", strategy, checkpointing), keeps=False)
-    print(f"{strategy}, {checkpointing}: {ours} bytes, eagerly {eagerly}, FSDP2 {theirs}")
+    print(f"{strategy}, {checkpointing}: {found} bytes, eagerly {eagerly}, FSDP2 {theirs}")
     assert eagerly <= theirs
-    assert ours <= eagerly
+    assert found["per_unit"] <= eagerly
+    # A plan that was searched for needs no more by prediction, which is off by a small gradient.
+    assert found["auto"] <= 1.005 * eagerly
+    assert found["auto"] <= theirs

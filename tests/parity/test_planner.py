@@ -17,7 +17,7 @@ import torch.distributed as dist
 from support.models import Net, net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import each_value
-from support.topologies import where_copies_cost_most
+from support.topologies import where_calls_cost_little, where_copies_cost_most
 from support.training import assert_same, compiled, replicated, sgd, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -200,6 +200,11 @@ def batches_by_rank(model: Any, rank: int, step: int) -> Tensor:
 @on_ranks(2)
 def test_ranks_with_batches_of_other_sizes(rank: int, lowering: str, checkpointing: bool) -> None:
     """D-69: what is fastest for one is not for the other; all do what rank 0 finds."""
+    with where_calls_cost_little() as topology:
+        check_batches_of_other_sizes(topology, lowering, checkpointing)
+
+
+def check_batches_of_other_sizes(topology: str, lowering: str, checkpointing: bool) -> None:
     if lowering == "eager":
         alone = []
         for size in (2, 4096):
@@ -207,7 +212,7 @@ def test_ranks_with_batches_of_other_sizes(rank: int, lowering: str, checkpointi
             model, _ = compiled(
                 Wide,
                 lambda model, rank, step, size=size: model(torch.ones(size, 64)).sum(),
-                topology="gloo",
+                topology=topology,
                 steps=1,
             )
             alone.append([plan.digest for plan in autoshard.plans(model)])
@@ -215,7 +220,7 @@ def test_ranks_with_batches_of_other_sizes(rank: int, lowering: str, checkpointi
     torch._dynamo.reset()
     build = functools.partial(Wide, checkpointing=checkpointing)
     want, _ = replicated(build, batches_by_rank, make=sgd)
-    got, _ = compiled(build, batches_by_rank, make=sgd, topology="gloo", lowering=lowering)
+    got, _ = compiled(build, batches_by_rank, make=sgd, topology=topology, lowering=lowering)
     assert_same(got, want, rtol=0.0 if lowering == "eager" else 1e-5)
     found: list[Any] = [None, None]
     dist.all_gather_object(found, {plan.digest for plan in autoshard.plans(got)})

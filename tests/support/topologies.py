@@ -6,16 +6,25 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from autoshard.passes.planner.topology import Topology
 
 
-@contextlib.contextmanager
-def where_copies_cost_most() -> Iterator[str]:
+def where_copies_cost_most() -> AbstractContextManager[str]:
     """The file of a topology on which no gather is packed that can be grouped."""
-    costs = {"call_us": 500.0, "member_us": 0.0, "copy_gb_per_s": 1e-3}
+    return _gloo_with(call_us=500.0, member_us=0.0, copy_gb_per_s=1e-3)
+
+
+def where_calls_cost_little() -> AbstractContextManager[str]:
+    """The file of one on which plans have many buckets, each for what compute it hides behind."""
+    return _gloo_with(call_us=100.0)
+
+
+@contextlib.contextmanager
+def _gloo_with(**costs: float) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "grouped.json"
+        path = Path(folder) / "topology.json"
         path.write_text(json.dumps(json.loads(Topology.load("gloo").to_json()) | costs))
         yield str(path)
