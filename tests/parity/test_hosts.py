@@ -1,0 +1,109 @@
+"""Two hosts with two ranks each, as network namespaces with a cable between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import one_of_two_hosts
+
+LIMIT_S = 150.0
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str, str]]]:
+    """(name, address, interface) of each. Skips where namespaces can't be made."""
+    names = [f"autoshard{os.getpid()}{letter}" for letter in "ab"]
+    ends = [f"as{os.getpid() % 100_000}{letter}" for letter in "ab"]
+    addresses = ["10.213.77.1", "10.213.77.2"]
+    made = []
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+                made.append(name)
+            _ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1],
+                "netns", names[1])  # fmt: skip
+            for name, end, address in zip(names, ends, addresses, strict=True):
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+                for device in (end, "lo"):
+                    _ip("-n", name, "link", "set", device, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces can't be made here: {error}")
+        yield list(zip(names, addresses, ends, strict=True))
+    finally:
+        for name in made:
+            _ip("netns", "del", name)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.timeout(240)
+def test_parity_and_a_cut_cable(hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
+    processes = []
+    for number, (name, address, end) in enumerate(hosts):
+        command = [
+            *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][1]}:29400"),
+            *("--rdzv-conf", f"is_host={number == 0}"),  # its name does not say so in a namespace
+            *("--local-addr", address, one_of_two_hosts.__file__, str(tmp_path)),
+        ]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": end,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        with (tmp_path / f"output_{number}").open("w") as output:
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            )
+    try:
+        _until(tmp_path, "stepping")
+        for rank in range(4):
+            assert (tmp_path / str(rank)).read_text().startswith("parity ok"), rank
+        name, _, end = hosts[1]
+        _ip("-n", name, "link", "set", end, "down")
+        cut = time.monotonic()
+        _until(tmp_path, "Error: ")
+        took_s = time.monotonic() - cut
+    finally:
+        _stop(processes)
+    assert took_s < 2 * one_of_two_hosts.TIMEOUT_S
+    for rank in range(4):
+        last = (tmp_path / str(rank)).read_text().splitlines()[-1]
+        assert f"rank {rank}: the " in last, last
+        assert "failed, as one of them ended, is stuck" in last, last
+
+
+def _stop(agents: list[subprocess.Popen[bytes]]) -> None:
+    """These, and their ranks: an agent that can't reach the other one takes minutes to notice."""
+    for agent in agents:
+        children = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True)
+        for pid in (*map(int, children.stdout.split()), agent.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+
+def _until(folder: Path, word: str) -> None:
+    """All four ranks have written `word`."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        texts = [(folder / str(rank)) for rank in range(4)]
+        if all(path.exists() and word in path.read_text() for path in texts):
+            return
+        time.sleep(0.2)
+    outputs = [path.read_text()[-2000:] for path in sorted(folder.glob("[0-3]"))]
+    outputs += [path.read_text()[-2000:] for path in sorted(folder.glob("output_*"))]
+    raise AssertionError(f"no {word!r} within {LIMIT_S:.0f} s: " + "\n---\n".join(outputs))
