@@ -134,11 +134,13 @@ def _explained(issued: Issued) -> Iterator[None]:
     """Say which collective it is that fails inside."""
     try:
         yield
+    except torch.OutOfMemoryError:  # of this rank's own
+        raise
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(_torch.resolve_group(issued.group))
         raise RuntimeError(
             f"rank {dist.get_rank()}: {issued} over ranks {ranks} failed, as one of them ended, is "
-            f"stuck, or went another way: look at what each of them says last, or at what "
+            "stuck, or went another way: look at what each of them says last, or at what "
             f"AUTOSHARD_WATCHDOG=30 makes them say. {error}"
         ) from error
 

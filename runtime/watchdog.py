@@ -135,7 +135,8 @@ class Watchdog:
                     del self._open[key]
             if not self._open:
                 return None
-            first = min(self._open.values(), key=lambda entry: entry.since)
+            # A copy, as in `_position`: a collection in the middle of it may `_forget` some.
+            first = min(list(self._open.values()), key=lambda entry: entry.since)
             age = time.monotonic() - first.since
             place = first.what.group, first.number
             if age < max(self._after_s, 2 * self._told.get(place, 0.0)):
@@ -152,11 +153,11 @@ class Watchdog:
 
     def _position(self) -> dict[str, Any]:
         with self._lock:
-            waits = {entry.what.group: entry.number for entry in self._open.values()}
+            waits = {entry.what.group for entry in list(self._open.values())}
             return {
                 "code": _code_of(sys._current_frames().get(self._main)),
                 "groups": {
-                    group: [entry.number, str(entry.what), waits.get(group) is not None]
+                    group: [entry.number, str(entry.what), group in waits]
                     for group, entry in self._latest.items()
                 },
             }

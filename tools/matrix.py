@@ -27,7 +27,7 @@ from autoshard.runtime.mesh import device_type, ensure_process_group
 from autoshard.runtime.param import local_tensor
 from autoshard.runtime.shard import replicate, shard
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from autoshard.tools.parity import average_gradients, compare_local
+from autoshard.tools.parity import average_gradients, compare_local, told_by_all
 
 STEPS = 3
 FLOOR = 0.02  # biases begin at zero, and hold little but rounding after few steps in bfloat16
@@ -313,10 +313,7 @@ def try_case(seed: int) -> Outcome:
             problem = _compare_runs(case)
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    first = next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), None)
-    return Outcome(seed, case, first)
+    return Outcome(seed, case, told_by_all(problem))
 
 
 def _compare_runs(case: Case) -> str | None:

@@ -155,6 +155,13 @@ def parity(
     )
 
 
+def told_by_all(problem: str | None) -> str | None:
+    """The `problem` of the first rank that has one; all ranks call this."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), None)
+
+
 def default_loss(model: Any, batch: Any) -> Tensor:
     """See `parity`'s `loss`."""
     if isinstance(batch, dict):

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.runtime.mesh import device_type, ensure_process_group
-from autoshard.tools.parity import parity
+from autoshard.tools.parity import parity, told_by_all
 
 STEPS = 3
 WIDTH = 6
@@ -239,10 +239,7 @@ def try_model(seed: int) -> Sample:
             problem = "; ".join(each.text() for each in exact) or None
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    first = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), None)
-    return Sample(seed, text, first)
+    return Sample(seed, text, told_by_all(problem))
 
 
 def _batch(sizes: tuple[int, int], more: int, step: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import diverging
-from support.ranks import _free_port
+from support.ranks import free_port
 
 LIMIT_S = 60.0
 DONE = "done"
@@ -23,7 +23,7 @@ DONE = "done"
 
 def run(case: str, form: str, caches: Path) -> list[str]:
     """How each rank ended."""
-    began, port = time.monotonic(), str(_free_port())
+    began, port = time.monotonic(), str(free_port())
     processes = []
     for rank in range(2):
         environment = {

@@ -118,6 +118,8 @@ def test_plain_lowering(rank: int, strategy: str, checkpointing: str | None) -> 
     print(f"{strategy}, {checkpointing}: {found} bytes, eagerly {eagerly}, FSDP2 {theirs}")
     assert eagerly <= theirs
     assert found["per_unit"] <= eagerly
-    # A plan that was searched for needs no more by prediction, which is off by a small gradient.
-    assert found["auto"] <= 1.005 * eagerly
+    # A plan that was searched for needs no more by prediction, which with whole gradients alone is
+    # off by a small one.
+    is_whole = strategy in ("hybrid 2x1", "replicate")
+    assert found["auto"] <= (1.005 if is_whole else 1.0) * eagerly
     assert found["auto"] <= theirs

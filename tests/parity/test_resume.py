@@ -267,7 +267,7 @@ def test_a_state_that_is_no_data(rank: int, folder: str) -> None:
     model, _ = built()
     loader = Loader(rank)
     if rank == 1:
-        loader.at = OfAKind()  # type: ignore[assignment]
+        loader.at = OfAKind()  # type: ignore[assignment]  # no number: what is to be refused
     with pytest.raises(autoshard.CheckpointError, match=r"on rank 1, .*weights only .*OfAKind"):
         autoshard.save_checkpoint(folder, model, step=1, states={"loader": loader})
     assert _names(folder) == []

@@ -17,21 +17,28 @@ from support.ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
-from autoshard.runtime import watchdog
+from autoshard.runtime import collectives, watchdog
 
 LATE_S = 6.0
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 @contextmanager
 def watched(after_s: float) -> Iterator[list[str]]:
     """What the watchdog of this rank says."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler = Said()
     watchdog.log.addHandler(handler)
     autoshard.watchdog(after_s)
     try:
-        yield said
+        yield handler.messages
     finally:
         autoshard.watchdog(None)
         watchdog.log.removeHandler(handler)
@@ -108,6 +115,12 @@ def test_a_collective_that_fails(rank: int, form: str) -> None:
         time.sleep(4.0)
     with pytest.raises(RuntimeError, match=rf"rank {rank}: the gather of embed\.weight.* over ran"):
         net_loss(model, rank, 2).backward()
+
+
+def test_memory_that_is_not_there_is_no_other_rank_s_fault() -> None:
+    issued = collectives.Issued("gather", (), "shard")
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"), collectives._explained(issued):
+        raise torch.OutOfMemoryError("no room")
 
 
 @on_ranks(2)

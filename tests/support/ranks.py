@@ -64,7 +64,7 @@ def _without_rank(test: Callable[..., None]) -> Any:
 class _Pool:
     def __init__(self, world: int) -> None:
         context = _forks() if world > 2 else multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self._pipes, self._processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
@@ -188,7 +188,7 @@ def _load(file: str, modules: dict[str, ModuleType]) -> ModuleType:
     return modules[file]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
