@@ -12,23 +12,31 @@ All is decided by numbers and by one generator with a fixed seed: every rank fin
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.passes.planner.bound import Bound, lower_bound
 from autoshard.passes.planner.costs import LAYOUTS
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
-from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, simulate
+from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, simulate_unless_worse
 
 EFFORT = 100_000  # moves tried times buckets: less than a second
 STEPS = 2000  # moves tried at most
 CAPS = 12  # sizes tried for each kind, from all in one bucket down, by halves
 NEAR = tuple(2 ** (step / 6) for step in range(-5, 6))  # of the best of those
 
+_Score = tuple[float, float, int]
+"""Bytes beyond the budget, microseconds, buckets: less is better, the first first."""
+
+WORST: _Score = (math.inf, math.inf, 0)
+
 Cut = tuple[tuple[int, str], ...]
 """Buckets of one carrier: where each ends, counted in items, and its layout."""
+
+_Found = tuple[_Score, tuple[Cut, ...]]
 
 
 @dataclass(frozen=True)
@@ -61,24 +69,18 @@ def search(
     steps: moves tried at most; fewer where there are many buckets, see `EFFORT`.
     """
     space = _Space(problem, budget_bytes, layouts)
-    best, timeline = min(
-        (space.evaluate(cuts) for cuts in space.seeds()), key=lambda found: found[0]
-    )
+    best, timeline = space.best_seed()
     generator = random.Random(0)
     hot = space.hot(timeline, best[1])
     for _ in range(min(steps, EFFORT // max(1, best[0][2])) if space.groups else 0):
         moved = space.move(best[1], generator, hot)
         if moved is None:
             continue
-        found, after = space.evaluate(moved)
-        if found < best:
-            best, timeline = found, after
+        found = space.evaluate(moved, known=best[0])
+        if found is not None and found[0] < best:
+            best, timeline = found
             hot = space.hot(timeline, moved)
     return Decision(timeline, lower_bound(problem), budget_bytes)
-
-
-_Score = tuple[float, float, int]
-_Found = tuple[_Score, tuple[Cut, ...]]
 
 
 class _Space:
@@ -98,8 +100,13 @@ class _Space:
             self.groups += [(kind, each) for each in carriers.values()]
         self.made: dict[tuple[int, int, int, str], Bucket] = {}
 
-    def evaluate(self, cuts: tuple[Cut, ...]) -> tuple[_Found, Timeline]:
-        timeline = self.simulate(cuts)
+    def evaluate(
+        self, cuts: tuple[Cut, ...], *, known: _Score = WORST
+    ) -> tuple[_Found, Timeline] | None:
+        """None where that is worse than `known`; not all that is worse is seen to be."""
+        timeline = self.simulate(cuts, known)
+        if timeline is None:
+            return None
         over = max(0.0, timeline.peak_bytes - self.budget)
         return ((over, timeline.time_us, sum(map(len, cuts))), cuts), timeline
 
@@ -116,7 +123,7 @@ class _Space:
                 begin = end
         return found
 
-    def simulate(self, cuts: tuple[Cut, ...]) -> Timeline:
+    def simulate(self, cuts: tuple[Cut, ...], known: _Score) -> Timeline | None:
         gathers: list[Bucket] = []
         reduces: list[Bucket] = []
         for group, cut in enumerate(cuts):
@@ -127,7 +134,9 @@ class _Space:
                 begin = end
         gathers.sort(key=lambda bucket: bucket.used)
         reduces.sort(key=lambda bucket: bucket.ready)
-        return simulate(self.problem, gathers, reduces, budget_bytes=self.budget)
+        return simulate_unless_worse(
+            self.problem, gathers, reduces, budget_bytes=self.budget, known=known[:2]
+        )
 
     def _bucket(self, group: int, begin: int, end: int, layout: str) -> Bucket:
         key = (group, begin, end, layout)
@@ -137,6 +146,19 @@ class _Space:
         return self.made[key]
 
     # ---- seeds
+
+    def best_seed(self) -> tuple[_Found, Timeline]:
+        return self._best(self.seeds())
+
+    def _best(self, tried: Iterable[tuple[Cut, ...]]) -> tuple[_Found, Timeline]:
+        """Of `tried`, and of those alike the first by where they end."""
+        best: tuple[_Found, Timeline] | None = None
+        for cuts in tried:
+            found = self.evaluate(cuts, known=best[0][0] if best else WORST)
+            if found is not None and (best is None or found[0] < best[0]):
+                best = found
+        assert best is not None, "the first is not worse than the worst"
+        return best
 
     def seeds(self) -> Iterator[tuple[Cut, ...]]:
         for layout in dict.fromkeys(itertools.chain(*self.layouts.values())):
@@ -170,10 +192,9 @@ class _Space:
         self, layout: str, chosen: Mapping[str, float], kind: str, caps: Sequence[float]
     ) -> float:
         """Of `caps` for `kind`, with the other's as it is chosen."""
-        tried = (
-            (self.evaluate(self._filled(layout, {**chosen, kind: cap}))[0][0], cap) for cap in caps
-        )
-        return min(tried)[1]
+        tried = {self._filled(layout, {**chosen, kind: cap}): cap for cap in sorted(caps)[::-1]}
+        (_, best), _ = self._best(tried)
+        return tried[best]
 
     def _caps(self, kind: str) -> list[float]:
         of_kind = (items for each, items in self.groups if each == kind)

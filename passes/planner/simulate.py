@@ -23,6 +23,7 @@ then is there room for its sum.
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoshard.passes.planner.problem import Item, Problem
+
+ROUNDING = 1e-9  # times that differ by less are equal
 
 
 @dataclass(frozen=True)
@@ -171,11 +174,33 @@ def simulate(
     return _Placing(problem, gathers, reduces, budget_bytes).run()
 
 
+def simulate_unless_worse(
+    problem: Problem,
+    gathers: Sequence[Bucket],
+    reduces: Sequence[Bucket],
+    *,
+    budget_bytes: float,
+    known: tuple[float, float],
+) -> Timeline | None:
+    """`simulate`, or None as soon as it is sure that the timeline is worse than another.
+
+    known: the other's bytes beyond the budget, and its microseconds; bytes count first.
+    """
+    try:
+        return _Placing(problem, gathers, reduces, budget_bytes, known).run()
+    except _Worse:
+        return None
+
+
 def replay(
     problem: Problem, gathers: Sequence[Bucket], reduces: Sequence[Bucket], order: Order
 ) -> Timeline:
     """Time launches and waits that are placed already, in program order."""
     return _Following(problem, gathers, reduces, order).run()
+
+
+class _Worse(Exception):
+    """What is simulated is worse than what is known, whatever comes."""
 
 
 class _Simulation(ABC):
@@ -334,8 +359,18 @@ class _Placing(_Simulation):
         gathers: Sequence[Bucket],
         reduces: Sequence[Bucket],
         budget_bytes: float,
+        known: tuple[float, float] = (math.inf, math.inf),
     ) -> None:
         super().__init__(problem, gathers, reduces)
+        self.whole_budget = budget_bytes
+        self.known_beyond, self.known_us = known[0], known[1] * (1 + ROUNDING)
+        # What is before compute and each link, ops aside; launches and waits take from it.
+        self.copies_us = 0.0
+        self.queued_us: dict[str, float] = {}
+        for bucket in (*gathers, *reduces):
+            self.copies_us += bucket.copy_in_us + bucket.copy_out_us
+            for link, time in bucket.links:
+                self.queued_us[link] = self.queued_us.get(link, 0.0) + time
         # A running reduce has room where its sum arrives.
         self.budget = budget_bytes - max((each.shard_bytes for each in reduces), default=0)
         self.next_gather = self.next_reduce = self.next_wait = 0
@@ -343,6 +378,7 @@ class _Placing(_Simulation):
         self.horizon = 0.0  # compute from here to the next position
 
     def act(self, position: int, following: int) -> None:
+        self._give_up_if_worse()
         compute_us = self.problem.compute_us
         self.horizon = compute_us[following] - compute_us[position]
         for run in self.in_flight:
@@ -367,6 +403,28 @@ class _Placing(_Simulation):
     def end(self) -> None:
         while self.in_flight:
             self.wait(self.in_flight.popleft())
+
+    def launch(self, run: Run) -> None:
+        super().launch(run)
+        self.copies_us -= run.bucket.copy_in_us
+        for link, time in run.bucket.links:
+            self.queued_us[link] -= time
+
+    def wait(self, run: Run) -> None:
+        super().wait(run)
+        self.copies_us -= run.bucket.copy_out_us
+
+    def _give_up_if_worse(self) -> None:
+        """Raise _Worse if compute, or a link, has too much before it even if it never rests."""
+        beyond = max(0.0, self.peak_bytes - self.whole_budget)
+        if beyond < self.known_beyond:
+            return
+        ops_us = self.problem.compute_us
+        end_us = self.now + ops_us[-1] - ops_us[self.position] + self.copies_us
+        for link, queued_us in self.queued_us.items():
+            end_us = max(end_us, max(self.now, self.links.get(link, 0.0)) + queued_us)
+        if beyond > self.known_beyond or end_us > self.known_us:
+            raise _Worse
 
     def _may_launch(self, number: int) -> bool:
         bucket = self.gathers[number].bucket

@@ -18,7 +18,14 @@ from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED, Costs, Link
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import search
-from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, replay, simulate
+from autoshard.passes.planner.simulate import (
+    Bucket,
+    Timeline,
+    make_bucket,
+    replay,
+    simulate,
+    simulate_unless_worse,
+)
 
 EITHER = (PACKED, GROUPED)
 ROUNDING = 1 + 1e-9  # sums of floats in other orders
@@ -107,6 +114,28 @@ def test_nothing_beats_the_bound(data: st.DataObject) -> None:
     assert again.order == timeline.order
     assert again.time_us == timeline.time_us
     assert again.peak_bytes == timeline.peak_bytes
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_what_is_not_worse_is_played_to_the_end(data: st.DataObject) -> None:
+    problem = data.draw(problems())
+    buckets = (
+        data.draw(partitions(problem, "gather", problem.gathers)),
+        data.draw(partitions(problem, "reduce", problem.reduces)),
+    )
+    budget = data.draw(st.sampled_from([0, 2000, 4000, 10**9]))
+    whole = simulate(problem, *buckets, budget_bytes=budget)
+    beyond = max(0.0, whole.peak_bytes - budget)
+    known = (
+        beyond + data.draw(st.sampled_from([-1, 0, 1])),
+        whole.time_us * data.draw(st.sampled_from([0.0, 0.5, 1.0, 1.1])),
+    )
+    found = simulate_unless_worse(problem, *buckets, budget_bytes=budget, known=known)
+    if found is None:
+        assert known < (beyond, whole.time_us)
+    else:
+        assert (found.order, found.time_us) == (whole.order, whole.time_us)
 
 
 def check_timeline(problem: Problem, timeline: Timeline) -> None:

@@ -21,7 +21,11 @@ from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import search
-from autoshard.passes.planner.simulate import make_bucket, simulate
+from autoshard.passes.planner.simulate import (
+    make_bucket,
+    simulate,
+    simulate_unless_worse,
+)
 from autoshard.passes.planner.topology import Topology, default_topology, names
 from autoshard.passes.roofline import base_of, node_us, num_flops, op_key
 
@@ -257,3 +261,15 @@ def test_plans_keep_to_the_memory_of_one_bucket_a_unit(
     found = search(problem, budget_bytes=unit.peak_bytes, layouts=only, steps=100).timeline
     assert found.peak_bytes <= unit.peak_bytes
     assert found.time_us <= unit.time_us
+
+
+def test_what_is_worse_is_given_up() -> None:
+    costs = Costs({"r": (Link("node", 1.0, 1.0, 0.0),)}, {"r": 2}, copy_us_per_byte=0.0)
+    items = tuple(Item(f"w{n}", "u", "r", 10, 0, n, n + 1) for n in range(3))
+    problem = Problem("any", (5.0, 5.0, 5.0), (0, 0, 0), items, (), costs)
+    buckets = [make_bucket(problem, "gather", [item], PACKED) for item in items]
+    whole = simulate(problem, buckets, [], budget_bytes=99)
+    for known, is_given_up in [((0, whole.time_us), False), ((0, whole.time_us - 2), True)]:
+        found = simulate_unless_worse(problem, buckets, [], budget_bytes=99, known=known)
+        assert (found is None) == is_given_up
+    assert not simulate_unless_worse(problem, buckets, [], budget_bytes=5, known=(1, 1e9))
