@@ -1,4 +1,4 @@
-"""Optimizers that were built before their model was sharded."""
+"""Optimizers: those built before their model was sharded, and what each step is checked for."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.passes.layout import part_of
 from autoshard.runtime import access, left_out
+from autoshard.runtime.local_step import stand_in_of
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find, is_ignored
 from autoshard.runtime.reduce import is_waiting
@@ -157,7 +158,19 @@ def _cut(value: Any, sharded: ShardedParam) -> Any:
     return sharded.grad_from(part_of(value, member, world, rank))
 
 
-def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook of torch's: what the step is to be called with instead."""
+    _check_before_step(optimizer)
+    _, *given = args
+    if any(value is not None for value in (*given, *kwargs.values())):
+        return None  # a closure, which goes by the optimizer's own parameters
+    stand_in = stand_in_of(optimizer)
+    return None if stand_in is None else ((stand_in, *given), kwargs)
+
+
+def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
     plain: list[nn.Parameter] = []
     has_sharded = False
     for group in optimizer.param_groups:
@@ -243,7 +256,8 @@ _hook = None
 
 
 def watch_optimizers() -> None:
-    """From now on, check before each optimizer step that it trains no parameter of the past."""
+    """From now on, check before each optimizer step that it trains no parameter of the past, and
+    have it update shards as plain tensors."""
     global _hook
     if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_check_before_step)
+        _hook = register_optimizer_step_pre_hook(_before_step)

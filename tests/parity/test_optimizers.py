@@ -16,12 +16,13 @@ import autoshard
 
 OPTIONS = {"lowering": "eager", "strict": True}
 
-# Not fused SGD and Adagrad: DTensor has no rule for their kernels, and raises.
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "foreach AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True),
     "fused AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
     "fused Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True, fused=True),
     "foreach SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True),
+    "fused SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True),
+    "fused Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1, fused=True),
     "foreach Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1, foreach=True),
 }
 # The fused kernels' vector part and its remainder round differently, and a shard has its
