@@ -34,13 +34,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch
+from autoshard.runtime.store import LONGEST_PAUSE_S, MANY, Arrivals, Store
 
 COMPILE_TIMEOUT = timedelta(minutes=10)  # ranks may differ by a compilation, cold against cached
 PATIENCE_S = 3.0  # until a rank that waits looks for what the others do
 LOOK_S = 1.0  # between two looks
-LONGEST_PAUSE_S = 0.1  # between two questions
-MANY = 64  # ranks: with more of them, the store is asked more rarely
-LOOKED_AT = 16  # ranks at a time that have not come
 LEAVING_S = 3.0  # for the others to have read what a rank that is about to raise has said
 
 
@@ -59,13 +57,15 @@ class Outcome:
 
 
 class _Sessions:
-    """Of one store.
+    """Over one store.
 
+    store:   to ask it by.
     own:     a number of this process, that no other has, nor one that lived before it.
     by_mesh: the session of each mesh, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Any) -> None:
+        self.store = Store(store)
         self.own = uuid.uuid4().hex
         self.by_mesh: dict[str, str] = {}
 
@@ -81,6 +81,15 @@ class _Local(threading.local):
         number = self.rounds.get(topic, 0)
         self.rounds[topic] = number + 1
         return number
+
+    def sessions_of(self, mesh: DeviceMesh) -> _Sessions:
+        """Of the default store, which is to answer within the timeout of the group of `mesh`."""
+        store = _torch.default_store()
+        if store not in self.sessions:
+            self.sessions[store] = _Sessions(store)
+        found = self.sessions[store]
+        found.store.limit_s = group_timeout(mesh).total_seconds()
+        return found
 
 
 _local = _Local()
@@ -173,16 +182,16 @@ _SAME_OPTIONS = "Give every rank the same model and options, and take the same b
 
 def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
     """Between `lines` here and those on rank `other`, in words; all ranks of `mesh` call this."""
-    store, rank = _torch.default_store(), dist.get_rank()
-    session = _local.sessions[store].by_mesh[_name(mesh)]  # they have compared notes, and differ
+    sessions, rank = _local.sessions_of(mesh), dist.get_rank()
+    store, session = sessions.store, sessions.by_mesh[_name(mesh)]  # they have compared notes
     topic = f"{session}/differing/{topic}/{_name(mesh)}"
     number = _local.next_round(topic)
     store.set(f"{topic}/{number}/{rank}", json.dumps(list(lines)))
     key = f"{topic}/{number}/{other}"
-    if not _Arrivals(store, {other: key}).wait(group_timeout(mesh).total_seconds()):
+    if not Arrivals(store, {other: key}).wait(group_timeout(mesh).total_seconds()):
         return f"rank {other} does not say in what"
-    theirs = json.loads(store.get(key).decode())
-    _leave_together(f"{topic}/{number}", mesh.mesh.flatten().tolist())
+    theirs = json.loads(store.get(key))
+    _leave_together(store, f"{topic}/{number}", mesh.mesh.flatten().tolist())
     pairs = enumerate(itertools.zip_longest(lines, theirs, fillvalue="nothing more"), 1)
     number, (here, there) = next(pair for pair in pairs if len(set(pair[1])) > 1)
     return f"number {number} is {here} on rank {rank}, and {there} on rank {other}"
@@ -366,7 +375,7 @@ def _exchange(
     with _store_may_end(failed, hint):
         answers, place = _answers(topic, answer, mesh, timeout, failed=failed, hint=hint)
         if not may_differ and len(set(answers.values())) > 1:
-            _leave_together(place, answers)
+            _leave_together(_local.sessions_of(mesh).store, place, answers)
     return answers
 
 
@@ -377,49 +386,50 @@ def _store_may_end(failed: str, hint: str) -> Iterator[None]:
     except dist.DistError as error:
         raise RuntimeError(
             f"{failed}, and nothing can be heard of the others any more: the process that has the "
-            f"store, mostly rank 0, ended before. Look at what it says. {hint}"
+            f"store, mostly rank 0, ended before, or can't be reached ({error}). Look at what it "
+            f"says. {hint}"
         ) from error
 
 
-def _leave_together(place: str, ranks: Iterable[int]) -> None:
+def _leave_together(store: Store, place: str, ranks: Iterable[int]) -> None:
     """Wait until all `ranks` are here, for a few seconds, or the store is gone."""
-    store = _torch.default_store()
     keys = {rank: f"{place}/leaves/{rank}" for rank in ranks}
     with contextlib.suppress(dist.DistError):
         store.set(keys[dist.get_rank()], "1")
-        _Arrivals(store, keys).wait(LEAVING_S)
+        Arrivals(store, keys).wait(LEAVING_S)
 
 
 def _answers(
     topic: str, answer: str, mesh: DeviceMesh, timeout: timedelta, *, failed: str, hint: str
 ) -> tuple[dict[int, str], str]:
     """Everybody's, and where in the store they are."""
-    store, rank = _torch.default_store(), dist.get_rank()
+    sessions, rank = _local.sessions_of(mesh), dist.get_rank()
+    store = sessions.store
     ranks: list[int] = mesh.mesh.flatten().tolist()
-    session = _session(store, rank, ranks, _name(mesh), timeout, failed=failed, hint=hint)
+    session = _session(sessions, rank, ranks, _name(mesh), timeout, failed=failed, hint=hint)
     topic = f"{session}/{topic}/{_name(mesh)}"
     number = _local.next_round(topic)
     place = f"{topic}/{number}"
     keys = {other: f"{place}/{other}" for other in ranks}
     store.set(keys[rank], answer)
     try:
-        arrivals = _Arrivals(store, keys)
+        arrivals = Arrivals(store, keys)
         if not arrivals.wait(min(timeout.total_seconds(), PATIENCE_S)):
             _wait_and_look(store, session, arrivals, place, timeout, failed, hint)
     except BaseException:
         # Who catches it, and comes here again, is to meet the others in this round.
         with contextlib.suppress(dist.DistError):
-            store.delete_key(keys[rank])
+            store.delete(keys[rank])
         _local.rounds[topic] = number
         raise
-    answers = store.multi_get(list(keys.values()))
+    answers = store.get_all(list(keys.values()))
     if number:  # everybody has read the round before, or would not be in this one
-        store.delete_key(f"{topic}/{number - 1}/{rank}")
-    return {other: value.decode() for other, value in zip(ranks, answers, strict=True)}, place
+        store.delete(f"{topic}/{number - 1}/{rank}")
+    return dict(zip(ranks, answers, strict=True)), place
 
 
 def _session(
-    store: Any,
+    sessions: _Sessions,
     rank: int,
     ranks: Sequence[int],
     mesh: str,
@@ -434,9 +444,9 @@ def _session(
     be taken for what they say now. So every rank puts up a number of its own; the first one answers
     each with the session, under a key with that number, until all have taken note of it.
     """
-    sessions = _local.sessions.setdefault(store, _Sessions())
     if mesh in sessions.by_mesh:
         return sessions.by_mesh[mesh]
+    store = sessions.store
     deadline = time.monotonic() + timeout.total_seconds()
     here = f"autoshard/session/{mesh}"
     if rank == ranks[0]:
@@ -445,9 +455,9 @@ def _session(
     else:
         store.set(f"{here}/{rank}", sessions.own)
         answer = f"{here}/to/{sessions.own}"
-        missing = [] if _Arrivals(store, {ranks[0]: answer}).wait(_left(deadline)) else [ranks[0]]
+        missing = [] if Arrivals(store, {ranks[0]: answer}).wait(_left(deadline)) else [ranks[0]]
         if not missing:
-            session = store.get(answer).decode()
+            session = store.get(answer)
             store.set(f"{session}/{mesh}/has/{rank}", "1")
     if missing:
         raise RuntimeError(
@@ -459,13 +469,13 @@ def _session(
 
 
 def _answer_all(
-    store: Any, mesh: str, session: str, others: Sequence[int], deadline: float
+    store: Store, mesh: str, session: str, others: Sequence[int], deadline: float
 ) -> list[int]:
     """Tell `others` the session until each has taken note; those that had not by the deadline."""
     here = f"autoshard/session/{mesh}"
     keys = {other: f"{session}/{mesh}/has/{other}" for other in others}
-    answered: dict[int, bytes] = {}
-    arrivals = _Arrivals(store, keys)
+    answered: dict[int, str] = {}
+    arrivals = Arrivals(store, keys)
     pause_s = 0.0
     while not arrivals.wait(min(pause_s, _left(deadline))):
         missing = arrivals.missing()
@@ -476,7 +486,7 @@ def _answer_all(
                 number = store.get(f"{here}/{other}")
                 if answered.get(other) != number:  # the first may be of a process that is gone
                     answered[other] = number
-                    store.set(f"{here}/to/{number.decode()}", session)
+                    store.set(f"{here}/to/{number}", session)
         pause_s = min(2 * pause_s + 0.001, LONGEST_PAUSE_S * max(1.0, len(others) / MANY))
     return []
 
@@ -485,45 +495,10 @@ def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-class _Arrivals:
-    """Which of `keys`, by rank, are not in the store yet.
-
-    Asked for more and more rarely: a store that is told to wait says so on stderr when it has
-    waited in vain.
-    """
-
-    def __init__(self, store: Any, keys: dict[int, str]) -> None:
-        self._store = store
-        self._keys = dict(keys)
-        self._longest_pause_s = LONGEST_PAUSE_S * max(1.0, len(keys) / MANY)
-
-    def wait(self, seconds: float) -> bool:
-        """Whether all come within `seconds`."""
-        deadline, pause_s = time.monotonic() + seconds, 0.001
-        while not self._store.check(list(self._keys.values())):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, self._longest_pause_s)
-        return True
-
-    def missing(self) -> list[int]:
-        """Ranks whose keys are not there now, a few of them."""
-        found: list[int] = []
-        for rank, key in list(self._keys.items()):
-            if len(found) == LOOKED_AT:
-                break
-            if not self._store.check([key]):
-                found.append(rank)
-            elif len(self._keys) > 1:
-                del self._keys[rank]
-        return found
-
-
 def _wait_and_look(
-    store: Any,
+    store: Store,
     session: str,
-    arrivals: _Arrivals,
+    arrivals: Arrivals,
     place: str,
     timeout: timedelta,
     what: str,
@@ -545,7 +520,7 @@ def _wait_and_look(
             stuck = [each for each in missing if _waits_for(store, session, each, rank)]
             if stuck:
                 others = "; ".join(_notice(store, session, each).get("what", "") for each in stuck)
-                store.delete_key(f"{place}/{rank}")  # before others go on, and find it here
+                store.delete(f"{place}/{rank}")  # before others go on, and find it here
                 store.set(_notice_key(session, rank), json.dumps({**notice, "gives_up": True}))
                 _let_see(store, session, stuck)
                 raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
@@ -559,13 +534,13 @@ def _wait_and_look(
             store.set(_notice_key(session, rank), "{}")  # not deleted: a get would wait for it
 
 
-def _waits_for(store: Any, session: str, other: int, rank: int) -> bool:
+def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
     """Whether `other` waits where `rank`, which waits elsewhere, has not come to."""
     place = _notice(store, session, other).get("place")
     return place is not None and not store.check([f"{place}/{rank}"])
 
 
-def _let_see(store: Any, session: str, stuck: Sequence[int]) -> None:
+def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
     """Give the ranks `stuck` the time to see this one's notice."""
     deadline = time.monotonic() + 3 * LOOK_S
     while time.monotonic() < deadline:
@@ -574,7 +549,7 @@ def _let_see(store: Any, session: str, stuck: Sequence[int]) -> None:
         time.sleep(LONGEST_PAUSE_S)
 
 
-def _notice(store: Any, session: str, rank: int) -> dict[str, Any]:
+def _notice(store: Store, session: str, rank: int) -> dict[str, Any]:
     """What `rank` waits for; {} if for nothing."""
     key = _notice_key(session, rank)
     found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}

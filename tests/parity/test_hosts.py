@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,23 @@ def _ip(*arguments: str) -> None:
 
 @pytest.mark.timeout(240)
 def test_parity_and_a_cut_cable(hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
+    for rank, lines in enumerate(_cut_after(hosts, tmp_path, "steps")):
+        assert lines[0].startswith("parity ok"), rank
+        assert f"rank {rank}: the " in lines[-1], lines
+        assert "failed, as one of them ended, is stuck" in lines[-1], lines
+
+
+@pytest.mark.timeout(240)
+def test_a_cable_that_is_cut_while_ranks_compare_notes(
+    hosts: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    """Those on the host that has no store get no answer from it, and no error either."""
+    for lines in _cut_after(hosts, tmp_path, "notes"):
+        assert re.search("did not within|can't be reached|wait elsewhere", lines[-1]), lines
+
+
+def _cut_after(hosts: list[tuple[str, str, str]], folder: Path, what: str) -> list[list[str]]:
+    """What each rank wrote, the cable being cut once all are in the middle of `what`."""
     processes = []
     for number, (name, address, end) in enumerate(hosts):
         command = [
@@ -56,7 +74,7 @@ def test_parity_and_a_cut_cable(hosts: list[tuple[str, str, str]], tmp_path: Pat
             *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][1]}:29400"),
             *("--rdzv-conf", f"is_host={number == 0}"),  # its name does not say so in a namespace
-            *("--local-addr", address, one_of_two_hosts.__file__, str(tmp_path)),
+            *("--local-addr", address, one_of_two_hosts.__file__, str(folder), what),
         ]
         environment = {
             **os.environ,
@@ -64,26 +82,21 @@ def test_parity_and_a_cut_cable(hosts: list[tuple[str, str, str]], tmp_path: Pat
             "GLOO_SOCKET_IFNAME": end,
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        with (tmp_path / f"output_{number}").open("w") as output:
+        with (folder / f"output_{number}").open("w") as output:
             processes.append(
                 subprocess.Popen(command, env=environment, stdout=output, stderr=output)
             )
     try:
-        _until(tmp_path, "stepping")
-        for rank in range(4):
-            assert (tmp_path / str(rank)).read_text().startswith("parity ok"), rank
+        _until(folder, "stepping")
         name, _, end = hosts[1]
         _ip("-n", name, "link", "set", end, "down")
         cut = time.monotonic()
-        _until(tmp_path, "Error: ")
+        _until(folder, "Error: ")
         took_s = time.monotonic() - cut
     finally:
         _stop(processes)
     assert took_s < 2 * one_of_two_hosts.TIMEOUT_S
-    for rank in range(4):
-        last = (tmp_path / str(rank)).read_text().splitlines()[-1]
-        assert f"rank {rank}: the " in last, last
-        assert "failed, as one of them ended, is stuck" in last, last
+    return [(folder / str(rank)).read_text().splitlines() for rank in range(4)]
 
 
 def _stop(agents: list[subprocess.Popen[bytes]]) -> None:

@@ -1,0 +1,117 @@
+"""Questions to the store over which ranks talk, each with a limit.
+
+torch's client waits for an answer for as long as the kernel sends again: where a cable is cut, a
+quarter of an hour. So a thread asks, over a connection of its own, and who waits for it in vain
+raises.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+LONGEST_PAUSE_S = 0.1  # between two questions
+MANY = 64  # ranks: with more of them, the store is asked more rarely
+LOOKED_AT = 16  # ranks at a time that have not come
+
+
+_Question = tuple[Callable[[], Any], queue.SimpleQueue[Any]]
+"""What to ask, and where its answer, or error, goes."""
+
+
+class Store:
+    """A `torch.distributed.Store` that answers within `limit_s`, or raises DistNetworkError."""
+
+    def __init__(self, store: Any) -> None:
+        self.limit_s = 60.0
+        self._store = store.clone()
+        self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._is_silent = False
+        weakref.finalize(self, self._asked.put, None).atexit = False
+        threading.Thread(
+            target=_answer, args=(self._asked,), name="autoshard store", daemon=True
+        ).start()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(lambda: self._store.check(list(keys))))
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str:
+        """Of a key that is there."""
+        return self.get_all([key])[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """Of keys that are there."""
+        found = self._ask(lambda: self._store.multi_get(list(keys)))
+        return [value.decode() for value in found]
+
+    def delete(self, key: str) -> None:
+        self._ask(lambda: self._store.delete_key(key))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        try:
+            if self._is_silent:
+                raise queue.Empty
+            self._asked.put((question, answer))
+            found, error = answer.get(timeout=self.limit_s)
+        except queue.Empty:
+            self._is_silent = True
+            raise dist.DistNetworkError(
+                f"the store has not answered for {self.limit_s:.0f} s"
+            ) from None
+        if error is not None:
+            raise error
+        return found
+
+
+def _answer(asked: queue.SimpleQueue[_Question | None]) -> None:
+    while (each := asked.get()) is not None:
+        question, answer = each
+        try:
+            answer.put((question(), None))
+        except Exception as error:
+            answer.put((None, error))
+
+
+class Arrivals:
+    """Which of `keys`, by rank, are not in the store yet.
+
+    Asked for more and more rarely: a store that is told to wait says so on stderr when it has
+    waited in vain.
+    """
+
+    def __init__(self, store: Store, keys: dict[int, str]) -> None:
+        self._store = store
+        self._keys = dict(keys)
+        self._longest_pause_s = LONGEST_PAUSE_S * max(1.0, len(keys) / MANY)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all come within `seconds`."""
+        deadline, pause_s = time.monotonic() + seconds, 0.001
+        while not self._store.check(list(self._keys.values())):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, self._longest_pause_s)
+        return True
+
+    def missing(self) -> list[int]:
+        """Ranks whose keys are not there now, a few of them."""
+        found: list[int] = []
+        for rank, key in list(self._keys.items()):
+            if len(found) == LOOKED_AT:
+                break
+            if not self._store.check([key]):
+                found.append(rank)
+            elif len(self._keys) > 1:
+                del self._keys[rank]
+        return found

@@ -1,0 +1,80 @@
+"""Questions to a store that answers, fails, or does neither."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from autoshard.runtime.store import Store
+
+NAME = "autoshard store"
+
+
+class Silent:
+    """The other side of a cut cable."""
+
+    def __init__(self) -> None:
+        self.is_mended = threading.Event()
+
+    def clone(self) -> Silent:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        return self.is_mended.wait()
+
+
+class Broken(Silent):
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistStoreError("no such key")
+
+
+def threads() -> int:
+    return sum(thread.name == NAME for thread in threading.enumerate())
+
+
+def test_answers() -> None:
+    store = Store(dist.HashStore())
+    assert not store.check(["a"])
+    store.set("a", "one")
+    store.set("b", "two")
+    assert store.check(["a", "b"])
+    assert store.get_all(["b", "a"]) == ["two", "one"]
+    store.delete("a")
+    assert not store.check(["a"])
+    assert store.get("b") == "two"
+
+
+def test_a_store_that_does_not_answer() -> None:
+    silent = Silent()
+    store = Store(silent)
+    store.limit_s = 0.2
+    begin = time.monotonic()
+    for _ in range(3):  # the first waits, the others know
+        with pytest.raises(dist.DistNetworkError, match="not answered for 0 s"):
+            store.check(["a"])
+    assert time.monotonic() - begin < 5
+    silent.is_mended.set()
+
+
+def test_errors_come_to_who_asked() -> None:
+    store = Store(Broken())
+    for _ in range(2):
+        with pytest.raises(dist.DistStoreError, match="no such key"):
+            store.check(["a"])
+
+
+def test_no_thread_is_left() -> None:
+    gc.collect()
+    before = threads()
+    store: Any = Store(dist.HashStore())
+    assert threads() == before + 1
+    del store
+    deadline = time.monotonic() + 5
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() == before
