@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -248,9 +249,11 @@ def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     gm.graph.set_codegen(_BoxedCodeGen())
     forward = torch.fx.GraphModule(gm, gm.graph).forward
 
-    def call(args: list[Any]) -> Any:
-        return forward(args)
+    return mark_boxed(lambda args: forward(args))
 
+
+def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`call`, which AOTAutograd is to give a list."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
@@ -363,6 +366,16 @@ def compile_with_inductor(
         )
     call: Callable[..., Any] = compiled
     return call, names
+
+
+@contextlib.contextmanager
+def tracing_again(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, a graph with inputs like `example_inputs`, which are fake, can be lowered, though the
+    compilation that it is of is over."""
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+
+    with tracing(TracingContext(detect_fake_mode(example_inputs))):
+        yield
 
 
 def fresh_inductor_cache() -> contextlib.AbstractContextManager[Any]:

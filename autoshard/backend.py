@@ -48,6 +48,7 @@ from autoshard.runtime.precision import cast_buffers
 
 log = logging.getLogger(__name__)
 
+MANY = 50_000  # objects, some ten MB
 NEVER = 2**31 - 1  # so many collections of the middle generation make one of the old
 
 # torch.compile(..., backend="autoshard") imports this module before it wraps what it is given.
@@ -281,6 +282,34 @@ def _check_bucketing(settings: CompileOptions, param: ShardedParam) -> None:
         )
 
 
+Lowered = Callable[[list[Any]], Any]
+"""A lowered graph: it takes its inputs as a list."""
+
+Watcher = Callable[[fx.GraphModule, str, Lowered, Callable[[fx.GraphModule], Lowered]], Lowered]
+"""Of a planned graph, its kind, what it was lowered to, and what lowers a part of it that has the
+same inputs: what is to run in its place."""
+
+_watchers: list[Watcher] = []
+
+
+@contextlib.contextmanager
+def watch_lowered(watcher: Watcher) -> Iterator[None]:
+    """Have `watcher` look at every graph that is compiled inside; none comes from a cache."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def _watched(
+    gm: fx.GraphModule, graph: str, call: Any, lower: Callable[[fx.GraphModule], Lowered]
+) -> Any:
+    for watcher in _watchers:
+        call = _torch.mark_boxed(watcher(gm, graph, call, lower))
+    return call
+
+
 class Compilation:
     """The compilation of one frame: its graphs share a table of parameters and the options.
 
@@ -347,7 +376,8 @@ class Compilation:
     def _compile_eagerly(self) -> Callable[..., Any]:
         def lower(graph: str) -> Callable[..., Any]:
             def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-                return lower_eagerly(self.apply(gm, graph))
+                gm = self.apply(gm, graph)
+                return _watched(gm, graph, lower_eagerly(gm), lower_eagerly)
 
             return compiler
 
@@ -375,7 +405,13 @@ class Compilation:
             name = getattr(compiled, "_fx_graph_cache_key", None)
             if name is not None:
                 plan_cache.save(name, PLAN.get(gm))
-            return compiled
+
+            def lower(part: fx.GraphModule) -> Lowered:
+                with _torch.tracing_again(example_inputs):
+                    lowered: Lowered = lower_inductor(part, example_inputs, **kwargs)
+                    return lowered
+
+            return _watched(gm, graph, compiled, lower)
 
         call, names = _torch.compile_with_inductor(
             self.frame.gm,
@@ -399,7 +435,7 @@ class Compilation:
     def _cache_key(self) -> str | None:
         """What passes depend on, for AOTAutograd's cache; None where they have to run."""
         params = self.frame.params
-        if not (self.is_cached and params and _torch.caches_frames()):
+        if _watchers or not (self.is_cached and params and _torch.caches_frames()):
             return None
         # A mesh of the user's, among the inputs, is another one to torch in each process.
         if self.options.dump is not None or any(param.tp is not None for param in params):
@@ -516,13 +552,14 @@ class Draft(Compilation):
 
 @contextlib.contextmanager
 def _old_objects_stay() -> Iterator[None]:
-    """Look for garbage among young objects only.
+    """Look for garbage among young objects only, and rarely.
 
     Graphs are many objects that live, and Python looks through all of them again whenever they have
-    become a quarter more: a twentieth of a compilation, and more for more layers.
+    become a quarter more: a twentieth of a compilation, and more for more layers. Among the young
+    it looks whenever there are 700 more, and finds little.
     """
     young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, NEVER)
+    gc.set_threshold(max(young, MANY), middle, NEVER)
     try:
         yield
     finally:

@@ -144,6 +144,9 @@ def add_parity(commands: Any) -> None:
     parser.add_argument("--strategy", default="full_shard", help="full_shard or shard_grad_op")
     parser.add_argument("--rtol", type=float, default=1e-5, help="what passes where not bitwise")
     parser.add_argument(
+        "--bisect", action="store_true", help="where runs differ, find the first op that does"
+    )
+    parser.add_argument(
         "--matrix", action="store_true", help="small models in random combinations of options"
     )
     parser.add_argument("--fuzz", action="store_true", help="random models, with random options")
@@ -451,6 +454,7 @@ def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
         loss=load(options.loss) if options.loss else None,
         options={"lowering": options.lowering, **read_options(options.options)},
         rtol=options.rtol,
+        bisect=options.bisect,
         strategy=options.strategy,
     )
     if rank == 0:

@@ -7,11 +7,13 @@ step by step: a norm over the whole model can hide a wrong shard.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 from autoshard.passes.layout import first_row
 from autoshard.runtime.mesh import device_type, ensure_process_group
 from autoshard.runtime.shard import shard
+
+if TYPE_CHECKING:
+    from autoshard.tools import parting
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +91,7 @@ class Report:
     steps: int
     lowering: str
     losses: dict[str, tuple[float, ...]]  # this rank's, by run
+    parted: tuple[str, ...] = ()  # with `bisect`: a line for each two runs that differ
 
     @property
     def ok(self) -> bool:
@@ -96,9 +102,10 @@ class Report:
         return all(comparison.bitwise for comparison in self.comparisons)
 
     def text(self) -> str:
-        """One line: `parity: ...`."""
+        """One line: `parity: ...`; and those of `parted`."""
         parts = "; ".join(comparison.text() for comparison in self.comparisons)
-        return f"parity: {parts}; {self.steps} steps, lowering {self.lowering}"
+        line = f"parity: {parts}; {self.steps} steps, lowering {self.lowering}"
+        return "\n".join([line, *self.parted])
 
 
 def parity(
@@ -110,6 +117,7 @@ def parity(
     options: dict[str, Any] | None = None,
     rtol: float = 1e-5,
     seed: int = 0,
+    bisect: bool = False,
     **shard_arguments: Any,
 ) -> Report:
     """Train replicated, on the eager runtime, and compiled; compare after every step.
@@ -122,37 +130,121 @@ def parity(
     optimizer: of a list of parameters; AdamW with lr 1e-3 by default.
     options: the backend's; `lowering` is "eager" unless given.
     rtol: largest relative difference that passes where two runs are not equal bit for bit.
+    bisect: whether to look, where two runs differ, for the first op that gives something else.
     shard_arguments: `shard()`'s, for the eager and the compiled run.
 
     Raises nothing for a difference: ask the report's `ok` and `bitwise`.
     """
     ensure_process_group()
     options = {"lowering": "eager", "strict": True, **(options or {})}
-    loss = loss or default_loss
-    optimizer = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-3))
-    device = torch.device(device_type())
-    runs: dict[str, _Run] = {}
-    for name in (REPLICATED, EAGER, COMPILED):
-        torch.manual_seed(seed)
-        model = build_model().to(device)
-        call: Any = model
-        if name == EAGER:
-            shard(model, **shard_arguments)
-        elif name == COMPILED:
-            shard(model, **shard_arguments)
-            call = torch.compile(model, backend="autoshard", options=options)
-        else:
-            _broadcast(model)
-        log.info("parity: %s run", name)
-        torch.manual_seed(seed + 1 + dist.get_rank())
-        runs[name] = _run(model, call, batches, loss, optimizer, replicated=name == REPLICATED)
+    setup = _Setup(
+        build_model,
+        batches,
+        loss or default_loss,
+        optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-3)),
+        options,
+        seed,
+        shard_arguments,
+    )
+    runs = {name: setup.run(name) for name in (REPLICATED, EAGER, COMPILED)}
     pairs = ((EAGER, REPLICATED), (COMPILED, EAGER), (COMPILED, REPLICATED))
+    comparisons = tuple(_compare(runs, run, against, rtol) for run, against in pairs)
     return Report(
-        comparisons=tuple(_compare(runs, run, against, rtol) for run, against in pairs),
+        comparisons=comparisons,
         steps=len(batches),
         lowering=str(options["lowering"]),
         losses={name: run.losses for name, run in runs.items()},
+        parted=tuple(_parted(setup, comparisons[:2])) if bisect else (),
     )
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What `parity` was given."""
+
+    build_model: Callable[[], nn.Module]
+    batches: Sequence[Any]
+    loss: Loss
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    options: dict[str, Any]
+    seed: int
+    shard_arguments: dict[str, Any]
+
+    def run(self, name: str) -> _Run:
+        """Train, with a look at the parameters after every step."""
+        losses, snapshots = [], []
+        for model, loss in self.steps(name):
+            losses.append(loss.item())
+            snapshots.append({n: param.detach().clone() for n, param in model.named_parameters()})
+        return _Run(tuple(losses), tuple(snapshots))
+
+    def steps(
+        self,
+        name: str,
+        forward_begins: Callable[[], None] = lambda: None,
+        backward_ends: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[nn.Module, Tensor]]:
+        """The model and the loss after every step; those two are called in every one."""
+        log.info("parity: %s run", name)
+        torch.manual_seed(self.seed)
+        model = self.build_model().to(torch.device(device_type()))
+        call: Any = model
+        if name == REPLICATED:
+            _broadcast(model)
+        else:
+            shard(model, **self.shard_arguments)
+        if name == COMPILED:
+            call = torch.compile(model, backend="autoshard", options=self.options)
+        torch.manual_seed(self.seed + 1 + dist.get_rank())
+        optimizer = self.make_optimizer(list(model.parameters()))
+        for batch in self.batches:
+            given = copy.deepcopy(batch)
+            forward_begins()
+            value = self.loss(call, given)
+            value.backward()  # type: ignore[no-untyped-call]
+            backward_ends()
+            if name == REPLICATED:
+                average_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield model, value
+
+
+def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """A line for each of `comparisons` of runs that differ by more than they may."""
+    from autoshard.tools import parting  # with all of the backend, which most never need
+
+    by_inductor = setup.options["lowering"] == "inductor"
+    for comparison in comparisons:
+        if comparison.difference is None or (by_inductor and comparison.ok):
+            continue
+        step, run, against = comparison.difference.step, comparison.run, comparison.against
+        # The run with a name for each op, or with fewer of them, says which one it is.
+        one, other = (run, against) if run == COMPILED else (against, run)
+        plain = dataclasses.replace(setup, options={**setup.options, "lowering": "eager"})
+        where = parting.first_unknown(_results(plain, one, step), _results(plain, other, step))
+        if where is None and by_inductor and run == COMPILED:
+            with parting.miscompiled(comparison.rtol) as found:
+                for _ in itertools.islice(setup.steps(run), step + 1):
+                    pass
+            where = "; ".join(found) or None
+        where = where or "no op of forward or backward: in a reduction, or in the optimizer"
+        yield f"{run} and {against} part in step {step} at {where}"
+
+
+def _results(setup: _Setup, name: str, last: int) -> list[parting.Result]:
+    """Of the ops of step `last`, forward and backward."""
+    from autoshard.tools import parting
+
+    kept: list[parting.Result] = []
+    with parting.nodes_of() if name == COMPILED else parting.ops_of() as found:
+
+        def backward_ends() -> None:
+            kept[:] = found
+
+        for _ in itertools.islice(setup.steps(name, found.clear, backward_ends), last + 1):
+            pass
+    return kept
 
 
 def told_by_all(problem: str | None) -> str | None:
@@ -181,29 +273,6 @@ def default_loss(model: Any, batch: Any) -> Tensor:
 class _Run:
     losses: tuple[float, ...]
     snapshots: tuple[dict[str, Tensor], ...]  # after each step; DTensors where sharded
-
-
-def _run(
-    model: nn.Module,
-    call: Any,
-    batches: Sequence[Any],
-    loss: Loss,
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    *,
-    replicated: bool,
-) -> _Run:
-    optimizer = make_optimizer(list(model.parameters()))
-    losses, snapshots = [], []
-    for batch in batches:
-        value = loss(call, copy.deepcopy(batch))
-        value.backward()  # type: ignore[no-untyped-call]
-        if replicated:
-            average_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.item())
-        snapshots.append({name: param.detach().clone() for name, param in model.named_parameters()})
-    return _Run(tuple(losses), tuple(snapshots))
 
 
 def _broadcast(model: nn.Module) -> None:

@@ -1,0 +1,236 @@
+"""Where two runs part: the first op, in order, that gives something else.
+
+`parity` says which parameter differs after which step. That step is taken again, and looked at:
+
+    eager, replicated     the results of all ops, as they are dispatched
+    compiled              the results of all nodes of planned graphs
+    ... by Inductor       the shortest beginning of a planned graph that, lowered, gives other
+                          values than the same nodes one by one
+
+Ops are told apart by what comes out, not by their place: what one run calls once the other may call
+twice, or not at all. So the first op of a run whose result the other run never has is where they
+part; an op that only one of them has, because it computes the same in another way, may be named,
+too, but no op is before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+from torch.utils.module_tracker import ModuleTracker
+
+from autoshard import _torch
+from autoshard.backend import Lowered, watch_lowered
+from autoshard.passes.match import event_of, is_pack
+from autoshard.passes.roofline import is_view
+
+_UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one op. digests: of the tensors it gave. where: the op and its module, in words."""
+
+    where: str
+    digests: frozenset[str]
+
+
+class _Ops(_torch.TorchDispatchMode):
+    """Notes what every op gives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Result] = []
+        self._modules: Any = ModuleTracker()
+
+    def __enter__(self) -> _Ops:
+        self._modules.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._modules.__exit__(*raised)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in _UNWRITTEN:
+            module = max(self._modules.parents - {"Global"}, key=len, default="no module")
+            phase = "backward" if self._modules.is_bw else "forward"
+            self.found.append(Result(f"{func} in {module}, {phase}", _digests(given)))
+        return given
+
+
+@contextlib.contextmanager
+def ops_of() -> Iterator[list[Result]]:
+    """What every op inside gives, in order; of a run that is not compiled."""
+    with _Ops() as ops:
+        yield ops.found
+
+
+@contextlib.contextmanager
+def nodes_of() -> Iterator[list[Result]]:
+    """The same of the nodes of every planned graph that is compiled and run inside."""
+    found: list[Result] = []
+
+    class Nodes(fx.Interpreter):
+        kind: str
+
+        def run_node(self, n: fx.Node) -> Any:
+            given = super().run_node(n)
+            if _is_op(n):
+                found.append(Result(f"{_name(n)}, {self.kind}", _digests(given)))
+            return given
+
+    def watcher(gm: fx.GraphModule, kind: str, call: Lowered, lower: Any) -> Lowered:
+        def run(args: list[Any]) -> Any:
+            nodes = Nodes(gm)
+            nodes.kind = kind
+            return nodes.run(*args)
+
+        return run
+
+    with watch_lowered(watcher):
+        yield found
+
+
+def first_unknown(results: Sequence[Result], known: Sequence[Result]) -> str | None:
+    """The first of `results` with a tensor that none of `known` has, on any rank; all call this."""
+    there = {digest for each in known for digest in each.digests}
+    unknown = ((n, each.where) for n, each in enumerate(results) if each.digests - there)
+    return _first_of_all_ranks(next(unknown, None))
+
+
+def _first_of_all_ranks(mine: tuple[int, str] | None) -> str | None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    first = min(((*each, rank) for rank, each in enumerate(found) if each), default=None)
+    return f"{first[1]}, on rank {first[2]}" if first else None
+
+
+@contextlib.contextmanager
+def miscompiled(rtol: float) -> Iterator[list[str]]:
+    """The last nodes of the shortest beginnings of graphs, compiled and run inside, that give
+    something else once they are lowered: a line a graph, the first time that it does.
+
+    rtol: of a tensor's largest element, what counts as rounding.
+    """
+    found: list[str] = []
+
+    def watcher(
+        gm: fx.GraphModule, kind: str, call: Lowered, lower: Callable[[fx.GraphModule], Lowered]
+    ) -> Lowered:
+        nodes = [node for node in gm.graph.nodes if _is_op(node)]
+        is_found = False
+
+        def differs(last: fx.Node, lowered: Lowered | None, args: Sequence[Any]) -> bool:
+            part = _beginning(gm, last)
+            want = fx.Interpreter(part).run(*_copied(args))
+            got = (lowered or lower(part))(_copied(args))
+            worst = max((_relative(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
+            return _first_of_all_ranks((0, "") if worst > rtol else None) is not None
+
+        def run(args: list[Any]) -> Any:
+            nonlocal is_found
+            kept = _copied(args)
+            if not is_found and nodes and differs(nodes[-1], None, kept):
+                low, high = 0, len(nodes) - 1
+                while low < high:
+                    middle = (low + high) // 2
+                    if differs(nodes[middle], None, kept):
+                        high = middle
+                    else:
+                        low = middle + 1
+                found.append(f"{_name(nodes[low])}, {kind}")
+                is_found = True
+            return call(args)
+
+        return run
+
+    with watch_lowered(watcher):
+        yield found
+
+
+def _beginning(gm: fx.GraphModule, last: fx.Node) -> fx.GraphModule:
+    """`gm` until `last`: it gives what is there then, and would be read later."""
+    order = {node: number for number, node in enumerate(gm.graph.nodes)}
+    end = order[last]
+
+    def is_wanted(node: fx.Node) -> bool:
+        is_read = any(order[user] > end for user in node.users)
+        return _is_op(node) and isinstance(node.meta.get("val"), Tensor) and is_read
+
+    wanted = [node for node in list(order)[: end + 1] if is_wanted(node)]
+    needed: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output(tuple(copies[node] for node in wanted))
+    return _torch.graph_module(gm, part)
+
+
+def _is_op(node: fx.Node) -> bool:
+    """Whether it computes something: no view, nothing that is sent."""
+    is_sent = is_pack(node) or event_of(node) is not None
+    return node.op == "call_function" and not is_sent and not is_view(node)
+
+
+def _name(node: fx.Node) -> str:
+    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    module = modules[-1] if modules else "no module"
+    return f"%{node.name} ({node.target}) in {module}"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, DTensor):
+        return [value.to_local()]
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
+
+
+def _digests(value: Any) -> frozenset[str]:
+    return frozenset(_digest(each) for each in _tensors(value) if each.numel())
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of its elements in order, whatever its sizes."""
+    plain = tensor.detach().cpu().contiguous().view(-1)
+    plain = plain + 0 if plain.is_floating_point() else plain  # -0.0 is 0.0
+    data = plain.view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {hashlib.sha256(data).hexdigest()}"
+
+
+def _copied(args: Collection[Any]) -> list[Any]:
+    """Graphs may write to their inputs."""
+    return [each.clone() if isinstance(each, Tensor) else each for each in args]
+
+
+def _relative(got: Any, want: Any) -> float:
+    if not isinstance(want, Tensor) or torch.equal(got, want) or not want.numel():
+        return 0.0
+    difference = (got.double() - want.double()).abs().max().item()
+    largest = want.double().abs().max().item()
+    if difference != difference or not largest:
+        return float("inf")
+    return float(difference / largest)
