@@ -354,7 +354,8 @@ def _number(path: Path) -> int:
         manifest = json.loads((path / COMPLETE).read_text())
         sizes = manifest["files"].items()
         is_there = all((path / name).stat().st_size == size for name, size in sizes)
-        return int(manifest["number"]) if manifest["format"] == FORMAT and is_there else 0
+        is_known = manifest["format"] == FORMAT and isinstance(manifest["world"], int)
+        return int(manifest["number"]) if is_known and is_there else 0
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
 

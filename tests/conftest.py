@@ -10,6 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
+
+settings.register_profile("short", max_examples=75, deadline=None)
+# pytest --hypothesis-profile=long --hypothesis-seed=1 tests/property
+settings.register_profile("long", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile("short")
 
 gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
 

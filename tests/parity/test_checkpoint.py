@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
 from support.models import Net, net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import each_value
@@ -60,9 +61,12 @@ BUILD: dict[str, Callable[[], nn.Module]] = {"Net": Net, "Rows": Rows}
 
 
 def built(kind: str, build: Callable[[], nn.Module] = Net, *, seed: int = 0) -> tuple[Any, ...]:
-    """(what to call, its AdamW): "plain", "eager", "compiled" or "uncalled", which will be."""
+    """(what to call, its AdamW): "plain", "FSDP2", "eager", "compiled" or "uncalled", which will
+    be."""
     torch.manual_seed(seed)
     model = build()
+    if kind == "FSDP2":
+        torch.distributed.fsdp.fully_shard(model)
     if kind == "eager":
         autoshard.shard(model)
     if kind in ("compiled", "uncalled"):
@@ -188,6 +192,20 @@ def test_save_and_load(rank: int, saved: str, loaded: str, build: str) -> None:
     source = trained(saved, BUILD[build])
     save(folder, *source)
     target = built(loaded, BUILD[build], seed=1)
+    load(folder, *target)
+    assert_equal_states(whole_state(*target), whole_state(*source))
+    ahead = [train(model, net_loss, optimizer, steps=2) for model, optimizer in (source, target)]
+    assert ahead[0] == ahead[1]
+    assert_equal_states(whole_state(*target), whole_state(*source))
+
+
+@each_value(kinds=[("FSDP2", "eager"), ("FSDP2", "compiled"), ("eager", "FSDP2")], build=BUILD)
+@on_ranks(2)
+def test_checkpoints_of_fsdp2(rank: int, kinds: tuple[str, str], build: str) -> None:
+    """A checkpoint of the one is one of the other, bit for bit, and both train on alike."""
+    folder = shared_folder(rank)
+    source, target = trained(kinds[0], BUILD[build]), built(kinds[1], BUILD[build], seed=1)
+    save(folder, *source)
     load(folder, *target)
     assert_equal_states(whole_state(*target), whole_state(*source))
     ahead = [train(model, net_loss, optimizer, steps=2) for model, optimizer in (source, target)]

@@ -17,7 +17,6 @@ from support.programs import (
     is_compute,
     plan_of,
     programs,
-    quick,
 )
 from torch import Tensor, fx
 
@@ -43,7 +42,6 @@ from autoshard.passes.verify import verify
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_input_is_untouched(program: Program, bucketing: Any) -> None:
     gm = program.module()
@@ -54,7 +52,6 @@ def test_input_is_untouched(program: Program, bucketing: Any) -> None:
     assert not any(SOURCE.get(node) for node in gm.graph.nodes)
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_every_collective_is_launched_and_waited_for_once(program: Program, bucketing: Any) -> None:
     """D-75."""
@@ -84,7 +81,6 @@ def is_view_of_shard(node: fx.Node) -> bool:
     return node.name.startswith("v")
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_compute_keeps_its_order(program: Program, bucketing: Any) -> None:
     before = [n for n in program.module().graph.nodes if is_compute(n)]
@@ -146,7 +142,6 @@ def _reduced(grads: Sequence[Tensor], members: str) -> list[Tensor]:
     ]
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_values_are_the_same(program: Program, bucketing: Any) -> None:
     """D-62."""
@@ -167,7 +162,6 @@ def readers(value: fx.Node) -> set[fx.Node]:
     return {user for result in value.users for user in result.users}
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_gathers_follow_first_use_one_ahead(program: Program, bucketing: Any) -> None:
     """D-65: a unit ahead, which has a bucket a dtype."""
@@ -190,7 +184,6 @@ def test_gathers_follow_first_use_one_ahead(program: Program, bucketing: Any) ->
     assert events_of(gm, "gather") == expected
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_reduces_follow_readiness(program: Program, bucketing: Any) -> None:
     """At once, but for pointwise ops that then free something."""
@@ -211,7 +204,6 @@ def test_reduces_follow_readiness(program: Program, bucketing: Any) -> None:
     assert ready == sorted(ready)
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_at_most_two_are_in_flight(program: Program, bucketing: Any) -> None:
     """One reduce, and the gathers of two units, which have a bucket a dtype."""
@@ -231,7 +223,6 @@ def test_at_most_two_are_in_flight(program: Program, bucketing: Any) -> None:
         assert not in_flight
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_copies_surround_collectives(program: Program, bucketing: Any) -> None:
     """A18: shards are there when their gather is launched, gradients go when they are reduced."""
@@ -248,7 +239,6 @@ def test_copies_surround_collectives(program: Program, bucketing: Any) -> None:
         assert happens == want
 
 
-@quick
 @given(programs())
 def test_one_gather_a_unit_and_dtype(program: Program) -> None:
     """D-61, D-64."""
@@ -265,7 +255,6 @@ def test_one_gather_a_unit_and_dtype(program: Program) -> None:
     assert len(gathers) == len(used)
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_again_changes_nothing(program: Program, bucketing: Any) -> None:
     gm = program.planned(bucketing)
@@ -274,7 +263,6 @@ def test_again_changes_nothing(program: Program, bucketing: Any) -> None:
     assert PLAN.get(again) == PLAN.get(gm)
 
 
-@quick
 @given(programs(), BUCKETINGS)
 def test_text_of_every_stage_is_read_back(program: Program, bucketing: Any) -> None:
     texts: list[str] = []

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -30,7 +29,6 @@ from autoshard.passes.planner.topology import Topology
 from autoshard.passes.text import parse
 
 WORLD = 2
-quick = settings(deadline=None, max_examples=75)
 
 
 def group() -> str:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.passes import layout
@@ -52,7 +52,6 @@ def test_rows_of_each_rank(rows: int, world: int, chunk: int, local: list[int]) 
     assert [local_rows(rows, world, rank) for rank in range(world)] == local
 
 
-@settings(deadline=None)
 @given(ROWS, WORLDS)
 def test_ranks_hold_every_row_once(rows: int, world: int) -> None:
     chunk = chunk_rows(rows, world)
@@ -63,14 +62,12 @@ def test_ranks_hold_every_row_once(rows: int, world: int) -> None:
     assert rows <= chunk * world < rows + world
 
 
-@settings(deadline=None)
 @given(ROWS, WORLDS)
 def test_rows_are_cut_as_torch_chunk_cuts_them(rows: int, world: int) -> None:
     pieces = [len(piece) for piece in torch.empty(rows, 0).chunk(world) if len(piece)]
     assert pieces == [n for r in range(world) if (n := local_rows(rows, world, r))]
 
 
-@settings(deadline=None)
 @given(MEMBERS, WORLDS, st.integers(0, 599))
 def test_member_arithmetic(member: Member, world: int, rank: int) -> None:
     rank %= world
@@ -88,7 +85,6 @@ def test_member_of_a_vector() -> None:
     assert member.chunk_numel(4) == 2
 
 
-@settings(deadline=None)
 @given(st.lists(MEMBERS, max_size=6).map(tuple))
 def test_text_is_read_back(members: tuple[Member, ...]) -> None:
     assert read_members(show_members(members)) == members
