@@ -17,9 +17,12 @@ of size 1, or none, nothing is sent.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,8 @@ from autoshard.runtime import transport
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import names_at
 from autoshard.runtime.transport import Work
+
+Begun = TypeVar("Begun")  # the work of a collective, or a list of them
 
 SHOWN = 4  # names of parameters in a message
 
@@ -182,8 +187,7 @@ def launch_gather(
     issued = _gather_of(shards, members, group, bucket)
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
         send, receive = _pack_shards(shards, members, world, rank, copies=copies)
-        with _announced(issued):
-            (work,) = transport.gather([receive], [send], process_group)
+        (work,) = _begun(issued, transport.gather, [receive], [send], process_group)
     return InFlight(issued, work, send, receive, world, rank)
 
 
@@ -224,8 +228,7 @@ def launch_grouped_gather(
             for numbers in shared
         ]
         send, receive = map(list, zip(*pairs, strict=True))
-        with _announced(issued):
-            works = transport.gather(receive, send, process_group)
+        works = _begun(issued, transport.gather, receive, send, process_group)
     return GroupedFlight(issued, works, send, receive, world, together)
 
 
@@ -344,24 +347,19 @@ def launch_reduce(packed: InFlight) -> InFlight:
         work: Work
         if packed.own is None:
             receive = send.new_empty(send.numel() // packed.world)
-            with _announced(issued):
-                work = transport.reduce(receive, send, process_group)
+            work = _begun(issued, transport.reduce, receive, send, process_group)
         else:
             receive = torch.empty_like(send)
-            with _announced(issued):
-                work = transport.swap(receive, send, process_group)
+            work = _begun(issued, transport.swap, receive, send, process_group)
     return replace(packed, work=work, receive=receive)
 
 
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     """Start summing what `reduced`, which has been waited for, left here, over `group`."""
     issued = replace(reduced.issued, kind="all_reduce", group=group)
-    with (
-        record_function(f"autoshard::launch_all_reduce {group}"),
-        torch.no_grad(),
-        _announced(issued),
-    ):
-        work = dist.all_reduce(reduced.receive, group=_torch.resolve_group(group), async_op=True)
+    process_group = _torch.resolve_group(group)
+    with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
+        work = _begun(issued, transport.all_reduce, reduced.receive, process_group)
     return InFlight(issued, work, reduced.receive, reduced.receive, reduced.world, reduced.rank)
 
 
@@ -495,10 +493,31 @@ def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
         torch.div(source, divisor, out=to)
 
 
-@contextlib.contextmanager
-def _announced(issued: Issued) -> Iterator[None]:
-    """Tell observers of what is launched inside."""
+def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:
+    """What `begin` gives, which observers are told of before."""
     for launched, _ in _observers:
         launched(issued)
     with _explained(issued):
-        yield
+        if _is_recorded():
+            begin = _caller(str(issued), begin)
+        return begin(*arguments)
+
+
+@functools.cache
+def _is_recorded() -> bool:
+    """Whether torch's Flight Recorder may be on: where there is NCCL, it is unless it is told."""
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    return dist.is_nccl_available() if size is None else size != "0"
+
+
+def _caller(name: str, begin: Callable[..., Begun]) -> Callable[..., Begun]:
+    """A function of that name that calls `begin`.
+
+    The Flight Recorder keeps with each collective the names of the functions that called it.
+    """
+    named = FunctionType(_call.__code__.replace(co_name=name), {})
+    return functools.partial(named, begin)
+
+
+def _call(begin: Callable[..., Begun], *arguments: Any) -> Begun:
+    return begin(*arguments)

@@ -93,6 +93,12 @@ def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
     return work
 
 
+def all_reduce(sums: Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to sum `sums`, in place. It must live until the work has been waited for."""
+    work: Work = dist.all_reduce(sums, group=group, async_op=True)
+    return work
+
+
 def bare_reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
     """What the link has to do with a `reduce`, or with the `swap` in place of it: for measuring."""
     if swaps(group, send.device):

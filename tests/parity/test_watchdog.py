@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import recorded
 from support.models import Net, net_loss
-from support.ranks import on_ranks
+from support.ranks import free_port, on_ranks
+from support.training import in_both_forms
 from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
@@ -141,3 +146,39 @@ def test_the_environment_starts_one(rank: int) -> None:
         assert [each.is_running for each in watchdog._running] == [True]
     autoshard.watchdog(None)
     assert not watchdog._running
+
+
+@in_both_forms
+def test_the_flight_recorder_has_names(form: str) -> None:
+    """Among the functions that called a collective is one with the name of what it is.
+
+    Of three ranks, as gloo's messages, which two exchange instead, are not recorded.
+    """
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, recorded.__file__, form],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "3",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                "TORCH_FR_BUFFER_SIZE": "2000",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if not any(outputs):
+        pytest.skip(f"torch {torch.__version__} records nothing of gloo")
+    for output in outputs:
+        assert " < the reduce of layers.2.norm.weight, " in output, output
