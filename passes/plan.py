@@ -223,7 +223,7 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """Inverse of `to_json`. Raises ValueError, naming the field, for what is no plan: another
-        type, a layout that a bucket can't have, an event of no bucket."""
+        type, a layout that a bucket can't have, an event of no bucket, figures of other buckets."""
         plan = read_as(Plan, json.loads(text), "plan")
         for bucket in plan.buckets:
             if bucket.kind not in LAYOUTS or bucket.layout not in LAYOUTS[bucket.kind]:
@@ -231,6 +231,10 @@ class Plan:
         for event in plan.schedule:
             if not 0 <= event.bucket < len(plan.buckets) or event.position < 0:
                 raise ValueError(f"plan.schedule has {event}, of {len(plan.buckets)} buckets")
+        if plan.figures is not None and len(plan.figures.buckets) != len(plan.buckets):
+            raise ValueError(
+                f"plan.figures is of {len(plan.figures.buckets)} buckets, of {len(plan.buckets)}"
+            )
         return plan
 
     @property

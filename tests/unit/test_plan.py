@@ -27,7 +27,7 @@ from support.programs import (
 )
 
 from autoshard import Plan
-from autoshard.passes.plan import Bucket, Event
+from autoshard.passes.plan import Bucket, Event, Figures
 from autoshard.passes.text import render
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -60,6 +60,15 @@ def test_plan_is_read_back_from_json(program: Program, bucketing: Any) -> None:
     other_order = json.dumps(_reversed_keys(json.loads(plan.to_json())))
     assert Plan.from_json(other_order) == plan
     assert Plan.from_json(other_order).digest == plan.digest
+
+
+def test_figures_of_other_buckets() -> None:
+    """Found by the test below: such a plan could be read, and not be shown."""
+    bucket = Bucket("gather", "shard", "unit", ("weight",), (0,), "f32[4]")
+    figures = Figures(1.0, 1.0, "link", 0.0, 1, (), (), ())
+    plan = Plan("forward", "auto", 1, (bucket,), (), figures=figures)
+    with pytest.raises(ValueError, match=r"plan.figures is of 0 buckets, of 1"):
+        Plan.from_json(plan.to_json())
 
 
 JSON = st.recursive(
