@@ -48,7 +48,7 @@ from autoshard.runtime.precision import cast_buffers
 
 log = logging.getLogger(__name__)
 
-MANY = 50_000  # objects, some ten MB
+MANY = 50_000  # objects
 NEVER = 2**31 - 1  # so many collections of the middle generation make one of the old
 
 # torch.compile(..., backend="autoshard") imports this module before it wraps what it is given.
@@ -556,7 +556,7 @@ def _old_objects_stay() -> Iterator[None]:
 
     Graphs are many objects that live, and Python looks through all of them again whenever they have
     become a quarter more: a twentieth of a compilation, and more for more layers. Among the young
-    it looks whenever there are 700 more, and finds little.
+    it would look whenever there are 700 more.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(max(young, MANY), middle, NEVER)

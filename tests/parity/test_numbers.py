@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import average_gradients, in_both_forms, in_form, replicated, sgd
+from support.training import (
+    assert_same,
+    average_gradients,
+    in_both_forms,
+    in_form,
+    replicated,
+    sgd,
+    train,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -100,10 +107,5 @@ def test_deterministic_mode(rank: int, form: str) -> None:
     with deterministic():
         want, _ = replicated(Net, net_loss, steps=3, make=sgd)
         model = built(form)
-        optimizer = sgd(model)
-        for step in range(3):
-            net_loss(model, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_numbers(model, want)
-    dist.barrier()
+        train(model, net_loss, sgd(model), steps=3)
+    assert_same(model, want)
