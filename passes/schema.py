@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import types
 import typing
@@ -35,6 +36,11 @@ def _read(kind: Any, data: Any, where: str) -> Any:
             raise _wrong(where, data, f"a list of {len(arguments)}")
         pairs = zip(arguments, data, strict=True)
         return tuple(_read(each, value, f"{where}[{i}]") for i, (each, value) in enumerate(pairs))
+    if origin is collections.abc.Mapping:
+        _check_object(data, where)
+        return {
+            name: _read(arguments[1], each, f"{where}[{name!r}]") for name, each in data.items()
+        }
     allowed = (int, float) if kind is float else (kind,)
     if not isinstance(data, allowed) or (isinstance(data, bool) and kind is not bool):
         raise _wrong(where, data, f"a value of type {kind.__name__}")
@@ -42,14 +48,15 @@ def _read(kind: Any, data: Any, where: str) -> Any:
 
 
 def _read_fields(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise _wrong(where, data, "an object")
+    _check_object(data, where)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = [name for name in data if name not in fields]
     missing = [
         name
         for name, field in fields.items()
-        if name not in data and field.default is dataclasses.MISSING
+        if name not in data
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
     ]
     if unknown or missing:
         raise ValueError(f"{where}: missing {missing}, unknown {unknown}")
@@ -57,6 +64,11 @@ def _read_fields(kind: Any, data: Any, where: str) -> Any:
     return kind(
         **{name: _read(hints[name], value, f"{where}.{name}") for name, value in data.items()}
     )
+
+
+def _check_object(data: Any, where: str) -> None:
+    if not isinstance(data, dict):
+        raise _wrong(where, data, "an object")
 
 
 def _wrong(where: str, data: Any, expected: str) -> ValueError:

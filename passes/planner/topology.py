@@ -26,12 +26,12 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autoshard.passes.planner.costs import Link
+from autoshard.passes.schema import read_as
 
 FOLDER = Path(__file__).resolve().parent / "topologies"
 KINDS = ("gather", "reduce", "all_reduce")
@@ -189,50 +189,30 @@ def _load(name: str) -> Topology:
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"topology {path} can't be read: {error}") from None
-    return _checked(data, path)
+    try:
+        return _checked(read_as(Topology, data, "topology"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (int, float),
-}
+def _checked(topology: Topology) -> Topology:
+    """Raise ValueError for a number below 0, or none for other dtypes."""
+    for field in dataclasses.fields(topology):
+        value = getattr(topology, field.name)
+        for number in _numbers(value):
+            if not 0 <= number < math.inf:
+                has = "is" if value is number else "has"
+                raise ValueError(f"topology.{field.name} {has} {number!r}; expected from 0 on")
+    if "" not in topology.tflops:
+        raise ValueError('topology.tflops has no entry "", for any other dtype')
+    return topology
 
 
-def _checked(data: Any, path: Path) -> Topology:
-    """Raise ValueError for a missing or unknown key, a wrong type, or a number below 0."""
-    if not isinstance(data, dict):
-        raise ValueError(f"topology {path}: expected an object, not {type(data).__name__}")
-    fields = {field.name: field for field in dataclasses.fields(Topology)}
-    missing = [name for name in fields if name not in data and name not in ("measured", "ops")]
-    unknown = [name for name in data if name not in fields]
-    if missing or unknown:
-        raise ValueError(f"topology {path}: missing {missing}, unknown {unknown}")
-    for name, value in data.items():
-        expected = _TYPES.get(str(fields[name].type))
-        if expected is None:
-            _check_table(name, value, path)
-        elif not isinstance(value, expected) or isinstance(value, bool):
-            raise ValueError(f"topology {path}: {name} is {value!r}; expected {fields[name].type}")
-        elif isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            raise ValueError(f"topology {path}: {name} is {value!r}; expected a number from 0 on")
-    measured = {key: (float(a), float(b)) for key, (a, b) in data.get("measured", {}).items()}
-    return Topology(**{**data, "measured": measured})
-
-
-def _check_table(name: str, value: Any, path: Path) -> None:
-    def is_number(entry: Any) -> bool:
-        return isinstance(entry, (int, float)) and not isinstance(entry, bool) and entry >= 0
-
-    checks = {
-        "tflops": is_number,
-        "ops": is_number,
-        "sources": lambda entry: isinstance(entry, str),
-        "measured": lambda entry: (
-            isinstance(entry, list) and len(entry) == 2 and all(map(is_number, entry))
-        ),
-    }
-    if not isinstance(value, dict) or not all(map(checks[name], value.values())):
-        raise ValueError(f"topology {path}: {name} is {value!r}, which is not a table of its kind")
-    if name == "tflops" and "" not in value:
-        raise ValueError(f'topology {path}: tflops has no entry "", for any other dtype')
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, (int, float)):
+        yield value

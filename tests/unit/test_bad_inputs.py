@@ -234,7 +234,7 @@ BAD_INPUTS: dict[str, tuple[Mistake, list[str]]] = {
         ["/nowhere/cluster.json", "path of a JSON file"],
     ),
     "topology: no JSON": (topology(lambda data: "{"), [".json", "can't be read", "line 1"]),
-    "topology: a list": (topology(lambda data: "[]"), ["expected an object, not list"]),
+    "topology: a list": (topology(lambda data: "[]"), ["topology is []", "expected an object"]),
     "topology: missing": (topology(lambda data: data.pop("op_us") and None), ["missing ['op_us']"]),
     "topology: unknown key": (topology(lambda data: data.update(speed=3)), ["unknown ['speed']"]),
     "topology: negative": (
@@ -251,7 +251,7 @@ BAD_INPUTS: dict[str, tuple[Mistake, list[str]]] = {
     ),
     "topology: measured": (
         topology(lambda data: data.update(measured={"x": [1]})),
-        ["measured is {'x': [1]}"],
+        ["measured['x'] is [1]", "a list of 2"],
     ),
     "topology: no other dtype": (
         topology(lambda data: data.update(tflops={"bf16": 1})),
