@@ -44,14 +44,20 @@ def trace_events(plan: Plan, figures: Figures) -> list[Event]:
 
 
 def measured_events(profile: Path) -> list[Event]:
-    """The events of a profiler's trace, from time 0 on, in a process of their own."""
-    events = json.loads(profile.read_text())["traceEvents"]
-    spans = [event for event in events if event.get("ph") == "X"]
-    start = min((event["ts"] for event in spans), default=0.0)
-    moved = [
-        {**event, "pid": MEASURED, "ts": event["ts"] - start, "tid": str(event["tid"])}
-        for event in spans
-    ]
+    """The events of a profiler's trace, from time 0 on, in a process of their own.
+
+    Raises ValueError, with the file's path, if it is no such trace.
+    """
+    try:
+        events = json.loads(profile.read_text())["traceEvents"]
+        spans = [event for event in events if event.get("ph") == "X"]
+        start = min((event["ts"] for event in spans), default=0.0)
+        moved = [
+            {**event, "pid": MEASURED, "ts": event["ts"] - start, "tid": str(event["tid"])}
+            for event in spans
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{profile} is no trace as torch.profiler exports it") from None
     return [_name("process_name", MEASURED, 0, "measured"), *moved]
 
 

@@ -213,7 +213,8 @@ class Plan:
         """Write the predicted timeline for Perfetto or chrome://tracing: compute, links, memory.
 
         profile: a trace that `torch.profiler` exported of the same graph; its events go beside.
-        Raises ValueError if the plan has no figures; OSError where a file can't be read or written.
+        Raises ValueError if the plan has no figures or `profile` is no trace; OSError where a file
+        can't be read or written.
         """
         events = trace_events(self, self._known())
         if profile is not None:

@@ -367,6 +367,10 @@ def test_chrome_trace(rank: int) -> None:
         profile.write_text(json.dumps({"traceEvents": [measured]}))
         plan.to_chrome_trace(path, profile=profile)
         events = json.loads(path.read_text())["traceEvents"]
+        for text in ("{", "[]", '{"traceEvents": [{"ph": "X"}]}'):
+            profile.write_text(text)
+            with pytest.raises(ValueError, match=f"{profile} is no trace"):
+                plan.to_chrome_trace(path, profile=profile)
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
     assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(plan.makespan_us)
     gathers = [event for event in spans if event["name"].startswith("gather")]
