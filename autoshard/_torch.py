@@ -29,6 +29,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
+from torch._higher_order_ops.effects import with_effects as with_effects
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed import distributed_c10d as _c10d

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from autoshard.passes import groups
-from autoshard.passes.drafts import Draft, carrier_of, first_use, info_of, markers_of, ready_of
+from autoshard.passes.drafts import Draft, Span, carrier_of, first_use, info_of, markers_of, spans
 from autoshard.passes.keep_gathered import can_be_kept
 from autoshard.passes.layout import read_members
 from autoshard.passes.liveness import last_uses, live_bytes
@@ -51,7 +51,14 @@ class PricedGraph:
         markers = [node for node in graph.nodes if is_marker(node)]
         self.budget_bytes = prices.budget_bytes
         self.live = live_bytes(graph, kind)
-        self.items = {marker: _item(marker, position, last) for marker in markers}
+        self.spans = spans(graph, position)
+        self.items = {
+            marker: _item(marker, self.spans[marker], position, last) for marker in markers
+        }
+        self.is_reduced_read = any(
+            is_reduce_grad(marker) and first_use(marker, position, len(ops)) < len(ops)
+            for marker in markers
+        )
         self.marker = {id(item): marker for marker, item in self.items.items()}
         gathers = [self.items[marker] for marker in markers if is_unshard(marker)]
         reduces = [self.items[marker] for marker in markers if is_reduce_grad(marker)]
@@ -77,9 +84,7 @@ class PricedGraph:
         self, drafts: Sequence[Draft], events: Sequence[Event]
     ) -> tuple[list[Draft], list[Event]]:
         """Buckets and events that take less time than `drafts` and `events`, or these."""
-        if any(draft.is_loaded or draft.is_stored for draft in drafts) or any(
-            item.used < self.problem.num_ops for item in self.problem.reduces
-        ):
+        if self.is_reduced_read or any(draft.is_loaded or draft.is_stored for draft in drafts):
             return list(drafts), list(events)
         known = self.replay(drafts, events)
         budget = known.peak_bytes if self.budget_bytes is None else self.budget_bytes
@@ -99,7 +104,7 @@ class PricedGraph:
         for bucket, markers in zip(plan.buckets, found, strict=True):
             draft = Draft(bucket.unit, ready=0, used=self.problem.num_ops, layout=bucket.layout)
             for marker in markers:
-                draft.add(marker, self.items[marker].ready, self.items[marker].used)
+                draft.add(marker, self.spans[marker])
             drafts.append(draft)
         events = self._placed(plan, drafts)
         return None if events is None else (drafts, events)
@@ -159,7 +164,8 @@ class PricedGraph:
         markers = sorted((self.marker[id(item)] for item in bucket.items), key=param_of)
         units = list(dict.fromkeys(item.unit for item in bucket.items))
         unit = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
-        return Draft(unit, bucket.ready, bucket.used, markers, bucket.layout)
+        stretch = bucket.items[0].stretch
+        return Draft(unit, bucket.ready, bucket.used, stretch, markers, bucket.layout)
 
 
 def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
@@ -178,9 +184,11 @@ def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
     )
 
 
-def _item(marker: fx.Node, position: Mapping[fx.Node, int], last: Mapping[fx.Node, int]) -> Item:
+def _item(
+    marker: fx.Node, span: Span, position: Mapping[fx.Node, int], last: Mapping[fx.Node, int]
+) -> Item:
     (member,) = read_members(members_of(marker))
-    info, used = info_of(marker), first_use(marker, position, len(position))
+    info = info_of(marker)
     is_gather = is_unshard(marker)
     is_cast = marker.all_input_nodes[0].meta["val"].dtype != member.dtype
     return Item(
@@ -188,9 +196,10 @@ def _item(marker: fx.Node, position: Mapping[fx.Node, int], last: Mapping[fx.Nod
         unit=info.unit,
         carrier=_carrier(marker),
         num_bytes=member.num_bytes,
-        ready=ready_of(marker, position),
-        used=used,
-        freed=1 + last.get(marker, used) if is_gather else used,
+        ready=span.ready,
+        used=span.used,
+        freed=1 + last.get(marker, span.used) if is_gather else span.used,
+        stretch=span.stretch,
         is_copied_in=is_gather and (is_cast or is_made_here(marker)),
         is_copied_out=is_gather and member.dim != 0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,8 @@ from autoshard.passes.match import (
     device_of_host_shard,
     group_of,
     is_again,
+    is_barrier,
+    is_marker,
     is_preparation,
     is_reduce_grad,
     is_to_device,
@@ -37,20 +40,48 @@ Positions = Mapping[fx.Node, int]
 """Of a graph's compute nodes."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """Where a collective may be under way: launched at `ready` or later, waited for at `used` or
+    before; in the stretch that begins behind so many barriers."""
+
+    ready: int
+    used: int
+    stretch: int
+
+
+def spans(graph: fx.Graph, position: Positions) -> dict[fx.Node, Span]:
+    """Of each marker of `graph`: between where what it takes is there and where it is read, and
+    between two barriers. A gather comes as late as it can, a reduce as early."""
+    barriers = [at for node, at in position.items() if is_barrier(node)]
+    found = {}
+    for marker in filter(is_marker, graph.nodes):
+        ready, used = ready_of(marker, position), first_use(marker, position, len(position))
+        stretch = bisect.bisect_left(barriers, used if is_unshard(marker) else ready)
+        if stretch:
+            ready = max(ready, 1 + barriers[stretch - 1])
+        if stretch < len(barriers):
+            used = min(used, barriers[stretch])
+        found[marker] = Span(ready, used, stretch)
+    return found
+
+
 @dataclass
 class Draft:
-    """A bucket being filled. `ready`: where its inputs exist; `used`: where it is first read."""
+    """A bucket being filled. `ready`, `used`, `stretch`: see `Span`."""
 
     unit: str
     ready: int
     used: int
+    stretch: int = 0
     markers: list[fx.Node] = field(default_factory=list)
     layout: str = PACKED
 
-    def add(self, marker: fx.Node, ready: int, used: int) -> None:
-        """Take in `marker`, whose input is there at `ready`, and which is read first at `used`."""
+    def add(self, marker: fx.Node, span: Span) -> None:
+        """Take in `marker`."""
         self.markers.append(marker)
-        self.ready, self.used = max(self.ready, ready), min(self.used, used)
+        self.ready, self.used = max(self.ready, span.ready), min(self.used, span.used)
+        self.stretch = span.stretch
 
     def bucket(self) -> Bucket:
         infos = [info_of(marker) for marker in self.markers]
@@ -78,13 +109,14 @@ class Draft:
 
 def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]:
     """Buckets of `graph`'s `unshard` markers, by first use."""
-    end = len(position)
+    where = spans(graph, position)
     drafts: dict[tuple[object, ...], Draft] = {}
     for marker in sorted(filter(is_unshard, graph.nodes), key=param_of):
-        used = first_use(marker, position, end)
+        span = where[marker]
         name = key(info_of(marker))
-        draft = drafts.setdefault(carrier_of(name, marker), Draft(name, ready=0, used=used))
-        draft.add(marker, ready_of(marker, position), used)
+        carrier = (*carrier_of(name, marker), span.stretch)
+        draft = drafts.setdefault(carrier, Draft(name, ready=0, used=span.used))
+        draft.add(marker, span)
         if info_of(marker).layout == GROUPED:
             draft.layout = GROUPED
     return sorted(drafts.values(), key=lambda draft: draft.used)
@@ -92,21 +124,23 @@ def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
 
 def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]:
     """Buckets of `graph`'s `reduce_grad` markers, by readiness."""
-    end = len(position)
+    where = spans(graph, position)
     closed: list[Draft] = []
     drafts: dict[tuple[object, ...], Draft] = {}
     for marker in sorted(
-        filter(is_reduce_grad, graph.nodes), key=lambda marker: ready_of(marker, position)
+        filter(is_reduce_grad, graph.nodes), key=lambda marker: where[marker].ready
     ):
+        span = where[marker]
         name = key(info_of(marker))
         carrier = carrier_of(name, marker)
         draft = drafts.get(carrier)
-        if draft is not None and draft.used < ready_of(marker, position):
-            closed.append(drafts.pop(carrier))  # somebody reads it before this one is there
+        if draft is not None and draft.used < span.ready:
+            # somebody reads it, or a barrier comes, before this one is there
+            closed.append(drafts.pop(carrier))
             draft = None
         if draft is None:
-            draft = drafts[carrier] = Draft(name, ready=0, used=end)
-        draft.add(marker, ready_of(marker, position), first_use(marker, position, end))
+            draft = drafts[carrier] = Draft(name, ready=0, used=len(position))
+        draft.add(marker, span)
     made = [*closed, *drafts.values()]
     for draft in made:
         draft.markers.sort(key=param_of)

@@ -26,7 +26,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
-from autoshard.passes.match import bucket_of, event_of, is_pack, kind_of
+from autoshard.passes.match import bucket_of, event_of, is_barrier, is_pack, kind_of, op_of
 from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
 from autoshard.passes.roofline import tensors_of
@@ -63,16 +63,24 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
 
 
 Order = list[tuple[str, str, int]]
-"""(what, "gather" or "reduce", bucket) of the events of a plan, in program order."""
+"""(what, "gather" or "reduce", bucket) of the events of a plan, in program order; and ("barrier",
+its op, 0) of what no collective may cross.
+"""
 
 
 _ARRIVED = {"load": "loaded", "store": "stored"}
 
 
 def planned_order(graph: fx.Graph) -> Order:
-    """The launches, all-reduces, waits and copies of `graph`."""
-    events = ((event_of(node), node) for node in graph.nodes)
-    return [(what, kind_of(node), bucket_of(node)) for what, node in events if what is not None]
+    """The launches, all-reduces, waits and copies of `graph`, and its barriers."""
+    found: Order = []
+    for node in graph.nodes:
+        what = event_of(node)
+        if what is not None:
+            found.append((what, kind_of(node), bucket_of(node)))
+        elif is_barrier(node):
+            found.append(("barrier", op_of(node), 0))
+    return found
 
 
 # members, group and bucket are the second to the fourth argument of collectives
@@ -85,6 +93,7 @@ _COPY = re.compile(r"autoshard\.(launch|wait)_(load|store)\.default\(.*, (\d+)\)
 def check_order(source: str, planned: Order) -> None:
     """Raise OrderError unless `source`, generated Python, launches and waits as `planned`."""
     found: Order = []
+    barriers = {op for what, op, _ in planned if what == "barrier"}
     for line in source.splitlines():
         if line.lstrip().startswith("#"):
             continue
@@ -94,6 +103,8 @@ def check_order(source: str, planned: Order) -> None:
         elif match := _COPY.search(line):
             what = match[2] if match[1] == "launch" else _ARRIVED[match[2]]
             found.append((what, "gather" if match[2] == "load" else "reduce", int(match[3])))
+        else:
+            found += [("barrier", op, 0) for op in barriers if f"torch.ops.{op}(" in line]
     if found == planned:
         return
     at = next(
@@ -146,7 +157,7 @@ def keep_order(graph: fx.Graph) -> None:
     event: fx.Node | None = None
     op: fx.Node | None = None
     for node in list(graph.nodes):
-        if event_of(node) is not None or is_pack(node):
+        if event_of(node) is not None or is_pack(node) or is_barrier(node):
             needed = [n for n in (event, op) if n is not None and n not in node.all_input_nodes]
             if needed:
                 after[node] = OrderedSet(needed)

@@ -6,6 +6,7 @@ import operator
 
 from torch import fx
 
+from autoshard import _torch
 from autoshard.passes import ops
 
 
@@ -152,6 +153,30 @@ def is_planned(node: fx.Node) -> bool:
     if is_to_host(node):
         return is_reduce_grad(node.all_input_nodes[0])
     return is_marker(node) or is_preparation(node)
+
+
+_ORDERED = ("_c10d_functional", "_c10d_functional_autograd")
+_GROUP_ARGUMENTS = ("group", "group_name", "process_group", "pg")
+
+
+def is_barrier(node: fx.Node) -> bool:
+    """Whether no collective of a plan may be under way across `node`: an op with an effect, or one
+    that says it communicates, by an argument for a group, and is neither ours nor torch's
+    functional collective.
+    """
+    if node.op != "call_function":
+        return False
+    if node.target is _torch.with_effects:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or getattr(node.target, "namespace", "") in ("autoshard", *_ORDERED):
+        return False
+    return any(argument.name in _GROUP_ARGUMENTS for argument in schema.arguments)
+
+
+def op_of(node: fx.Node) -> str:
+    """The op that `node` calls, or lets have its effect."""
+    return str(node.args[1] if node.target is _torch.with_effects else node.target)
 
 
 def is_compute(node: fx.Node) -> bool:

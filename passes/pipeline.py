@@ -9,6 +9,7 @@ from torch import fx
 
 from autoshard import _torch
 from autoshard.passes.verify import verify
+from autoshard.passes.verify_changed import arguments, verify_changed
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 """A pass takes ownership of the module it is given and returns it transformed."""
@@ -33,13 +34,15 @@ def run(
     gm = _copy(gm)
     for transform in passes:
         name = pass_name(transform)
+        before = arguments(gm.graph)
         with _torch.unset_fake_temporarily():  # a caller's: values of the graph have their own mode
             gm = transform(gm)
-        try:
-            gm.graph.lint()
-            verify(gm)
-        except (RuntimeError, ValueError) as error:
-            raise PassError(f"{name} broke the graph: {error}") from error
+            try:
+                gm.graph.lint()
+                verify(gm)
+                verify_changed(gm.graph, before)
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise PassError(f"{name} broke the graph: {error}") from error
         if after_each:
             after_each(name, gm)
     gm.recompile()  # it may have been looked at meanwhile; code is generated once that is wanted
@@ -52,7 +55,12 @@ def pass_name(transform: Pass) -> str:
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """New nodes, same weights. `copy.deepcopy(gm)` would clone every parameter."""
+    """New nodes, same weights, inputs first: AOTAutograd makes an effect's token before them.
+    `copy.deepcopy(gm)` would clone every parameter."""
     copied = _torch.graph_module(gm, copy.deepcopy(gm.graph))
+    body = next((node for node in copied.graph.nodes if node.op != "placeholder"), None)
+    for each in copied.graph.find_nodes(op="placeholder"):
+        if body is not None and body < each:
+            body.prepend(each)
     copied.meta = dict(gm.meta)
     return copied

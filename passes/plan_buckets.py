@@ -123,7 +123,12 @@ _Placed = tuple[tuple[int, int, int], Event]
 def _gather_events(drafts: list[Draft]) -> list[_Placed]:
     placed: list[_Placed] = []
     numbers = range(len(drafts))
-    runs = [list(run) for _, run in itertools.groupby(numbers, lambda number: drafts[number].unit)]
+    runs = [
+        list(run)
+        for _, run in itertools.groupby(
+            numbers, lambda number: (drafts[number].unit, drafts[number].stretch)
+        )
+    ]
 
     def put(what: str, number: int, position: int, rank: int) -> None:
         placed.append(_place(position, 1, rank, Event(what, number, position)))
@@ -131,7 +136,7 @@ def _gather_events(drafts: list[Draft]) -> list[_Placed]:
     starts = [drafts[run[0]].used for run in runs]
     for at, run in enumerate(runs):  # a unit's buckets, of several dtypes maybe
         ready = max(drafts[number].ready for number in run)
-        launch = starts[at - 1] if at else ready
+        launch = max(ready, starts[at - 1]) if at else ready
         load = starts[at - 2] if at > 1 else ready
         for number in run:
             # Where several stand at one position: launch(k + 1), load(k + 2), wait(k), and then

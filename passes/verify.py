@@ -11,6 +11,7 @@ from autoshard.passes.match import (
     event_of,
     group_of,
     is_all_reduce,
+    is_barrier,
     is_launch,
     is_pack,
     is_wait,
@@ -29,28 +30,38 @@ def verify(gm: fx.GraphModule) -> None:
     - a ticket goes there and nowhere else;
     - bucket numbers are unique;
     - every copy that is begun has exactly one wait, with the same tensors;
+    - no collective is under way where a barrier stands: see `is_barrier`;
     - launches and waits stand in the order of the graph's plan, if it has one and
       its buckets are in place.
     """
     events: list[tuple[str, int]] = []
     nodes: list[fx.Node] = []
     launched: set[int] = set()
+    under_way: dict[int, fx.Node] = {}
     for node in gm.graph.nodes:
         what = event_of(node)
         if what is None:
+            if under_way and is_barrier(node):
+                launch = next(iter(under_way.values()))
+                raise ValueError(
+                    f"%{node.name}, which no collective may cross, stands between %{launch.name} "
+                    "and its wait"
+                )
             continue
         if what == "launch":
             _check_launch(node, launched)
             launched.add(bucket_of(node))
+            under_way[bucket_of(node)] = node
+        elif what == "wait":
+            _check_ticket(node)
+            under_way.pop(bucket_of(node), None)
         elif what in ("load", "store"):
             _check_copy(node)
         elif what in ("loaded", "stored"):
             if begun_by(node) is None:
                 raise ValueError(f"%{node.name} waits for {node.args[0]!r}, which starts no copy")
         else:
-            ticket = node.args[0]
-            if not (isinstance(ticket, fx.Node) and (is_launch(ticket) or is_all_reduce(ticket))):
-                raise ValueError(f"%{node.name} waits for {ticket!r}, which is no launch")
+            _check_ticket(node)
         events.append((what, bucket_of(node)))
         nodes.append(node)
     plan = PLAN.get(gm)
@@ -64,6 +75,12 @@ def verify(gm: fx.GraphModule) -> None:
                 f"%{at.name} departs from the plan: launches and waits stand as {events}, "
                 f"planned were {planned}"
             )
+
+
+def _check_ticket(node: fx.Node) -> None:
+    ticket = node.args[0]
+    if not (isinstance(ticket, fx.Node) and (is_launch(ticket) or is_all_reduce(ticket))):
+        raise ValueError(f"%{node.name} waits for {ticket!r}, which is no launch")
 
 
 def _check_launch(node: fx.Node, launched: set[int]) -> None:

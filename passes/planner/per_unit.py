@@ -10,7 +10,7 @@ from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, rep
 
 
 def per_unit(problem: Problem) -> Timeline:
-    """The timeline of that. A unit of several carriers has a bucket for each."""
+    """The timeline of that. A unit of several carriers or stretches has a bucket for each."""
     gathers, reduces = unit_buckets(problem)
     placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
     for number, bucket in enumerate(gathers):
@@ -20,6 +20,7 @@ def per_unit(problem: Problem) -> Timeline:
     for number, bucket in enumerate(reduces):
         at = len(gathers) + number
         following = reduces[number + 1].ready if number + 1 < len(reduces) else problem.num_ops
+        following = min(following, bucket.used)
         placed.append(((bucket.ready, 0, 2 * number), ("launch", at, bucket.ready)))
         placed.append(((following, 0, 2 * number + 1), ("wait", at, following)))
     order = tuple(event for _, event in sorted(placed))
@@ -27,7 +28,7 @@ def per_unit(problem: Problem) -> Timeline:
 
 
 def unit_buckets(problem: Problem) -> tuple[list[Bucket], list[Bucket]]:
-    """Gathers and reduces, one bucket a unit and carrier."""
+    """Gathers and reduces, one bucket a unit, carrier and stretch."""
     return (
         _by_unit(problem, "gather", problem.gathers),
         _by_unit(problem, "reduce", problem.reduces),
@@ -35,8 +36,8 @@ def unit_buckets(problem: Problem) -> tuple[list[Bucket], list[Bucket]]:
 
 
 def _by_unit(problem: Problem, kind: str, items: Iterable[Item]) -> list[Bucket]:
-    units: dict[tuple[str, str], list[Item]] = {}
+    units: dict[tuple[str, str, int], list[Item]] = {}
     for item in items:
-        units.setdefault((item.unit, item.carrier), []).append(item)
+        units.setdefault((item.unit, item.carrier, item.stretch), []).append(item)
     buckets = [make_bucket(problem, kind, each, PACKED) for each in units.values()]
     return sorted(buckets, key=lambda each: each.used if kind == "gather" else each.ready)

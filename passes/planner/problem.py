@@ -24,8 +24,10 @@ class Item:
     carrier:   items of one bucket have the same: kind, group, dtype, place.
     num_bytes: of the whole, on the wire.
     ready:     the first position at which it may be launched.
-    used:      the first position at which what comes of it is read; `num_ops` if none does.
+    used:      the first position at which what comes of it is read, or which it must not pass;
+        `num_ops` if there is none.
     freed:     the first position at which the whole is needed no more.
+    stretch:   between which two barriers it must be under way, counted; one bucket is in one.
     is_copied_in:  whether a gather copies its shard even if that is sent alone: to another dtype,
         or because it is made in the graph.
     is_copied_out: whether its whole is copied even if it arrives alone: shards along other dims
@@ -39,6 +41,7 @@ class Item:
     ready: int
     used: int
     freed: int
+    stretch: int = 0
     is_copied_in: bool = False
     is_copied_out: bool = False
 

@@ -26,10 +26,12 @@ def repeat(
         nor the last such unit of the model should be among the first two.
     name: the name of a unit's parameter, or of the unit, in the copy of the given number, from 1.
     live_bytes: without what is there all the time for each parameter.
-    Raises ValueError if the first two are not alike.
+    Raises ValueError if the first two are not alike, or there are barriers.
     """
     if not times:
         return problem
+    if any(item.stretch for item in (*problem.gathers, *problem.reduces)):
+        raise ValueError(f"the {problem.graph} graph has ops that no collective may cross")
     begin, middle, end = (_begin(problem, unit) for unit in units[:3])
     change = _change(problem, begin, middle, end, units)
     gathers, reduces = (

@@ -34,7 +34,7 @@ _Score = tuple[float, float, int]
 WORST: _Score = (math.inf, math.inf, 0)
 
 Cut = tuple[tuple[int, str], ...]
-"""Buckets of one carrier: where each ends, counted in items, and its layout."""
+"""Buckets of one carrier and stretch: where each ends, counted in items, and its layout."""
 
 _Found = tuple[_Score, tuple[Cut, ...]]
 
@@ -94,9 +94,9 @@ class _Space:
         self.layouts = layouts
         self.groups: list[tuple[str, list[Item]]] = []
         for kind, items in (("gather", problem.gathers), ("reduce", problem.reduces)):
-            carriers: dict[str, list[Item]] = {}
+            carriers: dict[tuple[int, str], list[Item]] = {}
             for item in items:
-                carriers.setdefault(item.carrier, []).append(item)
+                carriers.setdefault((item.stretch, item.carrier), []).append(item)
             self.groups += [(kind, each) for each in carriers.values()]
         self.made: dict[tuple[int, int, int, str], Bucket] = {}
 

@@ -13,7 +13,8 @@ Who places launches and waits, by what is known at each position:
   without;
 - a reduce, as soon as its last gradient is there;
 - the wait of a gather, at its first use; of a reduce, once it is over, so that nothing stands still
-  for it but to copy its sums out, or where a gather lacks the room that it holds, or at the end.
+  for it but to copy its sums out, or where a gather lacks the room that it holds, or where it must
+  be over.
 
 Memory is counted by position: what lives at an op, what is gathered from launch to last use, what
 is reduced from its birth to its wait; a packed bucket is there twice while it is copied, and only
@@ -245,7 +246,8 @@ class _Simulation(ABC):
         found = {0, self.problem.num_ops}
         for run in self.gathers:
             found.update((run.bucket.used, min(run.bucket.freed, self.problem.num_ops)))
-        found.update(run.bucket.ready for run in self.reduces)
+        for run in self.reduces:
+            found.update((run.bucket.ready, run.bucket.used))
         return sorted(found)
 
     @abstractmethod
@@ -393,6 +395,8 @@ class _Placing(_Simulation):
             self.launch(reduces[self.next_reduce])
             self.in_flight.append(reduces[self.next_reduce])
             self.next_reduce += 1
+        while any(run.bucket.used <= position for run in self.in_flight):
+            self.wait(self.in_flight.popleft())
         while self.next_gather < len(gathers) and self._may_launch(self.next_gather):
             self.launch(gathers[self.next_gather])
             self.next_gather += 1

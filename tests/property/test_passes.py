@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from support.programs import (
     BUCKETINGS,
     WORLD,
@@ -25,6 +26,7 @@ from autoshard.passes import ops
 from autoshard.passes.layout import read_members
 from autoshard.passes.match import (
     bucket_of,
+    is_barrier,
     is_launch,
     is_marker,
     is_pack,
@@ -42,6 +44,9 @@ from autoshard.passes.verify import verify
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
+WITH_BARRIERS = programs(more=["exchange", "exchange"])
+
+
 @given(programs(), BUCKETINGS)
 def test_input_is_untouched(program: Program, bucketing: Any) -> None:
     gm = program.module()
@@ -52,7 +57,7 @@ def test_input_is_untouched(program: Program, bucketing: Any) -> None:
     assert not any(SOURCE.get(node) for node in gm.graph.nodes)
 
 
-@given(programs(), BUCKETINGS)
+@given(st.one_of(programs(), WITH_BARRIERS), BUCKETINGS)
 def test_every_collective_is_launched_and_waited_for_once(program: Program, bucketing: Any) -> None:
     """D-75."""
     before = program.module().graph
@@ -142,7 +147,7 @@ def _reduced(grads: Sequence[Tensor], members: str) -> list[Tensor]:
     ]
 
 
-@given(programs(), BUCKETINGS)
+@given(st.one_of(programs(), WITH_BARRIERS), BUCKETINGS)
 def test_values_are_the_same(program: Program, bucketing: Any) -> None:
     """D-62."""
     gm = program.module()
@@ -255,7 +260,23 @@ def test_one_gather_a_unit_and_dtype(program: Program) -> None:
     assert len(gathers) == len(used)
 
 
-@given(programs(), BUCKETINGS)
+@given(WITH_BARRIERS, BUCKETINGS)
+def test_nothing_is_under_way_across_a_barrier(program: Program, bucketing: Any) -> None:
+    before = list(program.module().graph.nodes)
+    under_way: set[int] = set()
+    passed: list[str] = []
+    for node in program.planned(bucketing).graph.nodes:
+        if is_launch(node):
+            under_way.add(bucket_of(node))
+        elif is_wait(node):
+            under_way.remove(bucket_of(node))
+        elif is_barrier(node):
+            assert not under_way
+            passed.append(node.name)
+    assert passed == [node.name for node in before if is_barrier(node)]
+
+
+@given(st.one_of(programs(), WITH_BARRIERS), BUCKETINGS)
 def test_again_changes_nothing(program: Program, bucketing: Any) -> None:
     gm = program.planned(bucketing)
     again = passes.run(gm, program.pipeline(bucketing))

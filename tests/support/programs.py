@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import fx, nn
@@ -29,6 +30,10 @@ from autoshard.passes.planner.topology import Topology
 from autoshard.passes.text import parse
 
 WORLD = 2
+
+_LIBRARY = torch.library.Library("autoshard_tests", "FRAGMENT")
+_LIBRARY.define("exchange(Tensor x, str group_name) -> Tensor")
+_LIBRARY.impl("exchange", lambda x, group_name: x.clone(), "CompositeExplicitAutograd")
 
 
 def group() -> str:
@@ -126,6 +131,12 @@ class _Writer:
         """Read activations alone."""
         self._add(one, self.values[other % len(self.values)])
 
+    def exchange(self, value: int) -> None:
+        """Let an op that nobody knows communicate."""
+        name, at = self._fresh("e"), self.values[value % len(self.values)]
+        self.lines.append(f"%{name}: f32[3] = autoshard_tests.exchange(%{at}, '{group()}')")
+        self.values.append(name)
+
     def reduce(self, n: int, value: int) -> None:
         """Make a gradient from an activation, and from the whole parameter if it is there."""
         if n in self._reduced:
@@ -195,17 +206,19 @@ PARAM = st.builds(
 )
 
 
-KINDS = st.sampled_from(
-    [*["compute", "reduce"] * 3, "gather", "mix", "reduce_input", "read_grad", "read_grad"]
-)
+KINDS = [*["compute", "reduce"] * 3, "gather", "mix", "reduce_input", "read_grad", "read_grad"]
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Straight-line graphs: whole parameters and activations mixed, gradients reduced."""
+def programs(draw: st.DrawFn, *, more: Sequence[str] = ()) -> Program:
+    """Straight-line graphs: whole parameters and activations mixed, gradients reduced.
+
+    more: kinds of lines that there may be beside, "exchange".
+    """
     params = draw(_lists(PARAM, 1, 6))
     writer = _Writer(params)
-    for kind, n, value in draw(_lists(st.tuples(KINDS, INDEX, INDEX), 0, 24)):
+    kinds = st.sampled_from([*KINDS, *more])
+    for kind, n, value in draw(_lists(st.tuples(kinds, INDEX, INDEX), 0, 24)):
         n %= len(params)
         if kind == "gather":
             writer.gather(n)
@@ -217,6 +230,8 @@ def programs(draw: st.DrawFn) -> Program:
             writer.reduce(n, value)
         elif kind == "reduce_input":
             writer.reduce_input(n)
+        elif kind == "exchange":
+            writer.exchange(value)
         else:
             writer.read_grad(value)
     return Program(writer.text(draw(st.lists(INDEX, max_size=3))), tuple(params))

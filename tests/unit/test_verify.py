@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.programs import STEP, STEP_TABLE, named, small, step
 from torch import fx
 
@@ -130,6 +131,17 @@ BROKEN = {
         """,
         r"%got waits for ticket, which starts no copy",
     ),
+    "barrier before a wait": (
+        """
+        in %w: f32[4]
+        in %x: f32[3]
+        %ticket: u8[1] = autoshard.launch_gather([%w], 'f32[8]', GROUP, 0)
+        %y: f32[3] = autoshard_tests.exchange(%x, GROUP)
+        %got: (f32[8]) = autoshard.wait_gather(%ticket, 'f32[8]', GROUP, 0)
+        return [%got, %y]
+        """,
+        r"%y, which no collective may cross, stands between %ticket and its wait",
+    ),
     "bucket launched twice": (
         """
         in %w: f32[4]
@@ -188,6 +200,36 @@ def test_pass_that_breaks_the_graph_is_named() -> None:
 
     with pytest.raises(PassError, match=r"forget_a_wait .*%launch_reduce_second"):
         passes.run(step(), (forget_a_wait,))
+
+
+def test_pass_that_changes_a_shape_is_named() -> None:
+    def take_another(gm: fx.GraphModule) -> fx.GraphModule:
+        gm.graph.find_nodes(op="output")[0].replace_input_with(
+            named(gm.graph, "grad_second_w"), named(gm.graph, "whole_second_w")
+        )
+        return gm
+
+    def reduce_another(gm: fx.GraphModule) -> fx.GraphModule:
+        named(gm.graph, "g").args = (named(gm.graph, "s2"), [3, 3])
+        return gm
+
+    def cast(gm: fx.GraphModule) -> fx.GraphModule:
+        old = named(gm.graph, "c")
+        with gm.graph.inserting_after(old):
+            new = gm.graph.call_function(torch.ops.aten.relu.default, (old,))
+        new.meta["val"] = old.meta["val"].to(torch.bfloat16)
+        return gm
+
+    for broken, message in (
+        (
+            take_another,
+            r"%output takes %whole_second_w, f32\[2,3\], where %grad_second_w was f32\[1,3\]",
+        ),
+        (reduce_another, r"%g gives f32\[3,3\], and its meta says f32\[2,3\]"),
+        (cast, r"%relu\w* gives f32\[3\], and its meta says bf16\[3\]"),
+    ):
+        with pytest.raises(PassError, match=rf"{broken.__name__} .*{message}"):
+            passes.run(step(), (broken,))
 
 
 def test_observer_sees_every_pass() -> None:

@@ -1,0 +1,82 @@
+"""Shapes and dtypes of what a pass has changed, computed again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoshard.passes.layout import DTYPE_NAMES
+
+Arguments = Mapping[fx.Node, tuple[Any, Any]]
+
+
+def arguments(graph: fx.Graph) -> Arguments:
+    """What each node takes now; `verify_changed` tells by it what a pass has changed."""
+    return {node: (node.args, node.kwargs) for node in graph.nodes}
+
+
+def verify_changed(graph: fx.Graph, before: Arguments) -> None:
+    """Raise ValueError, naming the node, where shapes or dtypes are no longer what `meta` says.
+
+    A node that takes another value than `before` must find the same shape and dtype there. One that
+    is new, or takes something else beside, is run again on fake tensors.
+    """
+    for node in graph.nodes:
+        then, now = before.get(node), (node.args, node.kwargs)
+        if then is not None:
+            if now[0] is then[0] and now[1] is then[1]:
+                continue
+            if _without_nodes(now) == _without_nodes(then):
+                _check_taken(node, _taken(then), _taken(now))
+                continue
+        if node.op != "call_function" or "val" not in node.meta:
+            continue
+        found, known = _shapes(_run_again(node)), _shapes(node.meta["val"])
+        if found != known:
+            raise ValueError(f"%{node.name} gives {found}, and its meta says {known}")
+
+
+def _without_nodes(arguments: Any) -> Any:
+    return fx.node.map_arg(arguments, lambda node: None)
+
+
+def _taken(arguments: Any) -> list[fx.Node]:
+    """In order, one that is taken twice twice."""
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(arguments, nodes.append)
+    return nodes
+
+
+def _check_taken(node: fx.Node, then: list[fx.Node], now: list[fx.Node]) -> None:
+    for old, new in zip(then, now, strict=True):
+        if old is new:
+            continue
+        expected, found = _shapes(old.meta.get("val")), _shapes(new.meta.get("val"))
+        if found != expected:
+            raise ValueError(
+                f"%{node.name} takes %{new.name}, {found}, where %{old.name} was {expected}"
+            )
+
+
+def _run_again(node: fx.Node) -> Any:
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    fake = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
+    mode = next((each.fake_mode for each in fake), contextlib.nullcontext())
+    with mode:
+        return target(*args, **kwargs)
+
+
+def _shapes(value: Any) -> str:
+    """What `value` is, but for what tells equal ones apart: "f32[4,2]", or several."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shapes, value))}]"
+    if isinstance(value, Tensor):
+        dtype = DTYPE_NAMES.get(value.dtype, str(value.dtype))
+        return f"{dtype}[{','.join(map(str, value.shape))}]"
+    return type(value).__name__

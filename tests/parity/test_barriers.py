@@ -1,0 +1,142 @@
+"""Ops that communicate by themselves, or have an effect, inside of a compiled step."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from support.ranks import on_ranks
+from support.training import (
+    adamw,
+    assert_same,
+    compiled,
+    in_both_forms,
+    in_form,
+    replicated,
+    sgd,
+    train,
+)
+from torch import Tensor, nn
+from torch._higher_order_ops.effects import _EffectType
+
+import autoshard
+from autoshard import _torch
+from autoshard.passes import lower_inductor
+
+LAYERS = 2
+SEEN: list[float] = []  # by the op with an effect
+
+
+@torch.library.custom_op("autoshard_tests::sum_ranks", mutates_args=())
+def sum_ranks(x: Tensor, group_name: str) -> Tensor:
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+@torch.library.custom_op("autoshard_tests::note", mutates_args=())
+def note(x: Tensor) -> Tensor:
+    SEEN.append(float(x.sum()))
+    return x.clone()
+
+
+for op in (sum_ranks, note):
+    op.register_fake(lambda x, *_: torch.empty_like(x))
+sum_ranks.register_autograd(
+    lambda ctx, grad: (sum_ranks(grad, "0"), None), setup_context=lambda ctx, inputs, output: None
+)
+note.register_autograd(lambda ctx, grad: grad, setup_context=lambda ctx, inputs, output: None)
+torch.library._register_effectful_op("autoshard_tests::note", _EffectType.ORDERED)
+
+
+def call(kind: str, x: Tensor) -> Tensor:
+    if kind == "unknown":
+        return sum_ranks(x, "0")
+    if kind == "functional":
+        total = functional.all_reduce(x.detach(), "sum", dist.group.WORLD)
+        return x + 0.1 * total
+    return note(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(call(self.kind, torch.relu(self.up(x))))
+
+
+class Layers(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss_of(model: Any, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(4, 6, generator=generator)).square().mean()
+
+
+each_kind = pytest.mark.parametrize("kind", ["unknown", "functional", "effect"])
+
+
+@pytest.mark.parametrize("bucketing", ["per_unit", "auto"])
+@each_kind
+@in_both_forms
+@on_ranks()
+def test_parity(rank: int, form: str, kind: str, bucketing: str) -> None:
+    """Bit for bit; an effect comes once a call."""
+    want, want_losses = replicated(lambda: Layers(kind), loss_of)
+    expected = list(SEEN)
+    SEEN.clear()
+    torch.manual_seed(0)
+    model = Layers(kind)
+    for layer in model.layers:
+        autoshard.fully_shard(layer)
+    model = in_form(autoshard.fully_shard(model), form, bucketing=bucketing, topology="gloo")
+    losses = train(model, loss_of, adamw(model))
+    assert losses == want_losses
+    assert_same(model, want)
+    assert expected == SEEN
+    SEEN.clear()
+
+
+@each_kind
+@on_ranks()
+def test_order_of_lowered_code(rank: int, kind: str) -> None:
+    """What Inductor generates has each barrier where the plan has it."""
+    want, want_losses = replicated(lambda: Layers(kind), loss_of, make=sgd)
+    planned: list[list[str]] = []
+
+    def check(source: str, order: lower_inductor.Order) -> None:
+        planned.append([what for what, *_ in order])
+        lower_inductor_check(source, order)
+
+    lower_inductor_check = lower_inductor.check_order
+    with _torch.fresh_inductor_cache(), mock.patch.object(lower_inductor, "check_order", check):
+        model, losses = compiled(
+            lambda: Layers(kind), loss_of, make=sgd, lowering="inductor", bucketing="per_unit"
+        )
+    torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0)
+    assert_same(model, want, rtol=1e-5)  # Inductor fuses sums
+    SEEN.clear()
+    forward, backward = planned
+    assert forward.count("barrier") == (0 if kind == "functional" else LAYERS)
+    assert backward.count("barrier") == (LAYERS if kind == "unknown" else 0)
+    for events in planned:
+        under_way = 0
+        for what in events:
+            under_way += {"launch": 1, "wait": -1}.get(what, 0)
+            assert what != "barrier" or not under_way
