@@ -57,6 +57,16 @@ spin_gpu: Callable[[int], None] = torch.cuda._sleep
 # State-dict methods that torch.distributed.checkpoint is to look behind.
 patched_state_dicts: set[Any] = _checkpoint._patched_state_dict
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer."""
+
+
+def checkpoint_name(model: torch.nn.Module, name: str) -> str:
+    """What a parameter of `model` is called in a checkpoint: no wrapper's prefix is in it."""
+    (found,) = _checkpoint._get_fqns(model, name)
+    return str(found)
+
+
 # 2.13 renamed both and left the old spellings as deprecated wrappers; 2.11 has only the old ones.
 all_gather_flat: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -2,7 +2,7 @@
 
     folder/step_00000040/         as torch.distributed.checkpoint writes it
         .metadata  __0_0.distcp   the model, the optimizer, and what each rank has of its own
-        complete.json             written last: which files there are, and how large
+        complete.json             written last: which files there are, how large, and of which run
     folder/.writing_00000045/     one that is being written, or that a rank was killed over
 
 A checkpoint is written aside, checked, and renamed. The one before is there until then; so whatever
@@ -21,7 +21,9 @@ import random
 import re
 import shutil
 import sys
+import uuid
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,14 +36,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autoshard.runtime import access, optimizer_state
+from autoshard.runtime.agreement import course
 
 FORMAT = 1
 COMPLETE = "complete.json"
@@ -50,7 +52,10 @@ _NAMED_IN_METADATA = {
     *("TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex"),
     *("ChunkStorageMetadata", "Metadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
 }
+_runs: dict[Path, str] = {}  # by folder: which run this is; rank 0 alone knows
 _OWN = "ranks"  # key of what each rank has of its own
+_MODEL, _OPTIMIZER = "model.", "optimizer."  # keys begin so
+_GROUPS = f"{_OPTIMIZER}param_groups."
 
 
 class Stateful(Protocol):
@@ -78,17 +83,19 @@ def save_checkpoint(
 
     states: by name, what else has a state: this rank's, made of tensors, numbers, text, and lists
         and dicts of them. States of random number generators are saved, too.
-    keep: how many complete checkpoints stay, this one included; older ones are deleted.
+    keep: how many complete checkpoints of this run stay, this one included; older ones are deleted.
+        A run is one that began without loading from `folder`, and what was resumed from it.
     Returns where it is. Raises CheckpointError on every rank if one can't write its part: what was
     complete before stays so. Raises ValueError for a wrong `step` or `keep`.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"expected step >= 0 and keep >= 1, got step={step}, keep={keep}")
+    _meet(model, f"save_checkpoint(step={step})")
     root = Path(folder)
     aside = root / f".writing_{step:08d}"
+    state = _on_each_rank(lambda: _state_of(model, optimizer), f"checkpoint of step {step}")
+    own = _on_each_rank(lambda: _own_state(states or {}), f"states of step {step}")
     _on_first_rank(lambda: _make_room(root, aside), f"checkpoint of step {step} in {root}")
-    state = _state_of(model, optimizer)
-    own = _on_each_rank(lambda: _to_bytes(_own_state(states or {})), f"states of step {step}")
     state[_OWN] = {str(_rank()): own}
     try:
         with _quiet():
@@ -121,29 +128,25 @@ def load_checkpoint(
     with a warning.
     Returns its step; None if there is none, which is an error if `step` was given. Raises
     CheckpointError on every rank, with the first parameter or state that does not fit, before
-    anything is changed.
+    anything is changed; `states` are loaded last, and what one of them raises is in it, too.
     """
+    _meet(model, f"load_checkpoint(step={step})")
     root = Path(folder)
-    name = _on_first_rank(lambda: _choose(root, step), f"checkpoint in {root}")
-    if not name:
+    chosen = _on_first_rank(lambda: _choose(root, step), f"checkpoint in {root}")
+    if chosen is None:
         return None
-    path = root / name
-    world = json.loads((path / COMPLETE).read_text())["world"]
-    source = str(_rank() if world == _world() else 0)
-    state, reader = _state_of(model, optimizer), _Reader(path)
-    own = _on_each_rank(lambda: _check_fits(reader, state, source), f"checkpoint in {path}")
-    try:
-        with _quiet():
-            load({**state, _OWN: {source: own}}, storage_reader=reader, planner=_Planner())
-    except CheckpointException as error:
-        raise CheckpointError(
-            f"rank {_rank()}: {path} could not be read: {_reasons(error)}. Delete it, or give "
-            "`step` for another one"
-        ) from None
-    found = _on_each_rank(lambda: _read_own(own, states or {}), f"states in {path}")
-    _load_state(model, optimizer, state)
-    for key, each in (states or {}).items():
-        each.load_state_dict(found["states"][key])
+    name, world = chosen
+    path, source = root / name, str(_rank() if world == _world() else 0)
+    what, reader = f"checkpoint in {path}", _Reader(path)
+    room, rest = _on_each_rank(lambda: _room_for(reader, model, optimizer, source), what)
+    _read(reader, rest)
+    found = _on_each_rank(lambda: _check_read(room, rest, states or {}, world), what)
+    _read(reader, {"model": room["model"], "optimizer": {"state": room["optimizer"]["state"]}})
+    with _quiet():
+        set_model_state_dict(model, room["model"])
+    if optimizer is not None:
+        optimizer_state.load_state(optimizer, room["optimizer"])
+    _on_each_rank(lambda: _load_states(found["states"], states or {}), what)
     if world == _world():
         _set_generators(found)
     else:
@@ -161,30 +164,26 @@ def load_checkpoint(
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     with _quiet():
-        if optimizer is None:
-            return {"model": get_model_state_dict(model)}
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
+        state: dict[str, Any] = {"model": get_model_state_dict(model)}
+        if optimizer is not None:
+            state["optimizer"] = _plain(optimizer_state.state_of(model, optimizer))
+    objects = [leaf for leaf in tree_leaves(state) if not isinstance(leaf, Tensor)]
+    _to_bytes(objects, "the optimizer's groups, or the model's extra state,")
+    return state
 
 
-def _load_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]
-) -> None:
-    with _quiet():
-        if optimizer is None:
-            set_model_state_dict(model, state["model"])
-        else:
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-            )
+def _plain(state: Any) -> Any:
+    """With Python's numbers for NumPy's, which a schedule may have calculated with."""
+    return tree_map(lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, state)
 
 
-def _own_state(states: Mapping[str, Stateful]) -> dict[str, Any]:
+def _is_numpy_number(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic)
+
+
+def _own_state(states: Mapping[str, Stateful]) -> Tensor:
     own: dict[str, Any] = {
-        "states": {name: each.state_dict() for name, each in states.items()},
+        "states": {name: _plain(each.state_dict()) for name, each in states.items()},
         "torch": torch.get_rng_state(),
         "random": random.getstate(),
     }
@@ -193,18 +192,45 @@ def _own_state(states: Mapping[str, Stateful]) -> dict[str, Any]:
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         own["numpy"] = (kind, keys.tolist(), *rest)
-    return own
+    return _to_bytes(own, "`states`")
 
 
-def _read_own(saved: Tensor, states: Mapping[str, Stateful]) -> dict[str, Any]:
+def _check_read(
+    room: dict[str, Any], rest: Mapping[str, Any], states: Mapping[str, Stateful], world: int
+) -> dict[str, Any]:
+    """Match groups of `rest` with those of `room`; returns what this rank had of its own."""
+    (saved,) = rest[_OWN].values()
     own: dict[str, Any] = torch.load(io.BytesIO(saved.numpy().tobytes()), weights_only=True)
+    if "param_groups" in room["optimizer"]:
+        groups: dict[int, dict[str, Any]] = defaultdict(dict)
+        for key, value in rest.items():
+            if key != _OWN:
+                number, name = key.removeprefix(_GROUPS).split(".", 1)
+                groups[int(number)][name] = value
+        room["optimizer"]["param_groups"] = optimizer_state.match_groups(
+            room["optimizer"]["param_groups"], [groups[number] for number in sorted(groups)]
+        )
     missing = sorted(states.keys() - own["states"].keys())
     if missing:
         raise ValueError(
             f"there is no state of {missing}, but of {sorted(own['states'])}: give `states` as it "
             "was saved with"
         )
+    for name in states if world != _world() else ():
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(own["states"][name])):
+            raise ValueError(
+                f"the state of {name!r} has shards of tensors, as {world} ranks had them: load it "
+                "on as many, or have it save whole tensors"
+            )
     return own
+
+
+def _load_states(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
+    for name, each in states.items():
+        try:
+            each.load_state_dict(saved[name])
+        except Exception as error:
+            raise RuntimeError(f"the state of {name!r}: {type(error).__name__}: {error}") from error
 
 
 def _set_generators(own: Mapping[str, Any]) -> None:
@@ -216,15 +242,15 @@ def _set_generators(own: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(own["numpy"])
 
 
-def _to_bytes(own: dict[str, Any]) -> Tensor:
-    """As one tensor, which can be read as weights only."""
+def _to_bytes(objects: Any, whose: str) -> Tensor:
+    """As one tensor. Raises ValueError, about `whose`, for what can't be read as weights only."""
     file = io.BytesIO()
-    torch.save(own, file)
+    torch.save(objects, file)
     try:
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            "`states` have objects that could not be loaded as weights only "
+            f"{whose} have objects that could not be loaded as weights only "
             f"({_found_in(error)}): expected tensors, numbers, text, and lists and dicts of them"
         ) from None
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
@@ -235,38 +261,82 @@ def _found_in(error: pickle.UnpicklingError) -> str:
     return named[1] if named else str(error).splitlines()[0]
 
 
-def _check_fits(reader: _Reader, state: Mapping[str, Any], source: str) -> Tensor:
-    """Before anything is loaded: names and sizes of the model, and that an optimizer is there.
-    Returns room for what the rank `source` had of its own."""
+def _room_for(
+    reader: _Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None, source: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is to be read: the model's state and the optimizer's; and, before anything is changed,
+    the optimizer's groups, by key, and what the rank `source` had of its own.
+
+    Raises ValueError where names or sizes differ.
+    """
     known = reader.read_metadata().state_dict_metadata
-    for name, value in state["model"].items():
+    with _quiet():
+        state = get_model_state_dict(model)
+        _check_fits(known, state)
+        room: dict[str, Any] = {"model": state, "optimizer": {"state": {}}}
+        if optimizer is not None:
+            below = [key.removeprefix(_OPTIMIZER) for key in known if key.startswith(_OPTIMIZER)]
+            if not below:
+                raise ValueError("there is no optimizer's state: load the model alone")
+            room["optimizer"] = optimizer_state.room_for(model, optimizer, _beginnings(below))
+    own = known.get(f"{_OWN}.{source}")
+    if not isinstance(own, TensorStorageMetadata):
+        raise ValueError(f"there is nothing of rank {source}'s own: it was not saved by autoshard")
+    rest: dict[str, Any] = {_OWN: {source: _new_tensor(own)}}
+    if optimizer is not None:
+        for key, kind in known.items():
+            if key.startswith(_GROUPS):
+                rest[key] = _new_tensor(kind) if isinstance(kind, TensorStorageMetadata) else None
+    return room, rest
+
+
+def _new_tensor(saved: TensorStorageMetadata) -> Tensor:
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _check_fits(known: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the model that was saved has the names and sizes of `state`."""
+    tensors = {
+        key.removeprefix(_MODEL): kind
+        for key, kind in known.items()
+        if key.startswith(_MODEL) and isinstance(kind, TensorStorageMetadata)
+    }
+    for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        found = known.get(f"model.{name}")
-        if not isinstance(found, TensorStorageMetadata):
-            others = [key.removeprefix("model.") for key in known if key.startswith("model.")]
+        found = tensors.get(name)
+        if found is None:
             raise ValueError(
-                f"there is no parameter or buffer {name!r}, but {others[:8]}: it is of another "
-                "model"
+                f"there is no parameter or buffer {name!r}, but {list(tensors)[:8]}: it is of "
+                "another model"
             )
         if found.size != value.size():
             raise ValueError(
                 f"{name!r} has size {list(found.size)} there, and {list(value.size())} in the "
                 "model: it is of another model"
             )
-    if "optimizer" in state and not any(key.startswith("optimizer.") for key in known):
-        raise ValueError("there is no optimizer's state: load the model alone")
-    for name, values in state.get("optimizer", {}).get("state", {}).items():
-        for key in values:
-            if f"optimizer.state.{name}.{key}" not in known:
-                raise ValueError(
-                    f"there is no {key!r} in the optimizer's state of {name!r}: give an optimizer "
-                    "of the type that was saved, or load the model alone"
-                )
-    own = known.get(f"{_OWN}.{source}")
-    if not isinstance(own, TensorStorageMetadata):
-        raise ValueError(f"there is nothing of rank {source}'s own: it was not saved by autoshard")
-    return torch.empty(own.size, dtype=torch.uint8)
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    for name in sorted(tensors.keys() - state.keys()):
+        if not any(name.startswith(f"{other}.") for other in others):
+            raise ValueError(f"there is {name!r}, which the model has not: it is of another model")
+
+
+def _beginnings(keys: list[str]) -> set[str]:
+    """Of "state.w.step": that, "state.w" and "state"."""
+    parts = [key.split(".") for key in keys]
+    return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}
+
+
+def _read(reader: _Reader, state: dict[str, Any]) -> None:
+    """Into the tensors of `state`, and in place of other values. Raises CheckpointError."""
+    try:
+        with _quiet():
+            load(state, storage_reader=reader, planner=_Planner())
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"rank {_rank()}: {reader.path} could not be read: {_reasons(error)}. If it "
+            "is spoiled, move it away, or give `step` for another one"
+        ) from None
 
 
 # ---- where it is
@@ -292,8 +362,18 @@ def _publish(root: Path, aside: Path, step: int, keep: int) -> str:
         sizes[path.name] = path.stat().st_size
     sizes[".metadata"] = (aside / ".metadata").stat().st_size
     saved = _complete(root)
+    run = _runs.setdefault(root.resolve(), uuid.uuid4().hex)
+    others = [name for name in saved if _manifest(root / name).get("run", run) != run]
+    if others and len(others) == len(saved):
+        warnings.warn(
+            f"{root} has checkpoints of another run, which stay: {others}. Give each run a folder "
+            "of its own, or load from this one to go on",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     manifest = {
         "format": FORMAT,
+        "run": run,
         "number": 1 + max(saved.values(), default=0),
         "step": step,
         "world": _world(),
@@ -307,13 +387,14 @@ def _publish(root: Path, aside: Path, step: int, keep: int) -> str:
     name = f"step_{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
     aside.rename(root / name)
     _sync(root)
-    for old in [*saved, name][:-keep]:
+    for old in [*(name for name in saved if name not in others), name][:-keep]:
         shutil.rmtree(root / old)
     return name
 
 
-def _choose(root: Path, step: int | None) -> str:
-    """The name of the one that was saved last, of `step` if that is given; "" for none."""
+def _choose(root: Path, step: int | None) -> tuple[str, int] | None:
+    """The name of the one that was saved last, of `step` if that is given, and by how many ranks;
+    None for none."""
     saved = _complete(root)
     broken = [name for name in _names(root) if name not in saved]
     if broken and not saved:
@@ -326,7 +407,11 @@ def _choose(root: Path, step: int | None) -> str:
     found = [name for name in saved if step is None or _step_of(name)[0] == step]
     if step is not None and not found:
         raise OSError(f"there is no complete checkpoint of step {step}, but {list(saved)}")
-    return found[-1] if found else ""
+    if not found:
+        return None
+    manifest = _manifest(root / found[-1])
+    _runs[root.resolve()] = manifest.get("run", uuid.uuid4().hex)
+    return found[-1], int(manifest["world"])
 
 
 def _complete(root: Path) -> dict[str, int]:
@@ -351,13 +436,18 @@ def _step_of(name: str) -> tuple[int, int]:
 def _number(path: Path) -> int:
     """Of a complete checkpoint, from 1; 0 for none."""
     try:
-        manifest = json.loads((path / COMPLETE).read_text())
+        manifest = _manifest(path)
         sizes = manifest["files"].items()
         is_there = all((path / name).stat().st_size == size for name, size in sizes)
         is_known = manifest["format"] == FORMAT and isinstance(manifest["world"], int)
         return int(manifest["number"]) if is_known and is_there else 0
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((path / COMPLETE).read_text())
+    return manifest
 
 
 def _sync(folder: Path) -> None:
@@ -392,8 +482,11 @@ class _Index(pickle.Unpickler):
 
 class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Index(file).load()
+        try:
+            with open(Path(self.path) / ".metadata", "rb") as file:
+                metadata = _Index(file).load()
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.path} is not there: do all ranks share it?") from None
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no checkpoint's index")
         for stored in metadata.storage_data.values():
@@ -412,6 +505,15 @@ class _Planner(DefaultLoadPlanner):
 
 
 # ---- ranks
+
+
+def _meet(model: nn.Module, what: str) -> None:
+    """Raise RuntimeError unless all ranks of `model` are at `what`: a rank that came here alone
+    would meet another collective of its peers."""
+    units = (access.unit_of(module) for module in model.modules())
+    unit = next((unit for unit in units if unit is not None), None)
+    if unit is not None:
+        course.meet(what, unit.axes.mesh, hint="all ranks save and load, at the same step")
 
 
 def _rank() -> int:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.runtime import checkpoint
 
 
 class Loader:
@@ -147,6 +149,114 @@ def _as_before(rank: int, folder: str) -> None:
     assert_equal(state(model, optimizer), torch.load(Path(folder) / "whole.pt"))
 
 
+class Spare(Net):
+    """A layer is never used: AdamW has no state for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 2)
+
+
+@on_ranks(2)
+def test_parameters_without_state(rank: int, folder: str) -> None:
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        model = autoshard.shard(Spare())
+        return model, adamw(model)
+
+    model, optimizer = made()
+    train(model, optimizer, Loader(rank), 2)
+    autoshard.save_checkpoint(folder, model, optimizer, step=2)
+    other, its_optimizer = made()
+    assert autoshard.load_checkpoint(folder, other, its_optimizer) == 2
+    assert other.spare.weight not in its_optimizer.state
+    assert_equal(state(other, its_optimizer), state(model, optimizer))
+    train(other, its_optimizer, Loader(rank), 1)  # goes back, to where some had none yet
+    its_optimizer.state[other.spare.weight] = dict(its_optimizer.state[other.embed.weight])
+    assert autoshard.load_checkpoint(folder, other, its_optimizer) == 2
+    assert_equal(state(other, its_optimizer), state(model, optimizer))
+
+
+def decayed(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("make", [adamw, decayed])
+@in_both_forms
+@on_ranks(2)
+def test_no_step_is_taken(rank: int, form: str, make: Any, folder: str) -> None:
+    """Not by saving before the first step, with or without gradients, nor by loading in vain."""
+
+    def made(seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+        model, _ = built(form, seed=seed)
+        return model, make(model)
+
+    def trained(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        torch.manual_seed(rank)
+        random.seed(rank)
+        train(model, optimizer, Loader(rank), 2)
+        return state(model, optimizer)
+
+    want = trained(*made())
+    model, optimizer = made()
+    path = autoshard.save_checkpoint(folder, model, optimizer, step=0)
+    net_loss(model, rank, 0).backward()
+    autoshard.save_checkpoint(folder, model, optimizer, step=0)
+    optimizer.zero_grad()
+    with pytest.raises(autoshard.CheckpointError, match="another model"):
+        autoshard.load_checkpoint(folder, autoshard.shard(nn.Linear(3, 3)), None)
+    other = decayed(model) if make is adamw else adamw(model)
+    with pytest.raises(autoshard.CheckpointError, match="type that was saved"):
+        autoshard.load_checkpoint(folder, model, other)
+    assert not optimizer.state
+    assert not other.state
+    assert_equal(trained(model, optimizer), want)
+
+    model, optimizer = made(seed=4)
+    autoshard.load_checkpoint(path.parent, model, optimizer)
+    assert not optimizer.state
+    assert_equal(trained(model, optimizer), want)
+
+
+@on_ranks(2)
+def test_groups_in_another_order(rank: int, folder: str) -> None:
+    """Each gets the values of that with its parameters."""
+
+    def made(*names: str) -> tuple[Any, torch.optim.Optimizer]:
+        model = autoshard.shard(Net(tied=False))
+        groups = [{"params": list(getattr(model, name).parameters())} for name in names]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = made("layers", "head")
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.5, 0.25
+    autoshard.save_checkpoint(folder, model, optimizer, step=0)
+    model, optimizer = made("head", "layers")
+    autoshard.load_checkpoint(folder, model, optimizer)
+    assert [(g["lr"], len(g["params"])) for g in optimizer.param_groups] == [(0.25, 1), (0.5, 18)]
+
+
+@on_ranks(2)
+def test_numbers_of_numpy(rank: int, folder: str) -> None:
+    """A schedule may calculate with them; a checkpoint that has one could not be loaded."""
+    numpy = pytest.importorskip("numpy")
+
+    def made() -> tuple[Any, ...]:
+        model, optimizer = built()
+        factor = lambda step: 0.5 + 0.5 * numpy.cos(step)  # noqa: E731
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    model, optimizer, schedule = made()
+    train(model, optimizer, Loader(rank), 1)
+    schedule.step()
+    assert isinstance(optimizer.param_groups[0]["lr"], numpy.float64)
+    states = {"schedule": schedule}
+    autoshard.save_checkpoint(folder, model, optimizer, step=1, states=states)
+    _, optimizer, _ = again = made()
+    autoshard.load_checkpoint(folder, *again[:2], states={"schedule": again[2]})
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    assert optimizer.param_groups[0]["lr"] == 1e-2 * (0.5 + 0.5 * numpy.cos(1))
+    assert again[2].last_epoch == 1
+
+
 @on_ranks(2)
 def test_what_is_kept(rank: int, folder: str) -> None:
     model, _ = built()
@@ -159,6 +269,68 @@ def test_what_is_kept(rank: int, folder: str) -> None:
     assert _names(folder) == ["step_00000003", "step_00000010.1"]
     assert autoshard.load_checkpoint(folder, model) == 3
     assert autoshard.load_checkpoint(folder, model, step=10) == 10
+
+
+@on_ranks(2)
+def test_checkpoints_of_another_run_stay(rank: int, folder: str) -> None:
+    model, optimizer = built()
+    for step in (10, 20):
+        autoshard.save_checkpoint(folder, model, optimizer, step=step)
+    checkpoint._runs.clear()  # as in a new process
+    with pytest.warns(RuntimeWarning, match="another run") if rank == 0 else nullcontext():
+        autoshard.save_checkpoint(folder, model, optimizer, step=1)
+    for step in (2, 3):
+        autoshard.save_checkpoint(folder, model, optimizer, step=step)
+    theirs = ["step_00000010", "step_00000020"]
+    assert _names(folder) == ["step_00000002", "step_00000003", *theirs]
+    checkpoint._runs.clear()
+    assert autoshard.load_checkpoint(folder, model, optimizer, step=20) == 20
+    autoshard.save_checkpoint(folder, model, optimizer, step=21)  # goes on with theirs
+    assert _names(folder) == ["step_00000002", "step_00000003", "step_00000020", "step_00000021"]
+
+
+def test_shards_among_states(folder: str) -> None:
+    """Of another optimizer: for as many ranks only."""
+    _with_another_optimizer(folder=folder)
+    _with_another_optimizer_on_three(folder=folder)
+
+
+@on_ranks(2)
+def _with_another_optimizer(rank: int, folder: str) -> None:
+    model, optimizer = built()
+    train(model, optimizer, Loader(rank), 2)
+    want = state(model, optimizer)
+    autoshard.save_checkpoint(folder, model, step=2, states={"AdamW": optimizer})
+    model, optimizer = built(seed=5)
+    autoshard.load_checkpoint(folder, model, states={"AdamW": optimizer})
+    assert_equal(state(model, optimizer), want)
+
+
+@on_ranks(3)
+def _with_another_optimizer_on_three(rank: int, folder: str) -> None:
+    model, optimizer = built(seed=5)
+    want = state(model, optimizer)
+    with pytest.raises(autoshard.CheckpointError, match=r"'AdamW' has shards .* as 2 ranks"):
+        autoshard.load_checkpoint(folder, model, states={"AdamW": optimizer})
+    assert_equal(state(model, optimizer), want)
+
+
+@on_ranks(2)
+def test_a_save_between_micro_batches(rank: int, folder: str) -> None:
+    """Before the first step: gradients that wait go on to."""
+
+    def trained(*, saves: bool) -> list[Tensor]:
+        model, optimizer = built()
+        with model.no_sync():
+            net_loss(model, rank, 0).backward()
+        if saves:
+            autoshard.save_checkpoint(folder, model, optimizer, step=0)
+            autoshard.load_checkpoint(folder, model, optimizer)
+        net_loss(model, rank, 1).backward()
+        optimizer.step()
+        return state(model, optimizer)
+
+    assert_equal(trained(saves=True), trained(saves=False))
 
 
 @on_ranks(2)

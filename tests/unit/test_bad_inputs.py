@@ -121,6 +121,47 @@ def with_sgd(folder: Path) -> None:
     autoshard.load_checkpoint(folder / "run", model, optimizer)
 
 
+def grouped_otherwise(folder: Path) -> None:
+    saved(folder)
+    model = autoshard.shard(Net())
+    groups = [
+        {"params": [param for param in model.parameters() if param.ndim == ndim]} for ndim in (1, 2)
+    ]
+    autoshard.load_checkpoint(folder / "run", model, torch.optim.AdamW(groups))
+
+
+def on_one_rank_alone(folder: Path) -> None:
+    """Rank 1 has a folder of its own."""
+    model, optimizer = saved(folder)
+    run = "run" if dist.get_rank() == 0 else "elsewhere"
+    autoshard.load_checkpoint(folder / run, model, optimizer)
+
+
+class WithObjects(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def get_extra_state(self) -> Any:
+        return {"at": Path("/")}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def extra_state_of_objects(folder: Path) -> None:
+    autoshard.save_checkpoint(folder / "run", autoshard.shard(WithObjects()), step=1)
+
+
+def inside_full_params(folder: Path) -> None:
+    model = autoshard.shard(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.full_params():
+        autoshard.save_checkpoint(folder / "run", model, optimizer, step=1)
+
+
+def another_step_on_one_rank(folder: Path) -> None:
+    autoshard.save_checkpoint(folder / "run", autoshard.shard(Net()), step=dist.get_rank())
+
+
 def without_its_states(folder: Path) -> None:
     model, optimizer = saved(folder)
     autoshard.load_checkpoint(folder / "run", model, optimizer, states={"loader": Counter()})
@@ -131,6 +172,17 @@ class Counter:
         return {"at": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Refuses(Counter):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("at")
+
+
+def state_that_is_refused(folder: Path) -> None:
+    model = autoshard.shard(Net())
+    autoshard.save_checkpoint(folder / "run", model, step=1, states={"loader": Refuses()})
+    autoshard.load_checkpoint(folder / "run", model, states={"loader": Refuses()})
 
 
 class Pickled(Counter):
@@ -357,6 +409,28 @@ BAD_INPUTS: dict[str, tuple[Mistake, list[str]]] = {
     "checkpoint: other layers": (
         other_model(lambda: nn.Sequential(Net(), nn.Linear(3, 3))),
         ["'0.embed.weight'", "another model"],
+    ),
+    "checkpoint: fewer layers": (
+        other_model(lambda: Net(layers=2)),
+        ["there is 'layers.2.down.bias'", "another model"],
+    ),
+    "checkpoint: another folder on one rank": (
+        on_one_rank_alone,
+        ["on rank 1", "elsewhere/step_00000005", "share"],
+    ),
+    "checkpoint: groups": (grouped_otherwise, ["of [19] there", "of [12, 7] here", "as they were"]),
+    "checkpoint: extra state of objects": (
+        extra_state_of_objects,
+        ["extra state", "PosixPath", "weights only"],
+    ),
+    "checkpoint: a state that is refused": (state_that_is_refused, ["'loader'", "KeyError: 'at'"]),
+    "checkpoint: inside of full_params()": (
+        inside_full_params,
+        ["none of the model's", "outside of full_params()"],
+    ),
+    "checkpoint: another step on one rank": (
+        another_step_on_one_rank,
+        ["save_checkpoint(step=0)", "save_checkpoint(step=1)", "at the same step"],
     ),
     "checkpoint: another optimizer": (
         with_sgd,
