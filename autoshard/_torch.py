@@ -29,7 +29,9 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._higher_order_ops.effects import with_effects as with_effects
+from torch._higher_order_ops.print import Print as Print
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed import distributed_c10d as _c10d
@@ -56,6 +58,9 @@ HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]
 spin_gpu: Callable[[int], None] = torch.cuda._sleep
 # State-dict methods that torch.distributed.checkpoint is to look behind.
 patched_state_dicts: set[Any] = _checkpoint._patched_state_dict
+
+# They stand for an op that writes to what it takes, their first argument.
+FUNCTIONALIZED: tuple[Any, ...] = (auto_functionalized, auto_functionalized_v2)
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer."""

@@ -471,11 +471,10 @@ class Compilation:
         """Before partitioning, in place: the partitioner's caller holds this very module."""
         kept = {number for number, info in enumerate(self.table) if info.name in self.kept}
         for transform in passes.joint(kept):
-            gm = transform(gm)
+            gm = passes.run_one(gm, transform)
         without = [node.name for node in gm.graph.nodes if is_gradient(node) and not table_of(node)]
         if without:
             raise passes.PassError(f"%{', %'.join(without)} found no table of parameters")
-        gm.graph.lint()
         gm.recompile()
         return gm
 

@@ -20,6 +20,7 @@ from autoshard.passes.part_markers import part_markers as part_markers
 from autoshard.passes.pipeline import Pass as Pass
 from autoshard.passes.pipeline import PassError as PassError
 from autoshard.passes.pipeline import run as run
+from autoshard.passes.pipeline import run_one as run_one
 from autoshard.passes.plan import Plan
 from autoshard.passes.plan_buckets import Bucketing as Bucketing
 from autoshard.passes.plan_buckets import plan_buckets as plan_buckets

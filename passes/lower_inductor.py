@@ -26,7 +26,15 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
-from autoshard.passes.match import bucket_of, event_of, is_barrier, is_pack, kind_of, op_of
+from autoshard.passes.match import (
+    bucket_of,
+    event_of,
+    graphs_of,
+    is_barrier,
+    is_pack,
+    kind_of,
+    op_of,
+)
 from autoshard.passes.meta import PLAN
 from autoshard.passes.plan import Plan
 from autoshard.passes.roofline import tensors_of
@@ -78,7 +86,7 @@ def planned_order(graph: fx.Graph) -> Order:
         what = event_of(node)
         if what is not None:
             found.append((what, kind_of(node), bucket_of(node)))
-        elif is_barrier(node):
+        elif is_barrier(node) and not graphs_of(node):  # the code of those stands elsewhere
             found.append(("barrier", op_of(node), 0))
     return found
 
@@ -140,7 +148,7 @@ class KeepOrder(CustomGraphPass):
         keep_order(graph)
 
     def uuid(self) -> str:
-        return f"autoshard.keep_order.6 {self.digest}"
+        return f"autoshard.keep_order.7 {self.digest}"
 
 
 def _namespace(node: fx.Node) -> str:
@@ -159,18 +167,27 @@ def keep_order(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if event_of(node) is not None or is_pack(node) or is_barrier(node):
             needed = [n for n in (event, op) if n is not None and n not in node.all_input_nodes]
-            if needed:
+            if needed and not _is_rewritten(node):
                 after[node] = OrderedSet(needed)
-            event, op = _as_tensor(node), None
+            result = _as_tensor(node)
+            if result is not None:
+                event, op = result, None
         elif node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
             op = node
     preserve_node_ordering(graph, after)
 
 
-def _as_tensor(event: fx.Node) -> fx.Node:
-    """A node to depend on: a wait's first result, since 2.11 does not see a list as one."""
-    if event_of(event) not in ("wait", "loaded", "stored"):
+def _is_rewritten(node: fx.Node) -> bool:
+    """Whether Inductor looks for `node` itself, later, to write something else in its place."""
+    return node.target in _torch.FUNCTIONALIZED or bool(graphs_of(node))
+
+
+def _as_tensor(event: fx.Node) -> fx.Node | None:
+    """A node to depend on: of a list the first tensor, since 2.11 does not see a list as one."""
+    if isinstance(event.meta.get("val"), torch.Tensor):
         return event
-    result = next(user for user in event.users if user.target is operator.getitem)
-    event.append(result)
-    return result
+    for user in event.users:
+        if user.target is operator.getitem and isinstance(user.meta.get("val"), torch.Tensor):
+            event.append(user)
+            return user
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from autoshard import _torch
@@ -155,28 +156,59 @@ def is_planned(node: fx.Node) -> bool:
     return is_marker(node) or is_preparation(node)
 
 
-_ORDERED = ("_c10d_functional", "_c10d_functional_autograd")
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")  # collectives of torch
+_LOCAL = ("aten", "profiler")  # what has an effect there, a check or a line of text, has it here
 _GROUP_ARGUMENTS = ("group", "group_name", "process_group", "pg")
 
 
 def is_barrier(node: fx.Node) -> bool:
     """Whether no collective of a plan may be under way across `node`: an op with an effect, or one
     that says it communicates, by an argument for a group, and is neither ours nor torch's
-    functional collective.
+    functional collective; or an op over a graph that has such a one.
     """
     if node.op != "call_function":
         return False
+    op, namespace = _called(node), getattr(_called(node), "namespace", "")
     if node.target is _torch.with_effects:
+        return namespace not in _LOCAL and not isinstance(op, _torch.Print)
+    if namespace not in ("autoshard", *_FUNCTIONAL) and _takes_group(op):
         return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or getattr(node.target, "namespace", "") in ("autoshard", *_ORDERED):
-        return False
-    return any(argument.name in _GROUP_ARGUMENTS for argument in schema.arguments)
+    return any(is_barrier(inner) for graph in graphs_of(node) for inner in graph.nodes)
+
+
+def _called(node: fx.Node) -> object:
+    """The op behind what lets it have its effect, or gives it copies to write to."""
+    if node.target is _torch.with_effects:
+        return node.args[1]
+    return node.args[0] if node.target in _torch.FUNCTIONALIZED else node.target
+
+
+def _takes_group(op: object) -> bool:
+    schema = getattr(op, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return any(
+        each.name in _GROUP_ARGUMENTS
+        and any(kind in str(each.type) for kind in ("str", "ProcessGroup", "Any"))  # not a number
+        for each in arguments
+    )
+
+
+def graphs_of(node: fx.Node) -> list[fx.Graph]:
+    """Those that `node`, an operator over graphs, takes."""
+    owner = node.graph.owning_module
+    if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    given = (each for each in node.all_input_nodes if each.op == "get_attr")
+    found = (getattr(owner, str(each.target), None) for each in given)
+    return [each.graph for each in found if isinstance(each, fx.GraphModule)]
 
 
 def op_of(node: fx.Node) -> str:
-    """The op that `node` calls, or lets have its effect."""
-    return str(node.args[1] if node.target is _torch.with_effects else node.target)
+    """The op that `node` calls, or lets have its effect, as generated code has it."""
+    op = _called(node)
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return f"higher_order.{op.name()}"
+    return str(op)
 
 
 def is_compute(node: fx.Node) -> bool:

@@ -33,19 +33,27 @@ def run(
     """
     gm = _copy(gm)
     for transform in passes:
-        name = pass_name(transform)
-        before = arguments(gm.graph)
-        with _torch.unset_fake_temporarily():  # a caller's: values of the graph have their own mode
-            gm = transform(gm)
-            try:
-                gm.graph.lint()
-                verify(gm)
-                verify_changed(gm.graph, before)
-            except (RuntimeError, ValueError, TypeError) as error:
-                raise PassError(f"{name} broke the graph: {error}") from error
+        gm = run_one(gm, transform)
         if after_each:
-            after_each(name, gm)
+            after_each(pass_name(transform), gm)
     gm.recompile()  # it may have been looked at meanwhile; code is generated once that is wanted
+    return gm
+
+
+def run_one(gm: fx.GraphModule, transform: Pass) -> fx.GraphModule:
+    """`transform(gm)`, checked: by FX's lint, `verify` and `verify_changed`.
+
+    Raises PassError naming `transform` if the graph that it returns is broken.
+    """
+    before = arguments(gm.graph)
+    with _torch.unset_fake_temporarily():  # a caller's: values of the graph have their own mode
+        gm = transform(gm)
+        try:
+            gm.graph.lint()
+            verify(gm)
+            verify_changed(gm.graph, before)
+        except Exception as error:  # whatever an op says of what it can't take
+            raise PassError(f"{pass_name(transform)} broke the graph: {error}") from error
     return gm
 
 

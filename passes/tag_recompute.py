@@ -15,7 +15,7 @@ from torch import fx
 
 from autoshard._torch import CheckpointPolicy
 from autoshard.passes import ops
-from autoshard.passes.match import is_before_gather, is_kept, is_unshard
+from autoshard.passes.match import is_barrier, is_before_gather, is_kept, is_unshard
 
 REGION = 100_000
 """The `ac_graph_id` of our tags, above any checkpointed region's. The partitioner saves
@@ -48,7 +48,7 @@ def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
         elif node.target is ops.cut:
             _tag(node, CheckpointPolicy.MUST_SAVE)
         elif node.all_input_nodes and all(n in freed for n in node.all_input_nodes):
-            if _is_random(node):
+            if _is_random(node) or is_barrier(node):  # ranks would meet once more in backward
                 continue
             freed.add(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)

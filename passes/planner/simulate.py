@@ -245,7 +245,9 @@ class _Simulation(ABC):
         """Where something may happen, the end included."""
         found = {0, self.problem.num_ops}
         for run in self.gathers:
-            found.update((run.bucket.used, min(run.bucket.freed, self.problem.num_ops)))
+            found.update(
+                (run.bucket.ready, run.bucket.used, min(run.bucket.freed, self.problem.num_ops))
+            )
         for run in self.reduces:
             found.update((run.bucket.ready, run.bucket.used))
         return sorted(found)

@@ -44,6 +44,18 @@ def note(x: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("autoshard_tests::sum_ranks_", mutates_args=("x",))
+def sum_ranks_(x: Tensor, group_name: str) -> None:
+    dist.all_reduce(x)
+
+
+@torch.library.custom_op("autoshard_tests::sum_and_copy", mutates_args=())
+def sum_and_copy(x: Tensor, group_name: str) -> list[Tensor]:
+    return [sum_ranks(x, group_name), x.clone()]
+
+
+sum_ranks_.register_fake(lambda x, group_name: None)
+sum_and_copy.register_fake(lambda x, group_name: [torch.empty_like(x), torch.empty_like(x)])
 for op in (sum_ranks, note):
     op.register_fake(lambda x, *_: torch.empty_like(x))
 sum_ranks.register_autograd(
@@ -53,7 +65,39 @@ note.register_autograd(lambda ctx, grad: grad, setup_context=lambda ctx, inputs,
 torch.library._register_effectful_op("autoshard_tests::note", _EffectType.ORDERED)
 
 
+class SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        sum_ranks_(total, "0")
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone()
+        sum_ranks_(total, "0")
+        return total
+
+
+class SumOfList(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return sum_and_copy(x, "0")[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return sum_and_copy(grad, "0")[0]
+
+
 def call(kind: str, x: Tensor) -> Tensor:
+    if kind == "in place":
+        return SumInPlace.apply(x)
+    if kind == "list":
+        return SumOfList.apply(x)
+    if kind == "local":
+        checked = torch.linalg.inv(x.detach().T @ x.detach() + torch.eye(7))
+        torch._higher_order_ops.print("{n} seen", n=x.shape[0])
+        return nn.functional.group_norm(x, 1) + 0.1 * checked[0]
     if kind == "unknown":
         return sum_ranks(x, "0")
     if kind == "functional":
@@ -89,7 +133,15 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
     return model(torch.randn(4, 6, generator=generator)).square().mean()
 
 
-each_kind = pytest.mark.parametrize("kind", ["unknown", "functional", "effect"])
+BARRIERS = {  # in the forward and in the backward graph, a layer
+    "unknown": (1, 1),
+    "in place": (1, 1),
+    "list": (1, 1),
+    "effect": (1, 0),
+    "functional": (0, 0),
+    "local": (0, 0),  # an op with a number of groups; a check; text
+}
+each_kind = pytest.mark.parametrize("kind", BARRIERS)
 
 
 @pytest.mark.parametrize("bucketing", ["per_unit", "auto"])
@@ -133,8 +185,8 @@ def test_order_of_lowered_code(rank: int, kind: str) -> None:
     assert_same(model, want, rtol=1e-5)  # Inductor fuses sums
     SEEN.clear()
     forward, backward = planned
-    assert forward.count("barrier") == (0 if kind == "functional" else LAYERS)
-    assert backward.count("barrier") == (LAYERS if kind == "unknown" else 0)
+    found = forward.count("barrier"), backward.count("barrier")
+    assert found == tuple(LAYERS * number for number in BARRIERS[kind])
     for events in planned:
         under_way = 0
         for what in events:
