@@ -116,9 +116,9 @@ class Frame:
         tables = Tables()
 
         def call(*args: Any) -> Any:
-            course.take(name, mesh)
             values = list(args)
             table = tables.of([_resolved(values[position]) for position in in_table])
+            course.take(table.root.forward_of(name), mesh)
             if table.root.post_optim_event is not None:
                 table.root.post_optim_event.wait()
                 table.root.post_optim_event = None
@@ -436,6 +436,7 @@ class _LocalShards(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         left_out.note_backward()
+        ctx.table.root.backward_ran = True
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
             sharded.check_unwritten(stamp)
         is_left = bool(reduce.units_that_wait)

@@ -135,7 +135,9 @@ class Step:
         if unit in self._read:
             return self._forward[unit]
         if not self.order:  # a compiled forward opens a step too, and gathers nothing in it
-            course.take(f"an eager forward of {self.owner.name}", self.owner.axes.mesh)
+            what = f"an eager forward of {self.owner.name}"
+            what += "" if self.has_grad else " without gradients"
+            course.take(self.owner.forward_of(what), self.owner.axes.mesh)
             if self.owner.post_optim_event is not None:
                 self.owner.post_optim_event.wait()
                 self.owner.post_optim_event = None
@@ -355,6 +357,7 @@ class Step:
         if not self._callback_queued and _torch.in_backward():
             _torch.queue_backward_callback(self._finish_backward)
             self._callback_queued = True
+            self.owner.backward_ran = True
             left_out.note_backward()
 
     def _finish_backward(self) -> None:

@@ -63,6 +63,7 @@ class Unit:
     agreed: Agreed = field(default_factory=set)
     known_plans: dict[str, list[Plan]] = field(default_factory=dict)  # by frame, which ranks share
     kept_params: dict[str, frozenset[str]] = field(default_factory=dict)  # likewise
+    backward_ran: bool = True  # since the latest forward that it owned
     misses_plans: bool = False  # of graphs that torch's caches have: nothing is taken from them
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -83,6 +84,12 @@ class Unit:
     carried: list[Reduction] = field(default_factory=list)
     closed_in: int = -1  # the latest backward that ran compiled code of its model
     _gathers: dict[bool, str] = field(default_factory=dict)  # by computes_in_full_precision
+
+    def forward_of(self, what: str) -> str:
+        """`what`, a forward that this unit owns, as ranks compare it: one that has left out a
+        backward, which others are in, is noticed."""
+        ran, self.backward_ran = self.backward_ran, False
+        return what if ran else f"{what}, with no backward since the forward before"
 
     @property
     def reshards(self) -> bool:

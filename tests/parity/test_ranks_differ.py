@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.models import Block, Net, net_loss, tokens
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, replicated, sharded, train
+from support.training import adamw, assert_same, in_form, replicated, sharded, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -130,6 +130,34 @@ def test_backward_on_one_rank(rank: int) -> None:
         if rank == 0:
             with pytest.raises(RuntimeError, match=r"the backward of root.*did not within"):
                 loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("form", "what", "says"),
+    [
+        ("eager", "no backward", "an eager forward of root, with no backward since"),
+        ("compiled", "no backward", "the graph of .*, with no backward since"),
+        ("eager", "evaluation", "an eager forward of root without gradients"),
+        ("compiled", "evaluation", "compiled .* did not within"),
+    ],
+)
+@on_ranks(2)
+def test_one_rank_leaves_the_course(rank: int, form: str, what: str, says: str) -> None:
+    """D-45: in the middle of steps that are alike, its next gathers would be taken for others."""
+
+    def go_on(model: Any) -> None:
+        if rank == 0:
+            with torch.set_grad_enabled(what == "no backward"):
+                net_loss(model, rank, 3)
+        for step in (3, 4):
+            net_loss(model, rank, step).backward()
+
+    with short_mesh() as mesh:
+        model = in_form(autoshard.shard(Net(), mesh=mesh), form)
+        for step in range(3):
+            net_loss(model, rank, step).backward()
+        with pytest.raises(Exception, match=says if rank == 0 else "(?i)failed|timed out|timeout"):
+            go_on(model)
 
 
 @contextmanager
