@@ -83,8 +83,15 @@ def match_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[dict[s
         missing = sorted(group.keys() - values.keys())
         if missing:
             raise ValueError(f"there is no {missing[0]!r} in the optimizer's groups: {_OTHER_TYPE}")
-        matched.append({**values, "params": group["params"]})
+        moved = {key: _where(value, group.get(key)) for key, value in values.items()}
+        matched.append({**moved, "params": group["params"]})
     return matched
+
+
+def _where(value: Any, own: Any) -> Any:
+    """A learning rate may be a tensor, on the device where it is read."""
+    both = isinstance(value, Tensor) and isinstance(own, Tensor)
+    return value.to(own.device) if both else value
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
