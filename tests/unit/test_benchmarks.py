@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,41 @@ def test_measured_hybrid_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_ms = hsdp.fitted_compute_ms(hsdp.ROWS[1])
     for row in hsdp.ROWS:
         assert hsdp.step_ms(row, compute_ms) == pytest.approx(row.measured_ms, rel=0.1), row.name
+
+
+def test_what_a_gpu_is_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each part is of a program that is there; without a GPU none is run."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    on_gpu = importlib.import_module("on_gpu")
+    for part in on_gpu.parts(tmp_path):
+        programs = [each for each in part.command[1:] if each.endswith(".py") or "tests/" in each]
+        assert all((BENCHMARKS.parent / each).exists() for each in programs), part.title
+    monkeypatch.setattr("sys.argv", ["on_gpu.py", "--list"])
+    assert on_gpu.main() == 0
+    assert "overlap.py --check" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [("print(7)", "exit status 0"), ("raise SystemExit(3)", "exit status 3")],
+)
+def test_a_part_of_a_report(code: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    on_gpu = importlib.import_module("on_gpu")
+    text, is_done = on_gpu.run(on_gpu.Part("it", "7", (sys.executable, "-c", code), 1))
+    assert is_done == (end == "exit status 0")
+    assert "Wanted: 7." in text
+    assert end in text
+
+
+def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended, with what it started."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    on_gpu = importlib.import_module("on_gpu")
+    code = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '600'])"
+    text, is_done = on_gpu.run(on_gpu.Part("it", "7", (sys.executable, "-c", code), 0.02))
+    assert not is_done
+    assert "begun" in text
+    assert "ended after 0.02 minutes" in text
