@@ -11,7 +11,7 @@ collectives of a step alone take a half of its computation, as much, and twice a
 forward and backward; contestants take one in turn; times are medians over the rounds.
 
 On a CPU there is one thread that computes, and FSDP2 has no streams there: it waits for each
-collective where it begins it. Only a GPU says something about it.
+reduction where it begins it. Only a GPU says something about it.
 """
 
 from __future__ import annotations

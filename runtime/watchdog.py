@@ -231,6 +231,8 @@ def watchdog(after_s: float | None = 30.0) -> None:
         after `init_process_group`; those without it don't answer. The environment variable
         AUTOSHARD_WATCHDOG does the same for all models that are sharded later, and
         TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL has it after 60 s.
+    Its thread asks a GPU for events, which a capture of a CUDA graph forbids to all threads, unless
+    it is told otherwise: `torch.cuda.graph(graph, capture_error_mode="thread_local")`.
     Raises ValueError if it is no positive number, RuntimeError if there is no process group.
     """
     if after_s is not None and not after_s > 0:

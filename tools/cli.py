@@ -374,7 +374,7 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
 
     from autoshard.passes.layout import DTYPES
     from autoshard.runtime.mesh import device_type, ensure_process_group
-    from autoshard.tools.bench import bench_step
+    from autoshard.tools.bench import Result, bench_step
     from autoshard.tools.contestants import CONTESTANTS, read_contestants
     from autoshard.tools.workloads import read_workloads
 
@@ -388,17 +388,24 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
     ensure_process_group()
     if is_first:
         print(f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {' '.join(arguments)}")
-    found = bench_step(
+    results: list[dict[str, Any]] = []
+
+    def tell(result: Result) -> None:
+        if not is_first:
+            return
+        print(result.text(), flush=True)
+        results.append(dataclasses.asdict(result))
+        if options.out:
+            Path(options.out).write_text(json.dumps(results, indent=1))
+
+    bench_step(
         workloads,
         contestants=contestants,
         rounds=options.rounds,
         dtype=DTYPES[options.dtype],
         options=given,
-        tell=lambda text: print(text, flush=True) if is_first else None,
+        tell=tell,
     )
-    if options.out and is_first:
-        results = [dataclasses.asdict(result) for result in found]
-        Path(options.out).write_text(json.dumps(results, indent=1))
     return 0
 
 

@@ -8,8 +8,8 @@
 // the time is over, never sooner, so that a read without a wait finds what was there before.
 //
 // On a GPU the link is a stream that spins, and copies; on a CPU a thread that sleeps, and copies.
-// No tensor is given to `record_stream`: a work holds its tensors until it has been waited for, or
-// has ended.
+// No tensor is given to `record_stream`: a work holds its tensors until it has been waited for, or,
+// on a CPU, has ended.
 
 #include <atomic>
 #include <condition_variable>
@@ -110,13 +110,14 @@ class LinkWork final : public c10d::Work {
 
   void synchronize() override { wait(kNoTimeout); }
 
-  // Whether it has ended; then it holds nothing any more.
+  // Whether it holds nothing any more: it has been waited for, or, on a CPU, has ended. A GPU is not
+  // asked, which is forbidden while a CUDA graph is captured.
   bool release() {
-    if (!isCompleted()) return false;
+    const bool has_ended = !end_ && isCompleted();
     std::vector<Copy> dropped;
     std::lock_guard<std::mutex> lock(mutex_);
-    dropped.swap(copies_);
-    return true;
+    if (has_ended) dropped.swap(copies_);
+    return copies_.empty();
   }
 
   // In the link's thread. Returns when the link is free: what keeps this thread from running, or
@@ -352,7 +353,7 @@ class Link final : public c10d::Backend {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<LinkWork>> queue_;  // to travel
-  std::deque<c10::intrusive_ptr<LinkWork>> held_;  // until they have ended, waited for or not
+  std::deque<c10::intrusive_ptr<LinkWork>> held_;  // until they hold nothing
   std::thread thread_;
   bool closed_ = false;
   std::optional<c10::Stream> stream_;  // the link of tensors on a GPU
