@@ -401,6 +401,11 @@ def fresh_inductor_cache() -> contextlib.AbstractContextManager[Any]:
     return fresh_cache()
 
 
+def overlap_gathers(module: torch.nn.Module) -> None:
+    """Have `module`, of FSDP2, go on while it gathers on a CPU, as it does on a GPU."""
+    module._set_unshard_async_op(True)  # type: ignore[operator]
+
+
 def inductor_cache_folder() -> str:
     """Where Inductor keeps kernels. Makes it; raises OSError where that can't be."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -12,6 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from autoshard import _torch
 from autoshard.options import CompileOptions
 from autoshard.runtime.shard import shard
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy
@@ -82,26 +84,37 @@ def fsdp1(model: Any, setting: Setting) -> Any:
         )
 
 
-def fsdp2(model: Any, setting: Setting) -> Any:
+def fsdp2(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
     """`fully_shard`, a unit a block.
 
-    On a CPU it waits for each gather where it begins it, unless it is told not to.
+    On a CPU it waits for each gather where it begins it, unless it is told what to gather ahead.
+    keeps: whether blocks stay whole from forward to backward.
     """
     policy = fsdp.MixedPrecisionPolicy()
     if setting.is_mixed:
         policy = fsdp.MixedPrecisionPolicy(setting.dtype, torch.float32)
-    for block in setting.blocks(model):
-        fsdp.fully_shard(block, mp_policy=policy)
+    blocks = [
+        fsdp.fully_shard(block, mp_policy=policy, reshard_after_forward=not keeps)
+        for block in setting.blocks(model)
+    ]
     whole = fsdp.fully_shard(model, mp_policy=policy)
-    whole._set_unshard_async_op(setting.device.type == "cpu")
+    if setting.device.type == "cpu":
+        _torch.overlap_gathers(whole)
+        for unit, following in pairwise([whole, *blocks]):
+            unit.set_modules_to_forward_prefetch([following])
     return whole
 
 
-def fsdp2_compiled_blocks(model: Any, setting: Setting) -> Any:
+def fsdp2_compiled_blocks(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
     """The same, each block compiled."""
     for block in setting.blocks(model):
         block.compile()
-    return fsdp2(model, setting)
+    return fsdp2(model, setting, keeps=keeps)
+
+
+def fsdp2_roomy(model: Any, setting: Setting) -> Any:
+    """The same, with all parameters whole from forward to backward."""
+    return fsdp2_compiled_blocks(model, setting, keeps=True)
 
 
 def autoshard_eager(model: Any, setting: Setting) -> Any:
@@ -211,6 +224,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "FSDP1": fsdp1,
     "FSDP2": fsdp2,
     "FSDP2, blocks compiled": fsdp2_compiled_blocks,
+    "FSDP2, roomy": fsdp2_roomy,
     "SimpleFSDP scheme": simple_fsdp,
     "autoshard, eager": autoshard_eager,
     "autoshard, compiled": autoshard_compiled,

@@ -9,7 +9,15 @@ from autoshard.tools.bench import Result, bench_step
 from autoshard.tools.contestants import CONTESTANTS, read_contestants
 from autoshard.tools.workloads import SIZES, Sizes, read_workloads
 
-NAMES = ["DDP", "FSDP1", "FSDP2", "autoshard, eager", "autoshard, compiled", "autoshard, roomy"]
+NAMES = [
+    "DDP",
+    "FSDP1",
+    "FSDP2",
+    "FSDP2, roomy",
+    "autoshard, eager",
+    "autoshard, compiled",
+    "autoshard, roomy",
+]
 
 
 @on_ranks(2)
