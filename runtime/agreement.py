@@ -313,9 +313,9 @@ _ORDER_HINT = (
     "own, as experts, into one unit with the module around them"
 )
 _RECOMPILE_HINT = (
-    "run the same forwards and backwards on every rank; and as Dynamo runs a frame without its "
-    "graph past its recompile limit, mark what differs from call to call as dynamic "
-    "(torch._dynamo.mark_dynamic), or raise torch._dynamo.config.recompile_limit"
+    "run the same forwards and backwards on every rank, and tell its units the same; and as Dynamo "
+    "runs a frame without its graph past its recompile limit, mark what differs from call to call "
+    "as dynamic (torch._dynamo.mark_dynamic), or raise torch._dynamo.config.recompile_limit"
 )
 
 

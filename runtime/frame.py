@@ -118,7 +118,7 @@ class Frame:
         def call(*args: Any) -> Any:
             values = list(args)
             table = tables.of([_resolved(values[position]) for position in in_table])
-            course.take(table.root.forward_of(name), mesh)
+            course.take(table.root.forward_of(name, table.units), mesh)
             if table.root.post_optim_event is not None:
                 table.root.post_optim_event.wait()
                 table.root.post_optim_event = None

@@ -137,7 +137,8 @@ class Step:
         if not self.order:  # a compiled forward opens a step too, and gathers nothing in it
             what = f"an eager forward of {self.owner.name}"
             what += "" if self.has_grad else " without gradients"
-            course.take(self.owner.forward_of(what), self.owner.axes.mesh)
+            event = self.owner.forward_of(what, units_below(self.owner))
+            course.take(event, self.owner.axes.mesh)
             if self.owner.post_optim_event is not None:
                 self.owner.post_optim_event.wait()
                 self.owner.post_optim_event = None

@@ -50,6 +50,11 @@ class Table:
             self._root = weakref.ref(known)
         return known
 
+    @property
+    def units(self) -> list[Unit]:
+        """Those that they are in."""
+        return list(dict.fromkeys(self[number].unit for number in range(len(self._params))))
+
     def is_of(self, params: Sequence[ShardedParam]) -> bool:
         """Whether it is a table of these parameters, in this order."""
         return all(own() is param for own, param in zip(self._params, params, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOT_NAME = "root"
 UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
+SHOWN = 3  # names in a list
 
 
 @dataclass(eq=False)
@@ -85,11 +87,49 @@ class Unit:
     closed_in: int = -1  # the latest backward that ran compiled code of its model
     _gathers: dict[bool, str] = field(default_factory=dict)  # by computes_in_full_precision
 
-    def forward_of(self, what: str) -> str:
-        """`what`, a forward that this unit owns, as ranks compare it: one that has left out a
-        backward, which others are in, is noticed."""
+    def forward_of(self, what: str, units: Iterable[Unit]) -> str:
+        """`what`, a forward that this unit owns and that uses `units`, as ranks compare it: with
+        what these were told, and noticing one that left out a backward, which others are in."""
         ran, self.backward_ran = self.backward_ran, False
-        return what if ran else f"{what}, with no backward since the forward before"
+        told: dict[str, list[str]] = {}  # by setting: in which units
+        for unit in units:
+            for setting in unit.settings:
+                told.setdefault(setting, []).append(unit.name)
+        parts = [f"{setting} in {_listed(names)}" for setting, names in told.items()]
+        if not ran:
+            parts.append("no backward since the forward before")
+        return f"{what}, with {', '.join(parts)}" if parts else what
+
+    @property
+    def settings(self) -> list[str]:
+        """What it was told, other than by default, that decides about its collectives."""
+        found = []
+        if self.smaller is not None:
+            found.append(f"reshard_after_forward={self.smaller.shard_world}")
+        elif self.reshards == self.is_root:
+            found.append(f"reshard_after_forward={self.reshards}")
+        for value, default, name in (
+            (self.reshard_after_backward, True, "reshard_after_backward"),
+            (self.unshard_in_backward, True, "unshard_in_backward"),
+            (self.forward_prefetch, 1, "forward_prefetch"),
+            (self.backward_prefetch, 1, "backward_prefetch"),
+            (self.prefetches_after_backward, False, "prefetches_after_backward"),
+            (self.mp.param_dtype, None, "param_dtype"),
+            (self.mp.reduce_dtype, None, "reduce_dtype"),
+            (self.reducer.syncs, True, "requires_gradient_sync"),
+            (self.reducer.all_reduces, True, "requires_all_reduce"),
+            (self.reducer.divide_by, None, "gradient_divide_factor"),
+            (self.reducer.sends_unused, False, "sends_unused"),
+        ):
+            if value != default:
+                found.append(f"{name}={value}")
+        if self.reducer.comm_hook is not None:
+            found.append("a hook that communicates")
+        if self.next_in_forward is not None:
+            found.append(f"forward prefetch of {_listed([u.name for u in self.next_in_forward])}")
+        if self.next_in_backward is not None:
+            found.append(f"backward prefetch of {_listed([u.name for u in self.next_in_backward])}")
+        return found
 
     @property
     def reshards(self) -> bool:
@@ -232,6 +272,14 @@ class Unit:
     def is_offloaded(self) -> bool:
         """Whether its shards live on the host."""
         return isinstance(self.offload, CPUOffloadPolicy)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of them, and a digest that tells all of them from others."""
+    if len(names) <= SHOWN:
+        return ", ".join(names)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return f"{', '.join(names[:SHOWN])} and {len(names) - SHOWN} more ({digest})"
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -160,6 +160,58 @@ def test_one_rank_leaves_the_course(rank: int, form: str, what: str, says: str) 
             go_on(model)
 
 
+SETTINGS: dict[str, Callable[[Any], object]] = {
+    "reshard_after_forward=False": lambda model: model.set_reshard_after_forward(False),
+    "reshard_after_backward=False": lambda model: model.set_reshard_after_backward(False),
+    "unshard_in_backward=False": lambda model: model.layers[0].set_unshard_in_backward(False),
+    "requires_gradient_sync=False": lambda model: model.set_requires_gradient_sync(False),
+    "gradient_divide_factor=4": lambda model: model.set_gradient_divide_factor(4.0),
+    "forward prefetch of layers.1": lambda model: model.set_modules_to_forward_prefetch(
+        [model.layers[1]]
+    ),
+    "backward prefetch of layers.0": lambda model: model.set_modules_to_backward_prefetch(
+        [model.layers[0]]
+    ),
+}
+"""What decides which collectives are launched, and what is in them, by what ranks say of it."""
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_a_setting_on_one_rank(rank: int, form: str, setting: str) -> None:
+    """Both say so before they gather: later, gloo would end one of them without a word, or all
+    would go on with gradients that are divided by different numbers."""
+    with short_mesh() as mesh:
+        model = autoshard.shard(Net(), mesh=mesh)
+        if rank == 1:
+            SETTINGS[setting](model)
+        says = setting if form == "eager" else rf"{setting}|compiled other collectives"
+        with pytest.raises(Exception, match=says):
+            net_loss(in_form(model, form), rank, 0).backward()
+
+
+@on_ranks(2)
+def test_a_setting_is_compared_once(rank: int) -> None:
+    """Ranks that change it back and forth, as those that accumulate gradients do, compare each
+    change the first time, and no more."""
+    model = autoshard.shard(Net())
+    compared = []
+    exchange = agreement._exchange
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        compared.append(args[1])
+        return exchange(*args, **kwargs)
+
+    with unittest.mock.patch.object(agreement, "_exchange", counted):
+        for step in range(12):
+            model.set_requires_gradient_sync(step % 2 == 1)
+            net_loss(model, rank, step).backward()
+            if step == 7:
+                compared.clear()
+    assert not [each for each in compared if "requires_gradient_sync" in each]
+
+
 @contextmanager
 def recompile_limit(limit: int) -> Iterator[None]:
     with torch._dynamo.config.patch(recompile_limit=limit):
