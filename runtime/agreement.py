@@ -5,7 +5,7 @@ others in it. Compared are:
 
     agree          the collectives of a frame, when it is compiled
     compare_lines  the model, before it is sent to other ranks
-    Course         which compiled graph, or eager forward, runs next
+    Course         which compiled graph, or eager forward, runs next, and what its units were told
     Order          the next collective of an eager step
 
 A rank for which nothing is new waits for nobody. So steps that repeat cost nothing, and

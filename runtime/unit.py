@@ -102,7 +102,10 @@ class Unit:
 
     @property
     def settings(self) -> list[str]:
-        """What it was told, other than by default, that decides about its collectives."""
+        """What it was told, other than by default, that decides about its collectives.
+
+        Not whether gradients wait, which changes within a step: it shows in what backward reduces.
+        """
         found = []
         if self.smaller is not None:
             found.append(f"reshard_after_forward={self.smaller.shard_world}")
@@ -116,7 +119,6 @@ class Unit:
             (self.prefetches_after_backward, False, "prefetches_after_backward"),
             (self.mp.param_dtype, None, "param_dtype"),
             (self.mp.reduce_dtype, None, "reduce_dtype"),
-            (self.reducer.syncs, True, "requires_gradient_sync"),
             (self.reducer.all_reduces, True, "requires_all_reduce"),
             (self.reducer.divide_by, None, "gradient_divide_factor"),
             (self.reducer.sends_unused, False, "sends_unused"),

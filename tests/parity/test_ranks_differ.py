@@ -164,7 +164,7 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "reshard_after_forward=False": lambda model: model.set_reshard_after_forward(False),
     "reshard_after_backward=False": lambda model: model.set_reshard_after_backward(False),
     "unshard_in_backward=False": lambda model: model.layers[0].set_unshard_in_backward(False),
-    "requires_gradient_sync=False": lambda model: model.set_requires_gradient_sync(False),
+    "the reduce of": lambda model: model.set_requires_gradient_sync(False),
     "gradient_divide_factor=4": lambda model: model.set_gradient_divide_factor(4.0),
     "forward prefetch of layers.1": lambda model: model.set_modules_to_forward_prefetch(
         [model.layers[1]]
@@ -191,25 +191,26 @@ def test_a_setting_on_one_rank(rank: int, form: str, setting: str) -> None:
             net_loss(in_form(model, form), rank, 0).backward()
 
 
+@pytest.mark.parametrize("form", ["eager", "compiled"])
 @on_ranks(2)
-def test_a_setting_is_compared_once(rank: int) -> None:
-    """Ranks that change it back and forth, as those that accumulate gradients do, compare each
-    change the first time, and no more."""
+def test_forwards_that_repeat(rank: int, form: str) -> None:
+    """Ranks compare nothing before them, whatever their units were told."""
+    options = {"lowering": "eager"} if form == "compiled" else None
     model = autoshard.shard(Net())
-    compared = []
-    exchange = agreement._exchange
+    model.set_reshard_after_forward(False)
+    call = torch.compile(model, backend="autoshard", options=options) if options else model
+    exchange, compared = agreement._exchange, []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        compared.append(args[1])
-        return exchange(*args, **kwargs)
+    def counted(topic: str, *args: Any, **kwargs: Any) -> Any:
+        compared.append(topic)
+        return exchange(topic, *args, **kwargs)
 
     with unittest.mock.patch.object(agreement, "_exchange", counted):
-        for step in range(12):
-            model.set_requires_gradient_sync(step % 2 == 1)
-            net_loss(model, rank, step).backward()
-            if step == 7:
+        for step in range(6):
+            net_loss(call, rank, step).backward()
+            if step == 2:
                 compared.clear()
-    assert not [each for each in compared if "requires_gradient_sync" in each]
+    assert compared == []
 
 
 @contextmanager
