@@ -401,6 +401,22 @@ def fresh_inductor_cache() -> contextlib.AbstractContextManager[Any]:
     return fresh_cache()
 
 
+def cpu_allocations(profile: torch.profiler.profile) -> list[int]:
+    """What was allocated on the CPU while `profile`, with `profile_memory`, ran: bytes, in the
+    order of time, less than 0 where they were freed."""
+    found = []
+    assert profile.profiler is not None  # it has run
+    results: Any = profile.profiler.kineto_results
+    events = list(results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        is_allocation = event.tag == torch._C._profiler._EventType.Allocation
+        if is_allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return [num_bytes for _, num_bytes in sorted(found, key=lambda each: each[0])]
+
+
 def overlap_gathers(module: torch.nn.Module) -> None:
     """Have `module`, of FSDP2, go on while it gathers on a CPU, as it does on a GPU."""
     module._set_unshard_async_op(True)  # type: ignore[operator]

@@ -3,14 +3,13 @@
     python benchmarks/peaks.py [--ranks 8 64] [--models small medium] [--dtype bf16]
 
 Parameters and optimizer states are one rank's shards, and what a collective would receive is there,
-if with no values in it: a GPU's allocator has what it would have on a cluster. So it needs a GPU,
-and says nothing of time.
+if with no values in it: there is the memory that it would take on a cluster, of a GPU's allocator,
+or as torch's profiler sees it on a CPU. It says nothing of time.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from autoshard import _torch
 from autoshard.passes.layout import DTYPES
 from autoshard.tools.bench import ALONE, Result, bench_step
 from autoshard.tools.contestants import CONTESTANTS
+from autoshard.tools.device import current_device
 from autoshard.tools.workloads import read_workloads
 
 BASE = "FSDP2"
@@ -27,15 +27,15 @@ SHARDED = {name: each for name, each in CONTESTANTS.items() if name not in (ALON
 
 
 def table(result: Result, ranks: int) -> str:
-    """MiB of each contestant, a line each: allocated and reserved at the peak, and what it keeps
+    """MB of each contestant, a line each: allocated and reserved at the peak, and what it keeps
     between steps."""
     base = result.entries[BASE].peak.allocated
-    lines = [f"{result.name}, {ranks} ranks: MiB at the peak, of {BASE}; reserved; between steps"]
+    lines = [f"{result.name}, {ranks} ranks: MB at the peak, of {BASE}; reserved; between steps"]
     for name, entry in result.entries.items():
         peak, kept = entry.peak, entry.kept.allocated
         lines.append(
-            f"  {name:24} {peak.allocated / 2**20:9.1f} {peak.allocated / base:6.3f} "
-            f"{peak.reserved / 2**20:9.1f} {kept / 2**20:9.1f}"
+            f"  {name:24} {peak.allocated / 1e6:9.1f} {peak.allocated / base:6.3f} "
+            f"{peak.reserved / 1e6:9.1f} {kept / 1e6:9.1f}"
         )
     return "\n".join(lines)
 
@@ -46,12 +46,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["small", "medium"])
     parser.add_argument("--dtype", choices=["f32", "bf16"], default="bf16", help="of computation")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("there is no GPU, and torch counts no memory of a CPU: run it on one")
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {vars(options)}")
+    device = current_device()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
+    print(f"torch {torch.__version__}, {name}, {vars(options)}")
     for ranks in options.ranks:
         _torch.pretend_ranks(ranks)
-        workloads = read_workloads(options.models, "cuda")
+        workloads = read_workloads(options.models, device.type)
         results = bench_step(
             workloads, contestants=SHARDED, rounds=ROUNDS, dtype=DTYPES[options.dtype]
         )

@@ -26,6 +26,7 @@ from autoshard.runtime import transport
 from autoshard.runtime.plans import plans
 from autoshard.tools.contestants import CONTESTANTS, RIVALS, Contestant, Setting
 from autoshard.tools.device import current_device, synchronize
+from autoshard.tools.peak_memory import Memory, memory_now, peak_beyond
 from autoshard.tools.workloads import Workload
 
 WARM_UP = 3
@@ -33,36 +34,19 @@ OURS = "autoshard, compiled"
 ALONE = next(iter(CONTESTANTS))
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a GPU that tensors take, and that the allocator has for them."""
-
-    allocated: int = 0
-    reserved: int = 0
-
-    def __sub__(self, other: Memory) -> Memory:
-        return Memory(self.allocated - other.allocated, self.reserved - other.reserved)
-
-
 @dataclass
 class Entry:
     """One contestant's measurements: milliseconds a round.
 
     first_s: seconds of the first forward and backward, which compile.
-    kept: memory of its parameters and optimizer. peak: of a step, that included. 0 on a CPU.
+    kept: memory of its parameters and optimizer. peak: of a step, that included.
     """
 
     first_s: float = 0.0
     backward_ms: list[float] = field(default_factory=list)  # forward and backward
     optimizer_ms: list[float] = field(default_factory=list)
-    kept: Memory = Memory()
-    peak: Memory = Memory()
-
-    def memory(self) -> str:
-        """For the end of a line; nothing on a CPU."""
-        if not self.peak.allocated:
-            return ""
-        return f"  {self.peak.allocated / 2**20:.0f} of {self.peak.reserved / 2**20:.0f} MiB"
+    kept: Memory = field(default_factory=Memory)
+    peak: Memory = field(default_factory=Memory)
 
     @property
     def step_ms(self) -> list[float]:
@@ -86,7 +70,8 @@ class Result:
         alone = self.entries.get(ALONE)
         lines = [
             f"{self.name}: ms a step, and from the fastest to the slowest; of {best}; what forward "
-            "and backward take longer than unsharded; tokens/s; seconds of the first step"
+            "and backward take longer than unsharded; tokens/s; seconds of the first step; memory "
+            "at the peak"
         ]
         for name, entry in self.entries.items():
             steps = entry.step_ms
@@ -96,7 +81,7 @@ class Result:
             lines.append(
                 f"  {name:24} {medians[name]:8.1f} ({min(steps):.1f} to {max(steps):.1f}) "
                 f"{medians[name] / medians[best]:6.2f} {exposed} "
-                f"{self.tokens / medians[name] * 1e3:9.0f} {entry.first_s:7.1f}{entry.memory()}"
+                f"{self.tokens / medians[name] * 1e3:9.0f} {entry.first_s:7.1f}  {entry.peak}"
             )
         if alone is not None and OURS in self.entries:
             collectives_ms = _median(self.collectives_ms)
@@ -147,14 +132,17 @@ def _bench_model(
     # The models' classes are the same, so all that compile have their graphs in one cache.
     with torch._dynamo.config.patch(recompile_limit=64):
         for contestant, entry in entries.items():
-            before = _memory(device)
+            before = memory_now(device)
             torch.manual_seed(0)
             model = contestants[contestant](work.build().to(device), setting)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             with _torch.fresh_inductor_cache():  # each compiles all of its kernels
                 entry.first_s = _timed(partial(_backward, model, batch)) / 1e3
             _step(optimizer)
-            entry.kept = _memory(device) - before
+            states = [state for each in optimizer.state.values() for state in each.values()]
+            lasting = [each for each in states if isinstance(each, Tensor)]
+            lasting += model.parameters()
+            entry.kept = memory_now(device, lasting) - before
             models[contestant], optimizers[contestant] = model, optimizer
         ours = models.get(OURS)
         send = _collectives_of(ours, dtype) if ours is not None else None
@@ -164,12 +152,13 @@ def _bench_model(
                 collectives_ms.append(_timed(send))
             for contestant, entry in entries.items():
                 model, optimizer = models[contestant], optimizers[contestant]
-                is_weighed = number == 1  # not while it is timed: it empties the allocator's cache
-                others = _reset_peak(device) - entry.kept if is_weighed else Memory()
+                if number == 0:
+                    entry.peak = entry.kept + peak_beyond(
+                        partial(_steps, model, optimizer, batch), device
+                    )
+                    continue
                 backward_ms = _timed(partial(_backward, model, batch))
                 optimizer_ms = _timed(partial(_step, optimizer))
-                if is_weighed:
-                    entry.peak = _peak(device) - others
                 if number >= WARM_UP:
                     entry.backward_ms.append(backward_ms)
                     entry.optimizer_ms.append(optimizer_ms)
@@ -180,6 +169,13 @@ def _bench_model(
 
 def _backward(model: Any, batch: dict[str, Tensor]) -> None:
     model(**batch).loss.backward()
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
+    """Two, the second of which finds what the first has left."""
+    for _ in range(2):
+        _backward(model, batch)
+        _step(optimizer)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -222,25 +218,3 @@ def _collectives_of(model: Any, dtype: torch.dtype) -> Callable[[], None]:
 
 def _median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
-
-
-def _memory(device: torch.device) -> Memory:
-    """Now; nothing on a CPU."""
-    if device.type != "cuda":
-        return Memory()
-    torch.cuda.empty_cache()
-    return Memory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
-
-
-def _reset_peak(device: torch.device) -> Memory:
-    """What there is now, of all contestants; peaks are counted from here."""
-    found = _memory(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    return found
-
-
-def _peak(device: torch.device) -> Memory:
-    if device.type != "cuda":
-        return Memory()
-    return Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))

@@ -200,9 +200,7 @@ def _inductor_options(setting: Setting, whole_mb: float) -> dict[str, Any]:
         scheduler = ("enable_overlap_scheduling", "collective_bucketing", "insert_overlap_deps")
         return {f"{prefix}.{name}": True for name in scheduler} | {"reorder_for_peak_memory": False}
 
-    def half_mb(number: int) -> float:
-        return whole_mb / 2
-
+    half_mb = functools.partial(_bucket_mb, whole_mb / 2)  # Inductor's cache pickles it
     return {
         "bucket_all_gathers_fx": "all",
         "bucket_all_gathers_fx_bucket_size_determinator": half_mb,
@@ -210,6 +208,10 @@ def _inductor_options(setting: Setting, whole_mb: float) -> dict[str, Any]:
         "bucket_reduce_scatters_fx_bucket_size_determinator": half_mb,
         "reorder_for_peak_memory": False,
     }
+
+
+def _bucket_mb(num_mb: float, number: int) -> float:
+    return num_mb
 
 
 def _with_autocast(model: Any, setting: Setting) -> Any:

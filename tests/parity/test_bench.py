@@ -37,6 +37,8 @@ def test_a_table(rank: int) -> None:
     assert list(found.entries) == NAMES
     assert all(len(entry.step_ms) == 2 for entry in found.entries.values())
     assert all(entry.first_s > 0 for entry in found.entries.values())
+    assert all(e.peak.allocated > e.kept.allocated > 0 for e in found.entries.values())
+    assert found.entries["FSDP2"].kept.allocated < found.entries["DDP"].kept.allocated
     assert len(found.collectives_ms) == 2
     assert min(found.collectives_ms) > 0
     assert told == [found]
