@@ -56,3 +56,32 @@ def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_done
     assert "begun" in text
     assert "ended after 0.02 minutes" in text
+
+
+def test_tables_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ratios are to the fastest of those that shard; beside them, how much memory who takes."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables = importlib.import_module("tabulate_steps")
+
+    def entry(backward_ms: float, peak: int) -> dict[str, object]:
+        return {
+            "backward_ms": [backward_ms, backward_ms, backward_ms + 50.0],
+            "optimizer_ms": [10.0, 10.0, 10.0],
+            "first_s": 1.0,
+            "peak": {"allocated": peak, "reserved": 0},
+        }
+
+    names = ["unsharded, compiled", *tables.RIVALS, "autoshard, compiled", "autoshard, roomy"]
+    entries = {name: entry(100.0 + 10 * at, 10**6) for at, name in enumerate(names)}
+    entries["FSDP1"] = entry(190.0, 2 * 10**6)
+    entries["autoshard, roomy"] = entry(80.0, 3 * 10**6)
+    result = {"name": "m", "tokens": 13, "entries": entries, "collectives_ms": [50.0, 50.0]}
+    shown = "\n".join(tables.short([result]))
+    assert "| FSDP1 | 200 (200 to 250) |" in shown
+    assert "| autoshard, compiled, of the fastest rival | **1.23** |" in shown  # 160 of 130
+    assert "| autoshard, roomy, of the fastest rival | **0.69** |" in shown
+    assert "computation and collectives alone | 1.00 |" in shown
+    assert "| autoshard, roomy | 3 |" in shown
+    assert "| m | FSDP1 | 200 | 200 to 250 | 200 to 250 | 90 | 65 | 2 | 1 |" in "\n".join(
+        tables.long([result])
+    )
