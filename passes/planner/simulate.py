@@ -366,7 +366,7 @@ class _Placing(_Simulation):
         known: tuple[float, float] = (math.inf, math.inf),
     ) -> None:
         super().__init__(problem, gathers, reduces)
-        self.whole_budget = budget_bytes
+        self.budget = budget_bytes
         self.known_beyond, self.known_us = known[0], known[1] * (1 + ROUNDING)
         # What is before compute and each link, ops aside; launches and waits take from it.
         self.copies_us = 0.0
@@ -375,8 +375,6 @@ class _Placing(_Simulation):
             self.copies_us += bucket.copy_in_us + bucket.copy_out_us
             for link, time in bucket.links:
                 self.queued_us[link] = self.queued_us.get(link, 0.0) + time
-        # A running reduce has room where its sum arrives.
-        self.budget = budget_bytes - max((each.shard_bytes for each in reduces), default=0)
         self.next_gather = self.next_reduce = self.next_wait = 0
         self.in_flight: deque[Run] = deque()  # reduces
         self.horizon = 0.0  # compute from here to the next position
@@ -422,7 +420,7 @@ class _Placing(_Simulation):
 
     def _give_up_if_worse(self) -> None:
         """Raise _Worse if compute, or a link, has too much before it even if it never rests."""
-        beyond = max(0.0, self.peak_bytes - self.whole_budget)
+        beyond = max(0.0, self.peak_bytes - self.budget)
         if beyond < self.known_beyond:
             return
         ops_us = self.problem.compute_us
@@ -459,15 +457,26 @@ class _Placing(_Simulation):
     def _fits(self, bucket: Bucket) -> bool:
         """Whether there is room for `bucket` until its first use, and from then on: what is freed
         by then makes room for its copy. Gradients count until then as if none were reduced
-        meanwhile, and from then on as if those were, to shards.
+        meanwhile, and from then on as if those were, to shards; a sum has room to arrive in.
         """
         problem, position, used = self.problem, self.position, bucket.used
         room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes
+        room -= self._arriving_bytes(bucket.freed)
         if position < used and problem.peak_bytes(position, used) > room:
             return False
         shards = problem.made_shard_bytes
         room -= bucket.twice_bytes + shards[used] - shards[position]
         return problem.peak_bytes(used, bucket.freed) <= room
+
+    def _arriving_bytes(self, end: int) -> int:
+        """The largest sum of a reduce to be launched from here until `end`."""
+        largest = 0
+        for number in range(self.next_reduce, len(self.reduces)):
+            bucket = self.reduces[number].bucket
+            if bucket.ready >= end:
+                break
+            largest = max(largest, bucket.shard_bytes)
+        return largest
 
 
 class _Following(_Simulation):
