@@ -16,7 +16,9 @@ from typing import Any
 from autoshard.tools.bench import ALONE, OURS
 from autoshard.tools.contestants import RIVALS
 
-ROOMY = "autoshard, roomy"
+AGAINST = {OURS: RIVALS, "autoshard, roomy": (*RIVALS, "FSDP2, roomy")}
+"""With which rivals each form of ours is compared: one that takes more memory, with such, too."""
+
 LONG = (
     "model",
     "contestant",
@@ -42,7 +44,7 @@ def median_ms(result: Result, name: str) -> float:
 
 def of_fastest(result: Result, name: str) -> float:
     """Of the fastest rival's median step."""
-    return median_ms(result, name) / min(median_ms(result, rival) for rival in RIVALS)
+    return median_ms(result, name) / min(median_ms(result, rival) for rival in AGAINST[name])
 
 
 def beyond_ms(result: Result, name: str) -> float:
@@ -71,7 +73,7 @@ def short(results: list[Result]) -> Iterator[str]:
             steps = steps_of(result["entries"][name])
             cells.append(f"{statistics.median(steps):.0f} ({min(steps):.0f} to {max(steps):.0f})")
         yield row([name, *cells])
-    for name in (OURS, ROOMY):
+    for name in AGAINST:
         ratios = [f"**{of_fastest(result, name):.2f}**" for result in results]
         yield row([f"{name}, of the fastest rival", *ratios])
     bounds = [f"{of_bound(result):.2f}" for result in results]

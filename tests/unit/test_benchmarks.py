@@ -71,16 +71,18 @@ def test_tables_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             "peak": {"allocated": peak, "reserved": 0},
         }
 
-    names = ["unsharded, compiled", *tables.RIVALS, "autoshard, compiled", "autoshard, roomy"]
+    ours = ["autoshard, compiled", "autoshard, roomy"]
+    names = ["unsharded, compiled", *tables.RIVALS, "FSDP2, roomy", *ours]
     entries = {name: entry(100.0 + 10 * at, 10**6) for at, name in enumerate(names)}
     entries["FSDP1"] = entry(190.0, 2 * 10**6)
+    entries["FSDP2, roomy"] = entry(100.0, 10**6)
     entries["autoshard, roomy"] = entry(80.0, 3 * 10**6)
     result = {"name": "m", "tokens": 13, "entries": entries, "collectives_ms": [50.0, 50.0]}
     shown = "\n".join(tables.short([result]))
     assert "| FSDP1 | 200 (200 to 250) |" in shown
-    assert "| autoshard, compiled, of the fastest rival | **1.23** |" in shown  # 160 of 130
-    assert "| autoshard, roomy, of the fastest rival | **0.69** |" in shown
-    assert "computation and collectives alone | 1.00 |" in shown
+    assert "| autoshard, compiled, of the fastest rival | **1.31** |" in shown  # 170 of 130
+    assert "| autoshard, roomy, of the fastest rival | **0.82** |" in shown  # 90 of 110
+    assert "computation and collectives alone | 1.07 |" in shown
     assert "| autoshard, roomy | 3 |" in shown
     assert "| m | FSDP1 | 200 | 200 to 250 | 200 to 250 | 90 | 65 | 2 | 1 |" in "\n".join(
         tables.long([result])
