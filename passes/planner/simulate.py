@@ -367,6 +367,7 @@ class _Placing(_Simulation):
     ) -> None:
         super().__init__(problem, gathers, reduces)
         self.budget = budget_bytes
+        self.largest_sum = max((each.shard_bytes for each in reduces), default=0)
         self.known_beyond, self.known_us = known[0], known[1] * (1 + ROUNDING)
         # What is before compute and each link, ops aside; launches and waits take from it.
         self.copies_us = 0.0
@@ -461,12 +462,15 @@ class _Placing(_Simulation):
         """
         problem, position, used = self.problem, self.position, bucket.used
         room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes
-        room -= self._arriving_bytes(bucket.freed)
-        if position < used and problem.peak_bytes(position, used) > room:
+        left = math.inf if position == used else room - problem.peak_bytes(position, used)
+        if left < 0:
             return False
         shards = problem.made_shard_bytes
         room -= bucket.twice_bytes + shards[used] - shards[position]
-        return problem.peak_bytes(used, bucket.freed) <= room
+        left = min(left, room - problem.peak_bytes(used, bucket.freed))
+        return left >= self.largest_sum or (
+            left >= 0 and left >= self._arriving_bytes(bucket.freed)
+        )
 
     def _arriving_bytes(self, end: int) -> int:
         """The largest sum of a reduce to be launched from here until `end`."""
