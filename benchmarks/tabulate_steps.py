@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from autoshard.tools.bench import ALONE, OURS
+from autoshard.tools.bench import OURS, Entry, Result
 from autoshard.tools.contestants import RIVALS
+from autoshard.tools.peak_memory import Memory
 
 AGAINST = {OURS: RIVALS, "autoshard, roomy": (*RIVALS, "FSDP2, roomy")}
 """With which rivals each form of ours is compared: one that takes more memory, with such, too."""
@@ -31,15 +32,21 @@ LONG = (
     "first step, s",
 )
 
-Result = dict[str, Any]
 
-
-def steps_of(entry: Result) -> list[float]:
-    return [sum(pair) for pair in zip(entry["backward_ms"], entry["optimizer_ms"], strict=True)]
+def read(measured: list[dict[str, Any]]) -> list[Result]:
+    """What was written, as it was."""
+    results = []
+    for result in measured:
+        entries = {}
+        for name, entry in result["entries"].items():
+            memory = {key: Memory(**entry[key]) for key in ("kept", "peak")}
+            entries[name] = Entry(**{**entry, **memory})
+        results.append(Result(**{**result, "entries": entries}))
+    return results
 
 
 def median_ms(result: Result, name: str) -> float:
-    return statistics.median(steps_of(result["entries"][name]))
+    return statistics.median(result.entries[name].step_ms)
 
 
 def of_fastest(result: Result, name: str) -> float:
@@ -47,42 +54,27 @@ def of_fastest(result: Result, name: str) -> float:
     return median_ms(result, name) / min(median_ms(result, rival) for rival in AGAINST[name])
 
 
-def beyond_ms(result: Result, name: str) -> float:
-    """What forward and backward take longer than the unsharded model's."""
-    entries = result["entries"]
-    ours, alone = (statistics.median(entries[each]["backward_ms"]) for each in (name, ALONE))
-    return ours - alone
-
-
-def of_bound(result: Result) -> float:
-    """Our forward and backward, of the unsharded model's and our collectives alone."""
-    entries = result["entries"]
-    bound = statistics.median(entries[ALONE]["backward_ms"])
-    bound += statistics.median(result["collectives_ms"])
-    return statistics.median(entries[OURS]["backward_ms"]) / bound
-
-
 def short(results: list[Result]) -> Iterator[str]:
     """A column a model: milliseconds, ratios, and memory."""
-    yield row(["ms", *(result["name"] for result in results)])
+    yield row(["ms", *(result.name for result in results)])
     yield rule(len(results) + 1)
-    names = list(results[0]["entries"])
+    names = list(results[0].entries)
     for name in names:
         cells = []
         for result in results:
-            steps = steps_of(result["entries"][name])
+            steps = result.entries[name].step_ms
             cells.append(f"{statistics.median(steps):.0f} ({min(steps):.0f} to {max(steps):.0f})")
         yield row([name, *cells])
     for name in AGAINST:
         ratios = [f"**{of_fastest(result, name):.2f}**" for result in results]
         yield row([f"{name}, of the fastest rival", *ratios])
-    bounds = [f"{of_bound(result):.2f}" for result in results]
+    bounds = [f"{result.of_bound():.2f}" for result in results]
     yield row([f"{OURS}: forward and backward, of computation and collectives alone", *bounds])
     yield ""
-    yield row(["MB at the peak", *(result["name"] for result in results)])
+    yield row(["MB at the peak", *(result.name for result in results)])
     yield rule(len(results) + 1)
     for name in names:
-        peaks = [result["entries"][name]["peak"]["allocated"] / 1e6 for result in results]
+        peaks = [result.entries[name].peak.allocated / 1e6 for result in results]
         yield row([name, *(f"{peak:.0f}" for peak in peaks)])
 
 
@@ -91,20 +83,20 @@ def long(results: list[Result]) -> Iterator[str]:
     yield row(LONG)
     yield rule(len(LONG))
     for result in results:
-        for name, entry in result["entries"].items():
-            steps = steps_of(entry)
+        for name, entry in result.entries.items():
+            steps = entry.step_ms
             lower, median, upper = statistics.quantiles(steps, n=4)
             yield row(
                 [
-                    result["name"],
+                    result.name,
                     name,
                     f"{median:.0f}",
                     f"{lower:.0f} to {upper:.0f}",
                     f"{min(steps):.0f} to {max(steps):.0f}",
-                    f"{beyond_ms(result, name):.0f}",
-                    f"{result['tokens'] / median * 1e3:.0f}",
-                    f"{entry['peak']['allocated'] / 1e6:.0f}",
-                    f"{entry['first_s']:.0f}",
+                    f"{result.beyond_ms(name):.0f}",
+                    f"{result.tokens / median * 1e3:.0f}",
+                    f"{entry.peak.allocated / 1e6:.0f}",
+                    f"{entry.first_s:.0f}",
                 ]
             )
 
@@ -122,7 +114,7 @@ def main() -> None:
     parser.add_argument("measured")
     parser.add_argument("--long", action="store_true")
     options = parser.parse_args()
-    results = json.loads(Path(options.measured).read_text())
+    results = read(json.loads(Path(options.measured).read_text()))
     print("\n".join(long(results) if options.long else short(results)))
 
 

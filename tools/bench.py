@@ -62,12 +62,22 @@ class Result:
     entries: dict[str, Entry]
     collectives_ms: list[float]
 
+    def beyond_ms(self, name: str) -> float:
+        """What forward and backward of a contestant take longer than the unsharded model's."""
+        ours, alone = (self.entries[each].backward_ms for each in (name, ALONE))
+        return _median(ours) - _median(alone)
+
+    def of_bound(self) -> float:
+        """Our forward and backward, of the unsharded model's and our collectives alone."""
+        bound_ms = _median(self.entries[ALONE].backward_ms) + _median(self.collectives_ms)
+        return _median(self.entries[OURS].backward_ms) / bound_ms
+
     def text(self) -> str:
         """A table, a line a contestant, and the ratios."""
         medians = {name: statistics.median(each.step_ms) for name, each in self.entries.items()}
         rivals = {name: medians[name] for name in RIVALS if name in medians}
         best = min(rivals, key=lambda name: rivals[name]) if rivals else next(iter(medians))
-        alone = self.entries.get(ALONE)
+        has_alone = ALONE in self.entries
         lines = [
             f"{self.name}: ms a step, and from the fastest to the slowest; of {best}; what forward "
             "and backward take longer than unsharded; tokens/s; seconds of the first step; memory "
@@ -75,21 +85,16 @@ class Result:
         ]
         for name, entry in self.entries.items():
             steps = entry.step_ms
-            exposed = ""
-            if alone is not None:
-                exposed = f"{_median(entry.backward_ms) - _median(alone.backward_ms):8.1f}"
+            exposed = f"{self.beyond_ms(name):8.1f}" if has_alone else ""
             lines.append(
                 f"  {name:24} {medians[name]:8.1f} ({min(steps):.1f} to {max(steps):.1f}) "
                 f"{medians[name] / medians[best]:6.2f} {exposed} "
                 f"{self.tokens / medians[name] * 1e3:9.0f} {entry.first_s:7.1f}  {entry.peak}"
             )
-        if alone is not None and OURS in self.entries:
-            collectives_ms = _median(self.collectives_ms)
-            bound = _median(alone.backward_ms) + collectives_ms
-            ratio = _median(self.entries[OURS].backward_ms) / bound
+        if has_alone and OURS in self.entries:
             lines.append(
-                f"  forward and backward of {OURS}: {ratio:.2f} of unsharded, compiled, plus its "
-                f"own collectives alone ({collectives_ms:.1f} ms)"
+                f"  forward and backward of {OURS}: {self.of_bound():.2f} of unsharded, "
+                f"compiled, plus its own collectives alone ({_median(self.collectives_ms):.1f} ms)"
             )
         return "\n".join(lines)
 

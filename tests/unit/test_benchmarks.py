@@ -68,6 +68,7 @@ def test_tables_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             "backward_ms": [backward_ms, backward_ms, backward_ms + 50.0],
             "optimizer_ms": [10.0, 10.0, 10.0],
             "first_s": 1.0,
+            "kept": {"allocated": 10**5, "reserved": 0},
             "peak": {"allocated": peak, "reserved": 0},
         }
 
@@ -78,12 +79,13 @@ def test_tables_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     entries["FSDP2, roomy"] = entry(100.0, 10**6)
     entries["autoshard, roomy"] = entry(80.0, 3 * 10**6)
     result = {"name": "m", "tokens": 13, "entries": entries, "collectives_ms": [50.0, 50.0]}
-    shown = "\n".join(tables.short([result]))
+    results = tables.read([result])
+    shown = "\n".join(tables.short(results))
     assert "| FSDP1 | 200 (200 to 250) |" in shown
     assert "| autoshard, compiled, of the fastest rival | **1.31** |" in shown  # 170 of 130
     assert "| autoshard, roomy, of the fastest rival | **0.82** |" in shown  # 90 of 110
     assert "computation and collectives alone | 1.07 |" in shown
     assert "| autoshard, roomy | 3 |" in shown
     assert "| m | FSDP1 | 200 | 200 to 250 | 200 to 250 | 90 | 65 | 2 | 1 |" in "\n".join(
-        tables.long([result])
+        tables.long(results)
     )

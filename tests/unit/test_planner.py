@@ -188,6 +188,42 @@ def test_budget_holds_gathers_back() -> None:
     assert timeline.peak_bytes == 200_000
 
 
+def _launches(budget_bytes: int, *, live_bytes: int = 0, reduced_at: int = 4) -> list[int]:
+    """Of two gathers of 100 bytes, used one after the other.
+
+    live_bytes: at the second one's op. reduced_at: the first position after a gradient is there,
+        of 100 bytes, too, with a sum of 50.
+    """
+    link = Link("node", alpha_us=10.0, us_per_byte=0.0, member_us=0.0)
+    costs = Costs(
+        {"gather": (link,), "reduce": (link,)}, {"gather": 2, "reduce": 2}, copy_us_per_byte=0.0
+    )
+    gathers = [Item(f"w{n}", f"{n}", "gather", 100, 0, n, n + 1) for n in range(2)]
+    reduces = [Item("w0", "0", "reduce", 100, reduced_at, 4, 4)]
+    live = (0, live_bytes, 0, 0)
+    each = Problem("backward", (5.0,) * 4, live, tuple(gathers), tuple(reduces), costs)
+    timeline = simulate(
+        each,
+        [make_bucket(each, "gather", [item], GROUPED) for item in gathers],
+        [make_bucket(each, "reduce", [item], GROUPED) for item in reduces],
+        budget_bytes=budget_bytes,
+    )
+    return [run.launch for run in timeline.runs[:2]]
+
+
+def test_a_gather_wants_room_until_it_is_freed() -> None:
+    assert _launches(200) == [0, 0]
+    assert _launches(200, live_bytes=100) == [0, 0]  # the first one is freed by then
+    assert _launches(200, live_bytes=101) == [0, 1]
+
+
+def test_a_sum_has_room_to_arrive() -> None:
+    """Where it is launched before a gather is freed, and only there."""
+    assert _launches(200, reduced_at=2) == [0, 0]
+    assert _launches(300, reduced_at=1) == [0, 1]
+    assert _launches(350, reduced_at=1) == [0, 0]
+
+
 def test_roofline() -> None:
     """A product by its operations, a copy by its bytes; what is fused is not counted twice."""
     graph = fx.Graph()
