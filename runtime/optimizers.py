@@ -43,9 +43,9 @@ def rebind_optimizers(
             if isinstance(param, nn.Parameter) and param in moved:
                 del optimizer.state[param]
                 sharded = moved[param]
-                optimizer.state[sharded.param] = {
-                    key: _cut(value, sharded) for key, value in state.items()
-                }
+                # The same dict: a step that is running, and whose closure shards, may hold it.
+                state.update({key: _cut(value, sharded) for key, value in state.items()})
+                optimizer.state[sharded.param] = state
 
 
 def check_owners(

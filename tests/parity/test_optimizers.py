@@ -55,6 +55,23 @@ def test_foreach_and_fused(rank: int, kind: str, name: str) -> None:
     assert_same(model, want, rtol=rounding)
 
 
+class Even(nn.Module):
+    """Rows that two ranks share evenly: LBFGS flattens DTensors, which torch can't of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        return second(torch.tanh(first(x)))
+
+
+def even_loss(model: Callable[..., Tensor], rank: int) -> Tensor:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))
+    return (model(x) - x[:, :4].square()).square().mean()
+
+
 class Picks(nn.Module):
     """Uses both layers or one of them."""
 
@@ -153,3 +170,38 @@ def test_scaler_equals_replicated(rank: int) -> None:
         assert scaler.get_scale() == 4096.0
     assert all(isinstance(param, DTensor) for param in models["eager"][0].parameters())
     assert_same(models["eager"][0], models["replicated"][0])
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@on_ranks(2)
+def test_lbfgs_shards_in_its_first_closure(rank: int, kind: str) -> None:
+    """LBFGS holds a state while the closure runs the first forward, which shards: its history of
+    directions is kept. Sums over shards are taken in another order than over whole parameters."""
+    trained, history = {}, {}
+    for each in ("replicated", kind):
+        model, call = built(each, Even)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
+
+        def closure(
+            model: nn.Module = model,
+            call: Callable[..., Tensor] = call,
+            optimizer: torch.optim.Optimizer = optimizer,
+            is_replicated: bool = each == "replicated",
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss = even_loss(call, rank)
+            loss.backward()
+            if is_replicated:
+                average_gradients(model)
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)  # LBFGS stops by it: on all ranks, or on none
+            return mean / 2
+
+        for _ in range(3):
+            optimizer.step(closure)
+        (state,) = [each for each in optimizer.state.values() if each]
+        trained[each] = model
+        history[each] = state["n_iter"], len(state["old_dirs"])
+    assert history[kind] == history["replicated"]
+    assert history[kind][1] > 1
+    assert_same(trained[kind], trained["replicated"], rtol=1e-5)
