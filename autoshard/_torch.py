@@ -22,6 +22,7 @@ from functorch.compile import min_cut_rematerialization_partition as _partition
 from torch._C import _autograd
 from torch._dynamo.backends import common as _backends
 from torch._dynamo.eval_frame import skip_code as skip_code
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import (
     SkipFrame as SkipFrame,
 )
@@ -35,6 +36,7 @@ from torch._higher_order_ops.print import Print as Print
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed import distributed_c10d as _c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.checkpoint import state_dict as _checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -64,6 +66,24 @@ FUNCTIONALIZED: tuple[Any, ...] = (auto_functionalized, auto_functionalized_v2)
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer."""
+
+
+DATA_PARALLEL = ("fully_shard", "replicate")
+"""Composable functions of torch that take a module's parameters for themselves."""
+
+
+def enter_contract(module: torch.nn.Module) -> None:
+    """Have those functions leave `module` alone: around it they pass it by, and given it they raise
+    AssertionError."""
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    for name in DATA_PARALLEL:
+        registry.setdefault(name, RegistryItem())
+
+
+def contracts(module: torch.nn.Module) -> list[str]:
+    """Which of those functions `module` was given to."""
+    registry = module.__dict__.get(REGISTRY_KEY, {})
+    return [name for name in DATA_PARALLEL if name in registry]
 
 
 def checkpoint_name(model: torch.nn.Module, name: str) -> str:

@@ -143,7 +143,7 @@ class _Attempt:
             self.compilation = Compilation(frame, settings, mode, known, kept)
             self.compiled = self.compilation.compile()
             self.plans = tuple(self.compilation.plans)
-        except _torch.TraceAgain:
+        except _torch.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
             raise
         except Exception as error:
             self.failure = error
@@ -238,6 +238,8 @@ def _worth_keeping(
         draft = Draft(make_frame(gm, example_inputs), drawn, mode)
         draft.compile()
         return draft.worth_keeping()
+    except _torch.RestartAnalysis:
+        raise
     except Exception:  # the compilation will meet it, too, and tell all ranks
         return ()
 

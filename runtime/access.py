@@ -58,6 +58,7 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     """Make `module` the head of `unit`: its forward opens and closes the unit's use."""
     module.__dict__[UNIT] = unit
     heads.add(module)
+    _torch.enter_contract(module)
     _set_class(module, mixins=(mixin,))
     module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
@@ -316,7 +317,9 @@ def _ignore_flat_weights(rnn: Any, value: list[Any]) -> None:
 def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
     raise TypeError(
         f"{type(module).__name__} is sharded and can't be deep-copied: build another one and load "
-        "this one's state_dict() into it"
+        "this one's state_dict() into it. For an average of weights (EMA, AveragedModel), "
+        "copy.deepcopy() the model before it is sharded, shard the copy in the same way, and update "
+        "the copy's parameters from this one's under torch.no_grad()"
     )
 
 

@@ -66,6 +66,8 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     done with one from now on is an error.
     """
     before = dict(root.named_parameters())
+    if access.unit_of(root) is not None:  # also one without parameters
+        return False
     if any(find(param) is not None for param in before.values()):
         return False
     optimizers = live_optimizers()

@@ -13,18 +13,21 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from autoshard import _torch
+from autoshard.runtime import access
 from autoshard.runtime.adopt import adopt_module, modules_named_by
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.names import keep_names
 from autoshard.runtime.optimizers import uncalled_modules, watch_optimizers
 from autoshard.runtime.precision import cast_buffers, units_that_cast
-from autoshard.runtime.unit import Unit
+from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.unit import Unit, unit_of
 
 ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
 """The backend's options, checked, as the arguments of `shard()`."""
@@ -57,6 +60,7 @@ def watch_first_calls(read_options: ReadOptions) -> None:
 
 
 def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
+    _offer_methods(module, arguments)
     uncalled_modules.add(module)  # an optimizer that steps it uncalled is told so
     watch_optimizers()
     pending = True
@@ -75,6 +79,64 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
         return compiled(*args, **kwargs)
 
     return call
+
+
+_METHODS = [name for name, its in vars(ShardedModule).items() if name[0] != "_" and callable(its)]
+
+_arguments: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Of modules that are sharded when they, or a method of `ShardedModule`, are called: how."""
+
+_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+
+def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Give `module`, which is to be sharded at its first call, the methods of `ShardedModule`
+    now: whichever is called first shards it."""
+    if unit_of(module) is not None:
+        return
+    _arguments[module] = arguments
+    original = access.original_class(module)
+    if original not in _classes:
+        _classes[original] = _class_with_methods(original)
+    module.__class__ = _classes[original]
+
+
+def _class_with_methods(original: type) -> type:
+    namespace: dict[str, Any] = {name: _sharding_method(name) for name in _METHODS}
+    namespace.update(
+        _autoshard_original=original,
+        __module__=original.__module__,
+        __qualname__=original.__qualname__,
+        __doc__=original.__doc__,
+        __reduce_ex__=_reduce_as_original,
+    )
+    return type(original.__name__, (original,), namespace)
+
+
+def _sharding_method(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(ShardedModule, name))
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        adopt_module(module, _arguments[module])
+        if unit_of(module) is None:
+            raise RuntimeError(
+                f"{type(module).__name__} was compiled with autoshard, and a part of it is sharded "
+                f"already, so that it heads no unit and has no {name}(): call fully_shard on the "
+                "whole model, too, before it is compiled"
+            )
+        return getattr(module, name)(*args, **kwargs)
+
+    return method
+
+
+def _reduce_as_original(module: nn.Module, protocol: Any) -> Any:
+    """Copies and pickles are of the class that the user wrote: they are not sharded at a call."""
+    original: Any = access.original_class(module)
+    _, _, *rest = original.__reduce_ex__(module, protocol)
+    return (_empty, (original,), *rest)
+
+
+def _empty(cls: type) -> Any:
+    return cls.__new__(cls)
 
 
 def _expecting_a_graph(fn: Any, compiled: Any) -> Any:

@@ -8,6 +8,7 @@ sharded parameters are part of. So the backward after an optimizer's first step 
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import deque
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from autoshard import _torch
+from autoshard.runtime.unit import unit_of
 
 _backwards: deque[int] = deque(maxlen=64)  # graph tasks of late in which something was reduced
 _WATCH = "_autoshard_watch"  # on a parameter: the hook that watches, or watched, it
@@ -64,7 +66,16 @@ def _watch(param: nn.Parameter, owner: str) -> None:
     setattr(param, _WATCH, handle)
 
 
+def _is_taken_by_torch(param: nn.Parameter) -> bool:
+    """Whether torch's own `replicate` or `fully_shard` averages the gradient of `param`."""
+    modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+    around = [each for each in modules if _torch.contracts(each) and unit_of(each) is None]
+    return any(each is param for module in around for each in module.parameters())
+
+
 def _tell(param: nn.Parameter, owner: str) -> None:
+    if _is_taken_by_torch(param):
+        return
     warnings.warn(
         f"{owner} trains a parameter of size {list(param.shape)} that is not sharded, with a loss "
         "that sharded parameters are part of: its gradient is not averaged over ranks, which "

@@ -19,14 +19,17 @@ SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
 
 
-def default_mesh(axis: str = SHARD_AXIS) -> DeviceMesh:
-    """A 1-D mesh over all ranks, on the accelerator if there is one, else the CPU.
+def default_mesh() -> DeviceMesh:
+    """Mesh of one axis over all ranks, on the accelerator if there is one, else the CPU.
+
+    Its axis has no name, as in torch's own default, so that the two are equal and DTensors of one
+    can be loaded into the other.
 
     Initialises the default process group first if nobody did: from torchrun's
     environment, or, with none, as a world of one.
     """
     ensure_process_group()
-    return init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=(axis,))
+    return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
 def ensure_process_group() -> None:

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoshard import _torch
 from autoshard.runtime import access, init
 from autoshard.runtime.init import Ignored
 from autoshard.runtime.mesh import (
-    REPLICATE_AXIS,
     Axes,
     axes_of,
     check_is_mesh,
@@ -121,7 +121,7 @@ def replicate(
     ignored = init.find_ignored(modules[0], None, ignored_params)
     init.check_parameters(modules, ignored, moves=False)
     ensure_process_group()
-    axes = axes or replicate_axes(default_mesh(REPLICATE_AXIS), "replicate")
+    axes = axes or replicate_axes(default_mesh(), "replicate")
     init.resolve_device(device_id, mesh_device(axes.mesh))
     _make_unit(
         modules,
@@ -418,6 +418,7 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
                 f"{what} can't take a {type(each).__name__}: a container without forward is "
                 f"never called. Shard its modules: {_first_names(each)}"
             )
+        _check_contracts(each, what)
         unit = access.unit_of(each)
         if unit is not None:
             how = "sharded" if unit.axes.shard is not None else "replicated"
@@ -426,6 +427,18 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
                 "replicate once for each module, children first"
             )
     return modules
+
+
+def _check_contracts(top: nn.Module, what: str) -> None:
+    """Raise ValueError if torch's own sharding or replication has taken a part of `top`."""
+    for path, module in top.named_modules():
+        taken = [] if access.unit_of(module) is not None else _torch.contracts(module)
+        if taken:
+            where = f"{path} ({type(module).__name__})" if path else type(module).__name__
+            raise ValueError(
+                f"{what} got {type(top).__name__}, of which {where} was given to torch's "
+                f"{taken[0]} before: use autoshard's for all of it, or keep that part outside"
+            )
 
 
 def _first_names(container: nn.Module) -> str:
