@@ -8,6 +8,9 @@ the parameter is the first R rows of them.
 
     7 rows over 4 ranks:  | 0 1 | 2 3 | 4 5 | 6 . |
 
+A scalar is one row that every rank holds: each sends its own, and what is gathered of it is the
+first rank's, so that all compute with one value whatever the order in which each has summed.
+
 No torch.distributed here: a bucket's arithmetic is the same on every rank.
 """
 
@@ -50,7 +53,8 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 class Member:
     """One parameter in a bucket: its dtype, its whole, unsharded size, and the dim it is cut along.
 
-    Rows are its slices along `dim`. Along a dim other than the first they divide evenly.
+    Rows are its slices along `dim`. Along a dim other than the first they divide evenly. A scalar,
+    of size (), is not cut.
     shard_dtype: of what comes out of a reduce, if that is not the dtype in which it is summed.
     on_host: whether that is to lie in host memory, as the shard of its parameter does.
     """
@@ -68,8 +72,12 @@ class Member:
         return text + ("^host" if self.on_host else "")
 
     @property
+    def is_scalar(self) -> bool:
+        return not self.size
+
+    @property
     def rows(self) -> int:
-        return self.size[self.dim]
+        return 1 if self.is_scalar else self.size[self.dim]
 
     @functools.cached_property
     def row_numel(self) -> int:
@@ -91,10 +99,12 @@ class Member:
 
     def local_rows(self, world: int, rank: int) -> int:
         """Rows that `rank` really holds."""
-        return local_rows(self.rows, world, rank)
+        return 1 if self.is_scalar else local_rows(self.rows, world, rank)
 
     def local_size(self, world: int, rank: int) -> tuple[int, ...]:
         """The size of what `rank` holds."""
+        if self.is_scalar:
+            return ()
         rows = self.local_rows(world, rank)
         return (*self.size[: self.dim], rows, *self.size[self.dim + 1 :])
 
@@ -106,6 +116,8 @@ def part_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
 
 def rows_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
     """Those rows, as a view."""
+    if member.is_scalar:
+        return whole
     start = first_row(member.rows, world, rank)
     return whole.narrow(member.dim, start, member.local_rows(world, rank))
 
@@ -156,9 +168,9 @@ def read_members(text: str) -> tuple[Member, ...]:
 
 
 def _read_member(text: str) -> Member:
-    match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\](?:@(\d+))?(?:->(\w+))?(\^host)?", text)
+    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\](?:@(\d+))?(?:->(\w+))?(\^host)?", text)
     if match is None or not {match[1], match[4] or match[1]} <= DTYPES.keys():
         raise ValueError(f"{text!r} is no bucket member; one looks like f32[7,15]")
-    size = tuple(map(int, match[2].split(",")))
+    size = tuple(map(int, match[2].split(","))) if match[2] else ()
     shard_dtype = DTYPES[match[4]] if match[4] else None
     return Member(DTYPES[match[1]], size, int(match[3] or 0), shard_dtype, bool(match[5]))

@@ -318,7 +318,7 @@ def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
     raise TypeError(
         f"{type(module).__name__} is sharded and can't be deep-copied: build another one and load "
         "this one's state_dict() into it. For an average of weights (EMA, AveragedModel), "
-        "copy.deepcopy() the model before it is sharded, shard the copy in the same way, and update "
+        "copy.deepcopy() the model before it is sharded, shard the copy alike, and update "
         "the copy's parameters from this one's under torch.no_grad()"
     )
 

@@ -444,6 +444,9 @@ def _send_buffer(
     lengths = [member.chunk_numel(world) for member in members]
     send = grads[0].new_empty((world, sum(lengths)), dtype=members[0].dtype)
     for columns, grad, member in zip(send.split(lengths, dim=1), grads, members, strict=True):
+        if member.is_scalar:
+            _copy_divided(columns, grad.expand(columns.shape), divisor)
+            continue
         chunk, dim = member.chunk_rows(world), member.dim
         if member.rows == chunk * world:
             # Splitting a dim is always a view: one copy, whatever the gradient's strides.

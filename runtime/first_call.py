@@ -135,7 +135,7 @@ def _reduce_as_original(module: nn.Module, protocol: Any) -> Any:
     return (_empty, (original,), *rest)
 
 
-def _empty(cls: type) -> Any:
+def _empty(cls: Any) -> Any:
     return cls.__new__(cls)
 
 

@@ -40,6 +40,9 @@ BY_ELEMENT = frozenset(
 """Those of torch that update an element by nothing but that element; not what is derived from them,
 which may do anything."""
 
+STEP = "step"
+"""The key under which torch's optimizers count: a scalar, but no part of a scalar parameter."""
+
 
 def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
     """What to run the step of `optimizer` on; None for itself."""
@@ -104,5 +107,6 @@ class _State(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
-        is_cut = isinstance(value, Tensor) and value.shape == self._sharded.shard.shape
+        is_tensor = isinstance(value, Tensor) and key != STEP
+        is_cut = is_tensor and value.shape == self._sharded.shard.shape
         self._states[self._param][key] = self._sharded.grad_from(value) if is_cut else value

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import _torch
 from autoshard.passes import groups
+from autoshard.passes.layout import Member
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -152,10 +153,11 @@ class Axes:
     def _has_copies(self) -> bool:
         return self.replicate_world > 1
 
-    def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Those of a parameter that is cut along its `dim`, one an axis of the mesh."""
+    def placements(self, member: Member) -> tuple[Placement, ...]:
+        """Placements of `member`, one an axis of the mesh."""
         copies = () if self.replicate is None else (Replicate(),)
-        return copies if self.shard is None else (*copies, Shard(dim))
+        own = Replicate() if member.is_scalar else Shard(member.dim)
+        return copies if self.shard is None else (*copies, own)
 
 
 def check_is_mesh(mesh: object, what: str) -> None:

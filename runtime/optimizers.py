@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.passes.layout import part_of
 from autoshard.runtime import access, left_out
-from autoshard.runtime.local_step import stand_in_of
+from autoshard.runtime.local_step import STEP, stand_in_of
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.param import ShardedParam, find, is_ignored
 from autoshard.runtime.reduce import is_waiting
@@ -44,7 +44,7 @@ def rebind_optimizers(
                 del optimizer.state[param]
                 sharded = moved[param]
                 # The same dict: a step that is running, and whose closure shards, may hold it.
-                state.update({key: _cut(value, sharded) for key, value in state.items()})
+                state.update({key: _cut(key, value, sharded) for key, value in state.items()})
                 optimizer.state[sharded.param] = state
 
 
@@ -150,8 +150,10 @@ def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
     return found
 
 
-def _cut(value: Any, sharded: ShardedParam) -> Any:
+def _cut(key: str, value: Any, sharded: ShardedParam) -> Any:
     """This rank's part of a state tensor that is shaped like its parameter."""
+    if key == STEP:
+        return value
     if not isinstance(value, Tensor) or tuple(value.shape) != sharded.member.size:
         return value
     world, rank, member = sharded.world, sharded.axes.shard_rank, sharded.member

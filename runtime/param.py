@@ -110,7 +110,7 @@ class Layout:
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
     """Of `member` cut over `axes`, after it was laid out as `tp` says."""
     if tp is None:
-        return Layout(axes.mesh, axes.placements(member.dim), member.size)
+        return Layout(axes.mesh, axes.placements(member), member.size)
     cut_before = [
         tp.mesh.size(axis)
         for axis, placement in enumerate(tp.placements)
@@ -118,7 +118,7 @@ def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
     ]
     own = tuple(
         _torch.strided_shard(member.dim, math.prod(cut_before)) if each.is_shard() else each
-        for each in axes.placements(member.dim)
+        for each in axes.placements(member)
     )
     mesh = _torch.join_meshes([axes.mesh, tp.mesh])
     return Layout(mesh, (*own, *tp.placements), tp.size)
@@ -294,16 +294,12 @@ class ShardedParam:
 def shard_parameter(
     name: str, param: nn.Parameter, axes: Axes, dim: int, offload: OffloadPolicy
 ) -> ShardedParam:
-    """Cut `param` along `dim` to this rank's part of it, where it is, or on the host.
+    """Cut `param` along `dim` to this rank's part of it, where it is, or on the host; a scalar
+    stays whole.
 
-    Raises ValueError for a scalar, and for a dim other than 0 that ranks can't share evenly;
-    NotImplementedError for a non-contiguous parameter.
+    Raises ValueError for a dim other than 0 that ranks can't share evenly; NotImplementedError
+    for a non-contiguous parameter.
     """
-    if param.dim() == 0:
-        raise ValueError(
-            f"parameter {name} is a scalar, which can't be sharded: make it a 1D tensor with "
-            "one element"
-        )
     tp, whole = None, param.detach()
     if isinstance(whole, DTensor):
         tp = TensorParallel(whole.device_mesh, whole.placements, tuple(whole.shape))

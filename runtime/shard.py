@@ -57,8 +57,8 @@ def fully_shard(
     """Shard the parameters of `module` that no nested unit has, as one unit, in place.
 
     Call bottom-up: blocks first, the whole model last. Parameters become DTensors of
-    their whole size, sharded on dim 0 over `mesh`; `requires_grad` and ties are kept;
-    buffers are left alone.
+    their whole size, sharded on dim 0 over `mesh`, scalars replicated; `requires_grad` and ties
+    are kept; buffers are left alone.
 
     module: one module, or several that are gathered and reduced together.
     mesh: 1-D; or 2-D, named, to replicate over its first axis and shard over its second
@@ -75,8 +75,8 @@ def fully_shard(
 
     Returns `module`, of a class that is also a `ShardedModule`.
     Raises TypeError or ValueError, naming the module or parameter, for a container
-    without forward, a module sharded before, a scalar parameter, parameters on several
-    devices, or another mesh; NotImplementedError for a non-contiguous parameter.
+    without forward, a module sharded before, parameters on several devices, or another mesh;
+    NotImplementedError for a non-contiguous parameter.
     """
     modules = _check_modules(module, "fully_shard")
     axes = None if mesh is None else axes_of(mesh, "fully_shard")
@@ -470,7 +470,7 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
 
 def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> int:
     placement = None if placement_fn is None else placement_fn(param)
-    if placement is None:
+    if placement is None or param.dim() == 0:  # a scalar is not cut
         return 0
     if not isinstance(placement, Shard):
         raise ValueError(

@@ -25,18 +25,6 @@ def wrong_value() -> None:
     net_loss(call, 0, 0)
 
 
-def scalar_parameter() -> None:
-    model = nn.Linear(3, 3)
-    model.temperature = nn.Parameter(torch.tensor(1.0))
-    fully_shard(model)
-
-
-def scalar_parameter_in_one_line() -> None:
-    model = nn.Linear(3, 3)
-    model.temperature = nn.Parameter(torch.tensor(1.0))
-    torch.compile(model, backend="autoshard")(torch.ones(3))
-
-
 def non_contiguous_parameter() -> None:
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(torch.randn(3, 4).t())
@@ -212,8 +200,6 @@ def function_without_the_model() -> None:
 BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (unknown_option, ["bucketting", "valid options", "bucketing"]),
     (wrong_value, ["lowering", "3", "inductor"]),
-    (scalar_parameter, ["temperature", "scalar", "1D"]),
-    (scalar_parameter_in_one_line, ["temperature", "scalar", "1D"]),
     (non_contiguous_parameter, ["weight", "contiguous()"]),
     (mesh_of_three_axes, ["3D", "1D", "mesh["]),
     (two_devices, ["layers.1.norm.weight", "meta", "cpu", ".to(device)"]),
