@@ -30,6 +30,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._higher_order_ops.effects import with_effects as with_effects
 from torch._higher_order_ops.print import Print as Print
@@ -231,6 +232,50 @@ def _leaf_use(leaf: Any) -> bool | None:
         return will_run(leaf)
     except RuntimeError:  # so says torch when autograd.grad() captures what arrives there
         return None
+
+
+def compiled_node(outputs: Sequence[Any]) -> Any:
+    """AOTAutograd's node behind `outputs`, of a compiled forward; None if it has no backward.
+
+    Behind a view that was made of an output it is one step further.
+    """
+    for each in outputs:
+        fn = each.grad_fn if isinstance(each, torch.Tensor) else None
+        behind = [fn, *(node for node, _ in fn.next_functions)] if fn is not None else []
+        for node in behind:
+            if isinstance(getattr(getattr(type(node), "_forward_cls", None), "_aot_id", None), int):
+                return node
+    return None
+
+
+def tangent_positions(node: Any) -> list[int]:
+    """Where each tangent of the joint graph, in their order, is among the gradients that `node`, of
+    AOTAutograd, is given."""
+    metadata = type(node)._forward_cls.metadata
+    known: list[int] | None = getattr(metadata, _POSITIONS, None)
+    if known is None:
+        known = list(_tangent_positions(metadata))
+        setattr(metadata, _POSITIONS, known)
+    return known
+
+
+_POSITIONS = "_autoshard_tangent_positions"
+
+
+def _tangent_positions(metadata: Any) -> Iterator[int]:
+    mutated, outputs = metadata.mutated_inp_runtime_indices, metadata.output_info
+    for position, index in enumerate(mutated):
+        info = metadata.input_info[index]
+        if info.mutates_data and info.requires_grad:
+            yield position
+    kinds = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+    for position, info in enumerate(outputs, len(mutated)):
+        # 2.12 and later tell one that needs no gradient of a backward that is traced.
+        needs = getattr(info, "requires_grad_for_backward", info.requires_grad)
+        if info.output_type in kinds and issubclass(info.raw_type, torch.Tensor) and needs:
+            yield position
+    first_base = len(mutated) + len(outputs)
+    yield from range(first_base, first_base + metadata.num_intermediate_bases)
 
 
 def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

@@ -16,6 +16,7 @@ from autoshard.passes.keep_gathered import keep_gathered as keep_gathered
 from autoshard.passes.merge_markers import merge_markers as merge_markers
 from autoshard.passes.meta import ParamInfo as ParamInfo
 from autoshard.passes.name_params import name_params as name_params
+from autoshard.passes.note_outputs import note_outputs as note_outputs
 from autoshard.passes.part_markers import part_markers as part_markers
 from autoshard.passes.pipeline import Pass as Pass
 from autoshard.passes.pipeline import PassError as PassError
@@ -40,6 +41,7 @@ def joint(kept: Collection[int] = ()) -> tuple[Pass, ...]:
         partial(keep_gathered, params=kept),  # a tag below says so to the partitioner
         cut_smaller,  # a tag below keeps what it cuts
         give_table,  # backward is to have it among its inputs
+        note_outputs,  # partitioned, a graph does not tell
         tag_recompute,  # last: what the partitioner, next in line, obeys
     )
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from autoshard.passes import groups
 from autoshard.passes.layout import read_members
-from autoshard.passes.match import group_of, is_marker, members_of
+from autoshard.passes.match import group_of, is_marker, members_of, outputs_of
 
 _CAST = torch.ops.prims.convert_element_type.default  # Inductor lowers no aten cast any more here
 
@@ -24,7 +24,8 @@ def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):
-        if is_marker(node) and _is_local(group_of(node)):
+        # With outputs told, the runtime is to say whether there is a gradient at all.
+        if is_marker(node) and _is_local(group_of(node)) and not outputs_of(node):
             value = node.args[0]
             assert isinstance(value, fx.Node)
             (member,) = read_members(members_of(node))

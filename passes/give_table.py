@@ -28,7 +28,7 @@ def give_table(gm: fx.GraphModule) -> fx.GraphModule:
     wanting = [node for node in gm.graph.nodes if _looks_up(node) and table_of(node) is None]
     if inputs and _is_table(inputs[-1]):
         for node in wanting:
-            node.kwargs = {"table": inputs[-1]}
+            node.kwargs = {**node.kwargs, "table": inputs[-1]}
     return gm
 
 

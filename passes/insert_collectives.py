@@ -28,6 +28,7 @@ from autoshard.passes.match import (
     is_made_here,
     is_marker,
     is_to_host,
+    outputs_of,
     table_of,
 )
 from autoshard.passes.meta import PLAN, SOURCE
@@ -112,6 +113,8 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
             arguments = (*arguments, True)
     if table is not None:
         arguments = (*arguments, table, list(bucket.params))
+        if any(map(outputs_of, members)):
+            arguments = (*arguments, ops.show_outputs(map(outputs_of, members)))
     first, name = _FIRST[bucket.kind]
     ticket = _call(graph, first, arguments, name, bucket)
     ticket.meta["val"] = members[0].meta["val"].new_empty(1, dtype=torch.uint8)

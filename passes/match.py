@@ -72,6 +72,20 @@ def forward_inputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in placeholders if not node.name.startswith("tangents")]
 
 
+def tangents(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients of a joint graph's outputs, inputs of its backward."""
+    placeholders = graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if node.name.startswith("tangents")]
+
+
+def outputs_of(node: fx.Node) -> list[int]:
+    """The numbers of forward's outputs that a `reduce_grad` or `hold_grad` has its gradient from;
+    none if that is all of them, or can't be told."""
+    outputs = node.kwargs.get("outputs", [])
+    assert isinstance(outputs, (list, tuple))
+    return [int(number) for number in outputs if isinstance(number, int)]
+
+
 def table_of(node: fx.Node) -> fx.Node | None:
     """The table that a `reduce_grad` or `hold_grad` looks its parameter up in, if any yet."""
     table = node.kwargs.get("table")

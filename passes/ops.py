@@ -48,11 +48,17 @@ What a user may change between a graph's forward and its backward (what waits to
 to a gradient, hooks, the number to divide by) is no part of a graph. Reduces find it by
 `table`, i64[1], an input of the graph: the runtime's number of its table of parameters.
 
+Which of forward's outputs a backward has a gradient for is known only then. A gradient that comes
+from some of them says so by `outputs`, their numbers; a pack by one entry a member, "0,2 all":
+where none of these has one the parameter has none, if no other rank has one for it.
+
 Schemas and shapes are here; `runtime/kernels.py` gives the implementations.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,11 +75,13 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    "reduce_grad(Tensor grad, str members, str group, int param, *, Tensor? table=None) -> Tensor",
+    "reduce_grad(Tensor grad, str members, str group, int param, *, Tensor? table=None,"
+    " int[] outputs=[]) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    "hold_grad(Tensor grad, str members, str group, int param, *, Tensor? table=None) -> Tensor",
+    "hold_grad(Tensor grad, str members, str group, int param, *, Tensor? table=None,"
+    " int[] outputs=[]) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
@@ -96,7 +104,7 @@ library.define(
 )
 library.define(
     "pack_grads(Tensor[] grads, str members, str group, int bucket, Tensor? table=None,"
-    " int[] params=[]) -> Tensor",
+    " int[] params=[], str outputs='') -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
@@ -127,6 +135,29 @@ def _fake_unshard(
     return shard.new_empty(member.size, dtype=member.dtype, device=device)
 
 
+_ALL_OUTPUTS = "all"
+
+
+def show_outputs(outputs: Iterable[Sequence[int]]) -> str:
+    """The `outputs` of a `pack_grads`, of those of its members.
+
+    >>> show_outputs([[0, 2], []])
+    '0,2 all'
+    """
+    return " ".join(",".join(map(str, each)) or _ALL_OUTPUTS for each in outputs)
+
+
+@functools.lru_cache(maxsize=1024)
+def read_outputs(text: str) -> tuple[frozenset[int], ...]:
+    """Inverse of `show_outputs`; nothing for a member that comes from all.
+
+    >>> [sorted(each) for each in read_outputs("0,2 all")]
+    [[0, 2], []]
+    """
+    parts = ("" if each == _ALL_OUTPUTS else each for each in text.split())
+    return tuple(frozenset(map(int, filter(None, part.split(",")))) for part in parts)
+
+
 FROM_HOST = "from_host:"
 
 
@@ -142,7 +173,13 @@ def flag(reduce: str, prefix: str) -> str:
 
 
 def _fake_reduce_grad(
-    grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
+    grad: Tensor,
+    members: str,
+    group: str,
+    param: int,
+    *,
+    table: Tensor | None = None,
+    outputs: Sequence[int] = (),
 ) -> Tensor:
     return _reduced(grad, members, group)[0]
 
@@ -159,7 +196,13 @@ def _fake_before_gather(
 
 
 def _fake_hold_grad(
-    grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
+    grad: Tensor,
+    members: str,
+    group: str,
+    param: int,
+    *,
+    table: Tensor | None = None,
+    outputs: Sequence[int] = (),
 ) -> Tensor:
     return nothing(grad, members, group)[0]
 

@@ -89,6 +89,7 @@ class InFlight:
     # Of a swap, where there is no more in `send` than the other rank's part: the gradients of this
     # one's, a tensor a member, to which what it receives is added.
     own: list[Tensor] | None = None
+    flags: Any = None  # what a reduce's last member says of the others, for who waits for it
 
     def wait(self) -> InFlight:
         """On a CPU until it has ended; elsewhere what the device is given next waits for it.
@@ -311,6 +312,7 @@ def pack_grads(
     is_last: bool = False,
     bucket: int | None = None,
     names: Sequence[str] = (),
+    flags: Any = None,
 ) -> InFlight:
     """Copy `grads` to where `launch_reduce` sends them from.
 
@@ -319,6 +321,7 @@ def pack_grads(
     divisor: what they are divided by beforehand.
     is_last: whether sums go to `split_reduced` next, without an all-reduce.
     bucket, names: of parameters; see `Issued`.
+    flags: see `InFlight`.
     """
     world, rank, swaps = 1, 0, False
     if group:
@@ -334,7 +337,7 @@ def pack_grads(
         else:
             send = _send_buffer(grads, members, world, divisor)
         grads.clear()
-    return InFlight(issued, None, send, send, world, rank, own)
+    return InFlight(issued, None, send, send, world, rank, own, flags)
 
 
 def launch_reduce(packed: InFlight) -> InFlight:
@@ -360,7 +363,7 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     process_group = _torch.resolve_group(group)
     with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
         work = _begun(issued, transport.all_reduce, reduced.receive, process_group)
-    return InFlight(issued, work, reduced.receive, reduced.receive, reduced.world, reduced.rank)
+    return replace(reduced, issued=issued, work=work, send=reduced.receive)
 
 
 def run_hook(

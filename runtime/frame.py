@@ -39,6 +39,7 @@ from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
 from autoshard.runtime.saved import in_checkpoint, in_recomputation
 from autoshard.runtime.tables import Table, Tables
 from autoshard.runtime.unit import Unit
+from autoshard.runtime.uses import Use
 from autoshard.runtime.whole import Whole
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
@@ -127,9 +128,27 @@ class Frame:
             shards = _shards(params, extended, table)
             for position, shard in zip(positions, shards, strict=True):
                 values[position] = shard
-            return compiled(*values, *kept, table.tensor)
+            results = compiled(*values, *kept, table.tensor)
+            _note_unused_outputs(results, table)
+            return results
 
         return call
+
+
+def _note_unused_outputs(results: Any, table: Table) -> None:
+    """Have `table` told, when the backward of `results` begins, which have no gradient in it."""
+    node = _torch.compiled_node(results) if isinstance(results, (list, tuple)) else None
+    if node is None:
+        return
+    positions = _torch.tangent_positions(node)
+    if len(positions) < 2:
+        return
+
+    def note(grads: Sequence[Tensor | None]) -> None:
+        unused = (number for number, at in enumerate(positions) if grads[at] is None)
+        table.unused_outputs = frozenset(unused)
+
+    node.register_prehook(note)
 
 
 def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
@@ -422,6 +441,9 @@ class _LocalShards(torch.autograd.Function):
         ctx: Any, table: Table, inputs: list[Tensor], *params: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.table = table  # backward looks things up in it
+        ctx.use = Use(table.members, ctx)
+        for unit in table.units:
+            unit.uses.add(ctx.use)
         ctx.sharded = [resolve(param) for param in params]
         ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
         ctx.kept_as = list(map(_kept_dtype, ctx.sharded))
@@ -435,6 +457,7 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.use.end()
         left_out.note_backward()
         ctx.table.root.backward_ran = True
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):

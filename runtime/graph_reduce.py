@@ -8,56 +8,138 @@ the eager runtime, taken through the same three steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autoshard import _torch
 from autoshard.passes import ops
-from autoshard.passes.layout import read_members
-from autoshard.runtime import reduce
+from autoshard.passes.layout import Member, read_members
+from autoshard.runtime import reduce, uses
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reduction
 from autoshard.runtime.unit import Unit
 
 
 def is_plain(owners: Sequence[ShardedParam]) -> bool:
-    """Whether no user's setting concerns the reduce of these parameters."""
-    return all(unit.reducer.is_plain for unit in {owner.unit for owner in owners})
+    """Whether no user's setting concerns the reduce of these parameters, and no gradient of theirs
+    has to wait for another use of them in this backward."""
+    units = {owner.unit for owner in owners}
+    if not all(unit.reducer.is_plain for unit in units):
+        return False
+    return not (any(map(uses.may_repeat, units)) and any(map(_comes_again, owners)))
+
+
+def _comes_again(owner: ShardedParam) -> bool:
+    """Whether another use of it than the one whose code runs now is still to come."""
+    return uses.num_to_come(owner) > 1
 
 
 def add_pending(owners: Sequence[ShardedParam], grads: list[Tensor], dtype: torch.dtype) -> None:
-    """To each of `grads` that `.grad` will get, add what waited for it."""
+    """To each of `grads` that `.grad` will get, add what came before in this backward, and what
+    waited for it."""
     for index, owner in enumerate(owners):
+        if owner.arriving is not None:
+            joined = reduce.take_arrived(owner, grads[index], dtype)
+            assert joined is not None
+            grads[index] = joined
         if owner.pending is not None and _is_accumulated(owner):
             total = reduce.take_pending(owner, grads[index], dtype)
             assert total is not None
             grads[index] = total
 
 
-def hold(owner: ShardedParam, grad: Tensor, members: str, group: str) -> Tensor:
-    """Let `grad` wait. Returns what stands for its shard: nothing, or what was asked for
-    by `torch.autograd.grad`, which does not wait.
+def hold(
+    owner: ShardedParam, grad: Tensor | None, members: str, group: str, *, like: Tensor
+) -> Tensor:
+    """Let `grad`, if there is one, wait. Returns what stands for its shard: nothing, or what was
+    asked for by `torch.autograd.grad`, which does not wait.
 
+    like: a tensor on the device of gradients.
     Raises RuntimeError if the parameter has hooks for after its gradient is accumulated.
     """
     (member,) = read_members(members)
     if _is_handed_out(owner):
         reductions = UnitReductions([grad], [owner], member.dtype)
-        return reductions.wait(grad, members, group)[0]
+        return reductions.wait(like, members, group)[0]
     if _is_accumulated(owner):
         owner.unit.check_may_wait()
-        reduce.hold(owner, grad, member.dtype, is_borrowed=True)
+        _hold(owner, grad, member.dtype)
     owner.is_withheld = True
-    return ops.nothing(grad, members, group)[0]
+    return ops.nothing(like, members, group)[0]
+
+
+def _hold(owner: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> None:
+    """Let `grad` wait, for a later backward, or for what is to come of it in this one."""
+    if _comes_again(owner):
+        if grad is not None:
+            reduce.arrive(owner, grad, dtype, is_borrowed=True)
+        return
+    has_arrived = owner.arriving is not None
+    grad = reduce.take_arrived(owner, grad, dtype)
+    if grad is not None:
+        reduce.hold(owner, grad, dtype, is_borrowed=not has_arrived)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Which gradients of a bucket a rank really has, of those that some backwards have not.
+
+    They travel as the bucket's last member, a number each, summed like the rest; see
+    [Note: gradients that are not there] in reduce.py.
+    """
+
+    owners: tuple[ShardedParam, ...]
+    has_grad: tuple[bool, ...]
+
+    @staticmethod
+    def of(
+        owners: Sequence[ShardedParam], sources: Sequence[Collection[int]], has: Sequence[bool]
+    ) -> Flags:
+        """Flags of those `owners` whose gradients come from some outputs only.
+
+        sources: of each, those outputs; none for all. has: whether there is a gradient of one.
+        """
+        pairs = [
+            (owner, is_there or _has_before(owner))
+            for owner, each, is_there in zip(owners, sources, has, strict=True)
+            if each
+        ]
+        return Flags(tuple(owner for owner, _ in pairs), tuple(is_there for _, is_there in pairs))
+
+    def member(self, dtype: torch.dtype, shards: int) -> Member:
+        """What travels: all flags, to each of the ranks that sums go to."""
+        return Member(dtype, (len(self.owners) * shards,))
+
+    def tensor(self, dtype: torch.dtype, device: torch.device, shards: int) -> Tensor:
+        return reduce.flags_of(self.has_grad, dtype, device).repeat(shards)
+
+    def withhold(self, sums: Tensor) -> None:
+        """Note which parameters no rank has a gradient for. `sums`: of all ranks' flags.
+
+        A rank looks at them only where it has none itself: it need not wait for a device.
+        """
+        for owner, is_there, anywhere in zip(
+            self.owners, self.has_grad, sums.unbind(), strict=True
+        ):
+            owner.is_withheld = not is_there and anywhere.item() == 0
+
+
+def _has_before(owner: ShardedParam) -> bool:
+    """Whether a gradient of it has come before, in this backward or in one that reduced nothing."""
+    return reduce.arrived(owner) is not None or reduce.pending_of(owner) is not None
 
 
 class UnitReductions:
     """The gradients of one bucket on their way, unit by unit."""
 
     def __init__(
-        self, grads: Sequence[Tensor], owners: Sequence[ShardedParam], dtype: torch.dtype
+        self,
+        grads: Sequence[Tensor | None],
+        owners: Sequence[ShardedParam],
+        dtype: torch.dtype,
     ) -> None:
         self._owners = owners
         self._reductions: list[Reduction] = []
@@ -65,13 +147,25 @@ class UnitReductions:
         for owner, grad in zip(owners, grads, strict=True):
             by_unit.setdefault((owner.unit, _is_handed_out(owner)), {})[owner] = grad
         for (unit, handed_out), theirs in by_unit.items():
-            if handed_out or unit.reducer.syncs:
-                self._launch(unit, theirs, dtype, handed_out=handed_out)
-                continue
+            waiting = {} if handed_out else self._to_wait(unit, theirs)
+            for owner, whole in waiting.items():
+                if _is_accumulated(owner):
+                    _hold(owner, whole, dtype)
+            left = {owner: grad for owner, grad in theirs.items() if owner not in waiting}
+            if left:
+                self._launch(unit, left, dtype, handed_out=handed_out)
+
+    @staticmethod
+    def _to_wait(
+        unit: Unit, grads: dict[ShardedParam, Tensor | None]
+    ) -> dict[ShardedParam, Tensor | None]:
+        """Those of `grads`, of `unit`, that are not reduced now."""
+        if not unit.reducer.syncs:
             unit.check_may_wait()  # told to wait after forward
-            for owner, whole in theirs.items():
-                if whole is not None and _is_accumulated(owner):
-                    reduce.hold(owner, whole, dtype, is_borrowed=True)
+            return grads
+        if not uses.may_repeat(unit):
+            return {}
+        return {owner: grad for owner, grad in grads.items() if _comes_again(owner)}
 
     def _launch(
         self,
@@ -84,6 +178,7 @@ class UnitReductions:
         wanted = {owner for owner in grads if handed_out or _is_accumulated(owner)}
         if not handed_out:
             for owner in wanted:
+                grads[owner] = reduce.take_arrived(owner, grads[owner], dtype)
                 grads[owner] = reduce.take_pending(owner, grads[owner], dtype)
         reduction = Reduction(unit, grads, wanted, dtype, stands_alone=handed_out)
         reduction.launch()

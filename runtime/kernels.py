@@ -20,9 +20,9 @@ from autoshard.passes.ops import library
 from autoshard.runtime import collectives, copies, graph_extensions, graph_reduce
 from autoshard.runtime.collectives import GroupedFlight, InFlight
 from autoshard.runtime.copies import Copies
-from autoshard.runtime.graph_reduce import UnitReductions
+from autoshard.runtime.graph_reduce import Flags, UnitReductions
 from autoshard.runtime.streams import on_all_reduce_stream
-from autoshard.runtime.tables import look_up
+from autoshard.runtime.tables import look_up, table_at
 
 Flight = InFlight | GroupedFlight | UnitReductions | Copies
 
@@ -48,9 +48,16 @@ def _unshard(
 
 
 def _reduce_grad(
-    grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
+    grad: Tensor,
+    members: str,
+    group: str,
+    param: int,
+    *,
+    table: Tensor | None = None,
+    outputs: Sequence[int] = (),
 ) -> Tensor:
-    packed = _pack_grads([grad], members, group, 0, table, [param])
+    told = ops.show_outputs([outputs]) if outputs else ""
+    packed = _pack_grads([grad], members, group, 0, table, [param], told)
     ticket = _launch_reduce(packed, members, group, 0)
     if groups.replicate_part(group):
         ticket = _all_reduce(ticket, members, group, 0)
@@ -72,10 +79,18 @@ def _before_gather(
 
 
 def _hold_grad(
-    grad: Tensor, members: str, group: str, param: int, *, table: Tensor | None = None
+    grad: Tensor,
+    members: str,
+    group: str,
+    param: int,
+    *,
+    table: Tensor | None = None,
+    outputs: Sequence[int] = (),
 ) -> Tensor:
-    (owner,) = look_up(table, [param])
-    return graph_reduce.hold(owner, grad, members, group)
+    known = table_at(table)
+    assert known is not None
+    has_grad = not known.lacks(outputs)
+    return graph_reduce.hold(known[param], grad if has_grad else None, members, group, like=grad)
 
 
 def _to_device(shard: Tensor, device: str) -> Tensor:
@@ -128,13 +143,25 @@ def _pack_grads(
     bucket: int,
     table: Tensor | None = None,
     params: Sequence[int] = (),
+    outputs: str = "",
 ) -> Tensor:
-    owners, parts = look_up(table, params), read_members(members)
+    known, parts = table_at(table), read_members(members)
+    owners = [] if known is None else [known[number] for number in params]
     dtype, grads = parts[0].dtype, list(tensors)
+    sources = ops.read_outputs(outputs)
+    has = [known is None or not known.lacks(each) for each in sources]
     if not graph_reduce.is_plain(owners):
-        reductions = UnitReductions(grads, owners, dtype)  # packed and launched one by one
+        is_there = has or [True] * len(grads)
+        there = [grad if its else None for grad, its in zip(grads, is_there, strict=True)]
+        reductions = UnitReductions(there, owners, dtype)  # packed and launched one by one
         return _ticket(reductions, tensors[0])
+    flags = None
+    if sources:
+        flags = Flags.of(owners, sources, has)
+        parts = (*parts, flags.member(dtype, groups.shards(group)))
     graph_reduce.add_pending(owners, grads, dtype)
+    if flags is not None:
+        grads.append(flags.tensor(dtype, tensors[0].device, groups.shards(group)))
     packed = collectives.pack_grads(
         grads,
         parts,
@@ -143,6 +170,7 @@ def _pack_grads(
         is_last=not groups.replicate_part(group),
         bucket=bucket,
         names=[owner.name for owner in owners],
+        flags=flags,
     )
     return _ticket(packed, tensors[0])
 
@@ -170,7 +198,10 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
     if isinstance(flight, UnitReductions):
         return flight.wait(ticket, members, group)
     flight = flight.wait()
-    return collectives.split_reduced(flight, divisor=_mean(group).after)
+    shards = collectives.split_reduced(flight, divisor=_mean(group).after)
+    if flight.flags is not None:
+        flight.flags.withhold(shards.pop())
+    return shards
 
 
 def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tensor:

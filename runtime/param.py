@@ -29,7 +29,7 @@ from autoshard.runtime.mesh import Axes, mesh_device
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
-    from autoshard.runtime.reduce import Pending
+    from autoshard.runtime.reduce import Arriving, Pending
     from autoshard.runtime.unit import Unit
 
 
@@ -164,6 +164,7 @@ class ShardedParam:
         # Gradients of backwards that were not to be reduced: whole, summed, in the dtype
         # of the reduce; see reduce.py.
         self.pending: Pending | None = None
+        self.arriving: Arriving | None = None  # of the running backward: see uses.py
         self.hooks = Hooks()  # the user's, on `param`
         self.is_withheld = False  # compiled code has no gradient for `.grad` this time
         self.num_updates = 0  # steps that torch optimizers have taken with it

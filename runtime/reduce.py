@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoshard import _torch
 from autoshard.passes.layout import Member
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Division, InFlight
@@ -143,7 +144,9 @@ class Reduction:
             torch.zeros(p.member.size, dtype=self._dtype, device=p.device) if grad is None else grad
             for p, grad in self._grads.items()
         ]
-        flags = self._flags(first.device).repeat(axes.shard_world)  # all of them to each rank
+        flags = flags_of(self._has_grad, self._dtype, first.device).repeat(
+            axes.shard_world
+        )  # all of them to each rank
         parts = [Member(self._dtype, p.member.size, p.member.dim) for p in self._params]
         members = (*parts, Member(self._dtype, (len(flags),)))
         whole.append(flags)
@@ -163,14 +166,6 @@ class Reduction:
         self._flight = collectives.launch_reduce(packed)
         if axes.shard_world == 1:
             self.advance()
-
-    def _flags(self, device: torch.device) -> Tensor:
-        """See [Note: gradients that are not there]; made without the host waiting for `device`."""
-        if all(self._has_grad):
-            return torch.ones(len(self._params), dtype=self._dtype, device=device)
-        flags = torch.tensor(self._has_grad, dtype=self._dtype)
-        flags = flags if device.type == "cpu" else flags.pin_memory()
-        return flags.to(device, non_blocking=True)
 
     def advance(self) -> None:
         """Go on to the all-reduce, if there is to be one."""
@@ -250,6 +245,15 @@ class Reduction:
             make_room(param)  # no rank had one after all
 
 
+def flags_of(has_grad: Sequence[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """See [Note: gradients that are not there]; made without the host waiting for `device`."""
+    if all(has_grad):
+        return torch.ones(len(has_grad), dtype=dtype, device=device)
+    flags = torch.tensor(has_grad, dtype=dtype)
+    flags = flags if device.type == "cpu" else flags.pin_memory()
+    return flags.to(device, non_blocking=True)
+
+
 def make_room(param: ShardedParam) -> None:
     """A gradient is about to be added to `.grad` by autograd: not to zeros that stand for one."""
     if param.param.grad is not None and _is_placeholder(param.param.grad):
@@ -303,14 +307,9 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
 
 @dataclass
 class Pending:
-    """See [Note: gradients that wait].
+    """See [Note: gradients that wait]."""
 
-    total: whole, in the dtype of the reduce.
-    owned: whether `total` may be written to.
-    """
-
-    total: Tensor
-    owned: bool
+    sum: Sum
     seen: Seen
 
 
@@ -371,16 +370,67 @@ def hold(
 
     is_borrowed: its memory is about to be used for something else.
     """
-    total, owned = pending_of(param), False
-    grad = grad.to(dtype, copy=is_borrowed and total is None)
-    if total is None:
-        total, owned = grad, is_borrowed  # else it may be another parameter's too, not to write to
-    elif param.pending is not None and param.pending.owned:
-        total, owned = total.add_(grad), True
-    else:
-        total, owned = total + grad, True
-    param.pending = Pending(total, owned, Seen.now(param))
+    before = None if pending_of(param) is None or param.pending is None else param.pending.sum
+    total = _added(before, grad, dtype, is_borrowed=is_borrowed)
+    param.pending = Pending(total, Seen.now(param))
     units_that_wait.add(param.unit)
+
+
+@dataclass
+class Sum:
+    """Whole gradients of one parameter, added up.
+
+    total: in the dtype of the reduce.
+    owned: whether `total` may be written to.
+    """
+
+    total: Tensor
+    owned: bool
+
+
+def _added(before: Sum | None, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool) -> Sum:
+    grad = grad.to(dtype, copy=is_borrowed and before is None)
+    if before is None:
+        return Sum(grad, is_borrowed)  # else it may be another parameter's too, not to write to
+    if before.owned:
+        return Sum(before.total.add_(grad), True)
+    return Sum(before.total + grad, True)
+
+
+@dataclass
+class Arriving:
+    """See uses.py: a sum that is not complete in the backward `task`; that of another one, which
+    broke off, is nobody's."""
+
+    sum: Sum
+    task: int
+
+
+def arrive(
+    param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
+) -> None:
+    """Let `grad`, whole, wait for those that come after it in the running backward.
+
+    is_borrowed: its memory is about to be used for something else.
+    """
+    total = _added(arrived(param), grad, dtype, is_borrowed=is_borrowed)
+    param.arriving = Arriving(total, _torch.graph_task())
+    units_that_wait.add(param.unit)
+
+
+def arrived(param: ShardedParam) -> Sum | None:
+    """What has come before of its gradient in the running backward."""
+    arriving = param.arriving
+    return None if arriving is None or arriving.task != _torch.graph_task() else arriving.sum
+
+
+def take_arrived(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """`grad`, the last of the running backward, with those that came before."""
+    before = arrived(param)
+    param.arriving = None
+    if before is None or grad is None:
+        return grad if before is None else before.total
+    return _added(before, grad, dtype, is_borrowed=False).total
 
 
 def _version(grad: Tensor) -> int:
@@ -398,7 +448,7 @@ def pending_of(param: ShardedParam) -> Tensor | None:
     if not param.pending.seen.is_left(param):
         param.pending = None
         return None
-    return param.pending.total
+    return param.pending.sum.total
 
 
 def is_waiting(param: ShardedParam) -> bool:
@@ -409,7 +459,7 @@ def is_waiting(param: ShardedParam) -> bool:
 
 def forget(param: ShardedParam) -> None:
     """Drop gradients that wait, and the zeros that stand for them in `.grad`."""
-    param.pending = None
+    param.pending = param.arriving = None
     make_room(param)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.runtime import left_out, reduce
+from autoshard.runtime import left_out, reduce, uses
 from autoshard.runtime.agreement import course
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reduction
@@ -294,18 +294,38 @@ class Step:
         for param in wanted:
             param.hooks.set_aside(param.param)
         self._end(unit)
-        if unit.reducer.syncs:
-            _add_pending(unit, grads, wanted)
-            for reduction in self._reductions(unit, grads, wanted):
-                self._start(reduction)
-        else:
+        self._join_arrived(unit, grads, wanted)
+        if not unit.reducer.syncs:
             for param in list(grads):
                 grad = grads.pop(param)
                 if grad is not None and param in wanted:
                     reduce.hold(param, grad, unit.reduced_member(param, grad.dtype).dtype)
+        if grads:
+            _add_pending(unit, grads, wanted)
+            for reduction in self._reductions(unit, grads, wanted):
+                self._start(reduction)
         if unit.prefetches_after_backward:
             self._prefetch_backward(unit)
         self._needed.discard(unit)
+
+    def _join_arrived(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
+        """Add to `grads` what came before in this backward, and take out those that are to come
+        again; see uses.py."""
+        known = self._tokens.get(unit)
+        tokens = None if known is None else known()
+        if tokens is not None:
+            tokens.use.end()
+        may_repeat = uses.may_repeat(unit)
+        for param in list(grads):
+            if not may_repeat and param.arriving is None:
+                continue
+            dtype = unit.reduced_member(param, unit.gathered_member(param).dtype).dtype
+            if not uses.num_to_come(param):
+                grads[param] = reduce.take_arrived(param, grads[param], dtype)
+                continue
+            grad = grads.pop(param)
+            if grad is not None and param in wanted:
+                reduce.arrive(param, grad, dtype)
 
     def reduce_now(
         self, unit: Unit, grads: Grads, wanted: set[ShardedParam]
@@ -341,7 +361,7 @@ class Step:
             dtype = unit.reduced_member(param, own).dtype
             by_dtype.setdefault(dtype, {})[param] = grad
         return [
-            Reduction(unit, same, wanted, dtype, stands_alone=stands_alone)
+            Reduction(unit, same, wanted & same.keys(), dtype, stands_alone=stands_alone)
             for dtype, same in by_dtype.items()
         ]
 
@@ -364,6 +384,7 @@ class Step:
     def _finish_backward(self) -> None:
         self._callback_queued = False
         for unit in units_below(self.owner):
+            self._hold_arrived(unit)
             if unit.reducer.syncs and any(reduce.pending_of(p) is not None for p in unit.params):
                 # Used in earlier backwards, and not in this one.
                 trainable = [param for param in unit.params if param.param.requires_grad]
@@ -396,6 +417,14 @@ class Step:
                 unit.kept = None
         self.owner.order("backward").end()
 
+    def _hold_arrived(self, unit: Unit) -> None:
+        """Let wait what has not met the last of its gradient: a backward did not bring that."""
+        for param in unit.params:
+            dtype = unit.reduced_member(param, unit.gathered_member(param).dtype).dtype
+            grad = None if param.arriving is None else reduce.take_arrived(param, None, dtype)
+            if grad is not None:
+                reduce.hold(param, grad, dtype)
+
     def abandon(self) -> None:
         """After an exception: let go of everything, in flight or not."""
         for whole in (*self._forward.values(), *self._backward.values()):
@@ -422,7 +451,7 @@ def close_compiled(owner: Unit) -> None:
 
 def _add_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
     """To each gradient that is wanted, add what waited for it."""
-    for param in wanted:
+    for param in wanted & grads.keys():
         own = unit.gathered_member(param).dtype
         dtype = unit.reduced_member(param, own).dtype
         grads[param] = reduce.take_pending(param, grads[param], dtype)

@@ -7,9 +7,10 @@ as it saves shards, and hands it to reduces.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Table:
     """The parameters of one model that a graph runs with; it keeps none of them alive.
 
     tensor: i64[1], its number. On the host, where it is read.
+    unused_outputs: numbers of forward's outputs for which the running backward has no gradient.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -33,6 +35,7 @@ class Table:
         self._root: Callable[[], Unit | None] = lambda: None
         number = next(_numbers)
         self.tensor = torch.tensor([number])
+        self.unused_outputs: frozenset[int] = frozenset()
         _tables[number] = self
 
     def __getitem__(self, index: int) -> ShardedParam:
@@ -49,6 +52,15 @@ class Table:
             assert known is not None
             self._root = weakref.ref(known)
         return known
+
+    @functools.cached_property
+    def members(self) -> weakref.WeakSet[ShardedParam]:
+        """Its parameters, to look one up among them."""
+        return weakref.WeakSet(self[number] for number in range(len(self._params)))
+
+    def lacks(self, outputs: Collection[int]) -> bool:
+        """Whether the running backward has no gradient for any of `outputs`, if they are told."""
+        return bool(outputs) and self.unused_outputs.issuperset(outputs)
 
     @property
     def units(self) -> list[Unit]:
@@ -75,9 +87,12 @@ class Tables:
         return table
 
 
+def table_at(table: Tensor | None) -> Table | None:
+    """The table of that number; None if there is none, in a graph by itself."""
+    return None if table is None else _tables[int(table.item())]
+
+
 def look_up(table: Tensor | None, params: Sequence[int]) -> list[ShardedParam]:
     """The parameters at `params` in the table of that number; none if there is no table."""
-    if table is None:
-        return []
-    known = _tables[int(table.item())]
-    return [known[number] for number in params]
+    known = table_at(table)
+    return [] if known is None else [known[number] for number in params]

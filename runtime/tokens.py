@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from autoshard import _torch
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.unit import Unit
+from autoshard.runtime.uses import Use
 
 if TYPE_CHECKING:
     from autoshard.runtime.step import Grads, Step
@@ -46,6 +47,8 @@ class Tokens:
         anchor = _torch.apply(_Reduce, step, unit, grads, device, *params)
         made = _torch.apply(_Collect, anchor, unit, trainable, grads)
         self._tokens = dict(zip(trainable, made, strict=True))
+        self.use = Use(set(trainable), made[0].grad_fn)
+        unit.uses.add(self.use)
 
     def will_reduce(self) -> bool:
         """Whether the running backward will."""

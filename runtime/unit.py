@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPoli
 
 if TYPE_CHECKING:
     from autoshard.runtime.step import Step
+    from autoshard.runtime.uses import Use
     from autoshard.runtime.whole import Whole
 
 ROOT_NAME = "root"
@@ -85,6 +87,7 @@ class Unit:
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)
     closed_in: int = -1  # the latest backward that ran compiled code of its model
+    uses: weakref.WeakSet[Use] = field(default_factory=weakref.WeakSet)  # see uses.py
     _gathers: dict[bool, str] = field(default_factory=dict)  # by computes_in_full_precision
 
     def forward_of(self, what: str, units: Iterable[Unit]) -> str:

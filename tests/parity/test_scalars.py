@@ -1,11 +1,10 @@
-"""Scalar parameters: a temperature, CLIP's `logit_scale`. Replicated in their unit, reduced with it."""
+"""Scalar parameters, as CLIP's `logit_scale`: replicated in their unit, and reduced with it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.models import tokens

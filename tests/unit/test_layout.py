@@ -103,7 +103,7 @@ def test_every_dtype_has_one_name() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    ["f32", "f32[]", "f32[7", "f32[7,]", "f32[-1]", "f32[a]", "q8[7]", "[7]", "7", "f32[7]]"],
+    ["f32", "f32[", "f32[7", "f32[7,]", "f32[-1]", "f32[a]", "q8[7]", "[7]", "7", "f32[7]]"],
 )
 def test_unreadable_text_is_quoted(part: str) -> None:
     with pytest.raises(ValueError, match="no bucket member") as raised:

@@ -1,0 +1,35 @@
+"""Note, of each gradient, from which of the graph's outputs it comes, if not from all of them.
+
+before: dw = reduce_grad(%g, ..., 0)    where %g is computed from %tangents_2 alone, of three
+after:  dw = reduce_grad(%g, ..., 0, outputs=[1])
+
+AOTAutograd fills in zeros for the gradient of an output that no loss uses, and so gives gradients
+of zeros to parameters that had none. The runtime knows which outputs have no gradient in a
+backward: a parameter that is used for those alone has none either, and an optimizer passes it by,
+as it does in eager code.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.passes.match import is_gradient, tangents
+
+
+def note_outputs(gm: fx.GraphModule) -> fx.GraphModule:
+    """Set `outputs` of every `reduce_grad` and `hold_grad` that not all tangents reach.
+
+    One that none reaches is left alone: it is there whenever backward runs.
+
+    Numerics: unchanged, bit for bit.
+    """
+    number_of = {node: number for number, node in enumerate(tangents(gm.graph))}
+    if len(number_of) < 2:
+        return gm
+    reached: dict[fx.Node, frozenset[int]] = {}
+    for node in gm.graph.nodes:
+        own = frozenset([number_of[node]]) if node in number_of else frozenset()
+        reached[node] = own.union(*(reached[each] for each in node.all_input_nodes))
+        if is_gradient(node) and 0 < len(reached[node]) < len(number_of):
+            node.kwargs = {**node.kwargs, "outputs": sorted(reached[node])}
+    return gm

@@ -1,0 +1,161 @@
+"""Several forwards before one backward: gradients are summed whole, and reduced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.issue import kinds
+from support.models import Net, net_loss
+from support.ranks import on_ranks
+from support.training import (
+    adamw,
+    assert_same,
+    average_gradients,
+    in_both_forms,
+    in_form,
+    train,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+
+N = 4  # units of Net
+
+
+def twice(model: Any, rank: int, step: int) -> Tensor:
+    return net_loss(model, rank, step) + net_loss(model, rank, step + 50)
+
+
+def three_times(model: Any, rank: int, step: int) -> Tensor:
+    return twice(model, rank, step) * net_loss(model, rank, step + 90)
+
+
+def partly(model: Any, rank: int, step: int) -> Tensor:
+    """One forward of the whole, and one of a part by itself."""
+    alone = model.layers[1](torch.full((2, 6), float(rank + step)))
+    return net_loss(model, rank, step) + alone.square().mean()
+
+
+LOSSES: dict[str, Callable[[Any, int, int], Tensor]] = {
+    "twice": twice,
+    "three times": three_times,
+    "partly": partly,
+}
+
+
+def build() -> nn.Module:
+    """No parameter is used twice in one forward: of one that is, a forward's gradients are summed
+    first, and those of the forwards after; the replicated model takes them as they come."""
+    return Net(tied=False)
+
+
+def arguments_of(strategy: str) -> dict[str, Any]:
+    if strategy != "hybrid_shard":
+        return {"strategy": strategy}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return {"strategy": strategy, "mesh": mesh}
+
+
+@in_both_forms
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
+@on_ranks(2)
+def test_one_backward(rank: int, strategy: str, name: str, form: str) -> None:
+    torch.manual_seed(0)
+    want = build()
+    losses = train(want, LOSSES[name], adamw(want), replicated=True)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(build(), **arguments_of(strategy)), form)
+    assert train(model, LOSSES[name], adamw(model)) == losses
+    assert_same(model, want)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_reduced_once(rank: int, form: str) -> None:
+    model = in_form(autoshard.shard(build()), form, bucketing="per_unit")
+    twice(model, rank, 0).backward()
+    model.zero_grad()
+    loss = twice(model, rank, 1)
+    assert kinds(loss.backward).count("reduce") == N
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@in_both_forms
+@on_ranks(2)
+def test_two_backwards_of_two_forwards(rank: int, form: str) -> None:
+    """Each is reduced by itself, whichever comes first; and a forward without a backward is no
+    use that anybody waits for."""
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(build()), form)
+    first, second, left = (net_loss(model, rank, step) for step in range(3))
+    second.backward()
+    after_second = [p.grad.to_local().clone() for p in model.parameters()]
+    first.backward()
+    assert left.requires_grad
+    for number in (0, 1):
+        model.zero_grad()
+        net_loss(model, rank, 1 - number).backward()
+        if number == 0:
+            again = [p.grad.to_local().clone() for p in model.parameters()]
+            assert all(map(torch.equal, again, after_second))
+
+
+@in_both_forms
+@on_ranks(2)
+def test_micro_batches_of_two_forwards(rank: int, form: str) -> None:
+    """With gradients that wait from an earlier backward, and in bf16 on the wire."""
+    torch.manual_seed(0)
+    want = build()
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(build()), form)
+    for each in (want, model):
+        optimizer = adamw(each)
+        for step in range(2):
+            if each is model:
+                with model.no_sync():
+                    twice(each, rank, 10 + step).backward()
+            else:
+                twice(each, rank, 10 + step).backward()
+            twice(each, rank, 20 + step).backward()
+            if each is want:
+                average_gradients(want)
+            optimizer.step()
+            optimizer.zero_grad()
+    # A step's gradients are summed in turn, those of a backward first in either case.
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_optimizer_in_backward(rank: int) -> None:
+    """A59: with one reduce for both forwards, the hook runs once, after both."""
+    torch.manual_seed(0)
+    want = build()
+    torch.manual_seed(0)
+    model = autoshard.shard(build())
+    runs: list[str] = []
+
+    def step_in_backward(name: str, optimizer: torch.optim.Optimizer) -> Callable[[Any], None]:
+        def run(param: nn.Parameter) -> None:
+            runs.append(name)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return run
+
+    for name, param in model.named_parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(step_in_backward(name, optimizer))
+    by_hand = torch.optim.SGD(want.parameters(), lr=0.1)
+    for step in range(3):
+        twice(want, rank, step).backward()
+        average_gradients(want)
+        by_hand.step()
+        by_hand.zero_grad()
+        twice(model, rank, step).backward()
+    assert len(runs) == 3 * len(list(model.parameters()))
+    assert_same(model, want)
