@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch
+from autoshard.runtime import collectives
 from autoshard.runtime.store import LONGEST_PAUSE_S, MANY, Arrivals, Store
 
 COMPILE_TIMEOUT = timedelta(minutes=10)  # ranks may differ by a compilation, cold against cached
@@ -65,9 +66,26 @@ class _Sessions:
     """
 
     def __init__(self, store: Any) -> None:
-        self.store = Store(store)
+        self.store = Store(store, idle=self._tell_of_collective)
         self.own = uuid.uuid4().hex
         self.by_mesh: dict[str, str] = {}
+        self._rank, self._thread = dist.get_rank(), threading.get_ident()
+        self._told = False
+
+    def _tell_of_collective(self, store: Any) -> None:
+        """Say in `store` which collective the thread of this rank waits for, if it does so for
+        long: others may wait here, in vain, for a rank that waits there."""
+        waiting = collectives.waiting.get(self._thread)
+        is_long = waiting is not None and time.monotonic() - waiting.since > PATIENCE_S
+        if not is_long and not self._told:
+            return
+        notice: dict[str, Any] = {}
+        if is_long and waiting is not None:
+            what = f"rank {self._rank} waits for {waiting.issued}"
+            notice = {"what": what, "group": waiting.issued.group, "number": waiting.number}
+        for session in set(self.by_mesh.values()):
+            store.set(_collective_key(session, self._rank), json.dumps(notice))
+        self._told = is_long
 
 
 class _Local(threading.local):
@@ -519,7 +537,7 @@ def _wait_and_look(
             missing = arrivals.missing()
             stuck = [each for each in missing if _waits_for(store, session, each, rank)]
             if stuck:
-                others = "; ".join(_notice(store, session, each).get("what", "") for each in stuck)
+                others = "; ".join(_what(store, session, each) for each in stuck)
                 store.delete(f"{place}/{rank}")  # before others go on, and find it here
                 store.set(_notice_key(session, rank), json.dumps({**notice, "gives_up": True}))
                 _let_see(store, session, stuck)
@@ -535,9 +553,19 @@ def _wait_and_look(
 
 
 def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
-    """Whether `other` waits where `rank`, which waits elsewhere, has not come to."""
+    """Whether `other` waits where `rank`, which waits elsewhere, has not come to: at another place
+    in the store, or for a collective."""
     place = _notice(store, session, other).get("place")
-    return place is not None and not store.check([f"{place}/{rank}"])
+    if place is not None:
+        return not store.check([f"{place}/{rank}"])
+    collective = _read(store, _collective_key(session, other))
+    return bool(collective) and collectives.num_launched(collective["group"]) < collective["number"]
+
+
+def _what(store: Store, session: str, other: int) -> str:
+    """What `other` has come to, in words."""
+    notice = _notice(store, session, other) or _read(store, _collective_key(session, other))
+    return str(notice.get("what", f"rank {other}"))
 
 
 def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
@@ -550,11 +578,18 @@ def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
 
 
 def _notice(store: Store, session: str, rank: int) -> dict[str, Any]:
-    """What `rank` waits for; {} if for nothing."""
-    key = _notice_key(session, rank)
+    """At which place in the store `rank` waits; {} if at none."""
+    return _read(store, _notice_key(session, rank))
+
+
+def _read(store: Store, key: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
     return found
 
 
 def _notice_key(session: str, rank: int) -> str:
     return f"{session}/waits/{rank}"
+
+
+def _collective_key(session: str, rank: int) -> str:
+    return f"{session}/collective/{rank}"

@@ -19,6 +19,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -90,6 +93,7 @@ class InFlight:
     # one's, a tensor a member, to which what it receives is added.
     own: list[Tensor] | None = None
     flags: Any = None  # what a reduce's last member says of the others, for who waits for it
+    number: int = 0  # of those that this rank has launched over the group, from 1 on
 
     def wait(self) -> InFlight:
         """On a CPU until it has ended; elsewhere what the device is given next waits for it.
@@ -99,7 +103,7 @@ class InFlight:
         `receive` since the first.
         """
         if self.work is not None:
-            wait_for([self.work], self.issued)
+            wait_for([self.work], self.issued, self.number)
         return replace(self, work=None, send=self.receive)
 
 
@@ -117,20 +121,47 @@ class GroupedFlight:
     receive: list[Tensor]
     world: int
     together: tuple[int, ...] = ()
+    number: int = 0  # as of an `InFlight`
 
     def wait(self) -> None:
-        wait_for(self.works, self.issued)
+        wait_for(self.works, self.issued, self.number)
         self.send.clear()
 
 
-def wait_for(works: list[Work], issued: Issued) -> None:
+@dataclass(frozen=True)
+class Waiting:
+    """A collective that a thread waits for: the how many-th of its group, and since when."""
+
+    issued: Issued
+    number: int
+    since: float
+
+
+waiting: dict[int, Waiting] = {}
+"""By thread, as they are numbered by Python: what it waits for now."""
+
+_launched: Counter[tuple[int, str]] = Counter()
+
+
+def num_launched(group: str) -> int:
+    """How many collectives this rank has launched over the group of that name."""
+    return _launched[dist.get_rank(), group]
+
+
+def wait_for(works: list[Work], issued: Issued, number: int) -> None:
     """Wait for all of `works`, and tell observers.
 
+    number: of the collective, among those of its group.
     Raises RuntimeError, saying what was waited for, where another rank is gone or late.
     """
-    with _explained(issued):
-        for work in works:
-            work.wait()
+    thread = threading.get_ident()
+    waiting[thread] = Waiting(issued, number, time.monotonic())
+    try:
+        with _explained(issued):
+            for work in works:
+                work.wait()
+    finally:
+        del waiting[thread]
     for _, waited in _observers:
         waited(issued)
 
@@ -189,7 +220,7 @@ def launch_gather(
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
         send, receive = _pack_shards(shards, members, world, rank, copies=copies)
         (work,) = _begun(issued, transport.gather, [receive], [send], process_group)
-    return InFlight(issued, work, send, receive, world, rank)
+    return InFlight(issued, work, send, receive, world, rank, number=num_launched(group))
 
 
 def _gather_of(
@@ -230,7 +261,7 @@ def launch_grouped_gather(
         ]
         send, receive = map(list, zip(*pairs, strict=True))
         works = _begun(issued, transport.gather, receive, send, process_group)
-    return GroupedFlight(issued, works, send, receive, world, together)
+    return GroupedFlight(issued, works, send, receive, world, together, num_launched(group))
 
 
 def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
@@ -354,7 +385,7 @@ def launch_reduce(packed: InFlight) -> InFlight:
         else:
             receive = torch.empty_like(send)
             work = _begun(issued, transport.swap, receive, send, process_group)
-    return replace(packed, work=work, receive=receive)
+    return replace(packed, work=work, receive=receive, number=num_launched(issued.group))
 
 
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
@@ -363,7 +394,8 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     process_group = _torch.resolve_group(group)
     with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
         work = _begun(issued, transport.all_reduce, reduced.receive, process_group)
-    return replace(reduced, issued=issued, work=work, send=reduced.receive)
+    number = num_launched(group)
+    return replace(reduced, issued=issued, work=work, send=reduced.receive, number=number)
 
 
 def run_hook(
@@ -503,6 +535,7 @@ def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begu
     """What `begin` gives, which observers are told of before."""
     for launched, _ in _observers:
         launched(issued)
+    _launched[dist.get_rank(), issued.group] += 1
     with _explained(issued):
         if _is_recorded():
             begin = _caller(str(issued), begin)

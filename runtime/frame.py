@@ -38,7 +38,7 @@ from autoshard.runtime.extensions import has_methods
 from autoshard.runtime.param import ShardedParam, find, local_tensor, resolve
 from autoshard.runtime.saved import in_checkpoint, in_recomputation
 from autoshard.runtime.tables import Table, Tables
-from autoshard.runtime.unit import Unit
+from autoshard.runtime.unit import Unit, listed
 from autoshard.runtime.uses import Use
 from autoshard.runtime.whole import Whole
 
@@ -115,11 +115,14 @@ class Frame:
         extended = [param.is_extended for param in self.local.values()]
         stays = list(self.stays)
         tables = Tables()
+        compiled_for = listed(list(dict.fromkeys(param.unit.name for param in self.params)))
 
         def call(*args: Any) -> Any:
             values = list(args)
             table = tables.of([_resolved(values[position]) for position in in_table])
-            course.take(table.root.forward_of(name, table.units), mesh)
+            # Blocks that are alike run one graph: which of them runs next has to be told, too.
+            what = name if table.where == compiled_for else f"{name}, for {table.where}"
+            course.take(table.root.forward_of(what, table.units), mesh)
             if table.root.post_optim_event is not None:
                 table.root.post_optim_event.wait()
                 table.root.post_optim_event = None

@@ -7,6 +7,8 @@ raises.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
 import threading
 import time
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 LONGEST_PAUSE_S = 0.1  # between two questions
 MANY = 64  # ranks: with more of them, the store is asked more rarely
+IDLE_S = 1.0
 LOOKED_AT = 16  # ranks at a time that have not come
 
 
@@ -26,16 +29,23 @@ _Question = tuple[Callable[[], Any], queue.SimpleQueue[Any]]
 
 
 class Store:
-    """A `torch.distributed.Store` that answers within `limit_s`, or raises DistNetworkError."""
+    """A `torch.distributed.Store` that answers within `limit_s`, or raises DistNetworkError.
 
-    def __init__(self, store: Any) -> None:
+    idle: called with the store itself by the thread that asks, whenever there was nothing to ask
+        for IDLE_S.
+    """
+
+    def __init__(self, store: Any, idle: Callable[[Any], None] = lambda store: None) -> None:
         self.limit_s = 60.0
         self._store = store.clone()
         self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._is_silent = False
         weakref.finalize(self, self._asked.put, None).atexit = False
         threading.Thread(
-            target=_answer, args=(self._asked,), name="autoshard store", daemon=True
+            target=_answer,
+            args=(self._asked, functools.partial(idle, self._store)),
+            name="autoshard store",
+            daemon=True,
         ).start()
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -73,8 +83,16 @@ class Store:
         return found
 
 
-def _answer(asked: queue.SimpleQueue[_Question | None]) -> None:
-    while (each := asked.get()) is not None:
+def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]) -> None:
+    while True:
+        try:
+            each = asked.get(timeout=IDLE_S)
+        except queue.Empty:
+            with contextlib.suppress(Exception):  # a store that is gone: who asks is told
+                idle()
+            continue
+        if each is None:
+            return
         question, answer = each
         try:
             answer.put((question(), None))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoshard.runtime.access import root_of, unit_of
 from autoshard.runtime.param import ShardedParam
-from autoshard.runtime.unit import Unit
+from autoshard.runtime.unit import Unit, listed
 
 _numbers = itertools.count()
 _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
@@ -66,6 +66,11 @@ class Table:
     def units(self) -> list[Unit]:
         """Those that they are in."""
         return list(dict.fromkeys(self[number].unit for number in range(len(self._params))))
+
+    @functools.cached_property
+    def where(self) -> str:
+        """The names of their units, as ranks compare them."""
+        return listed([unit.name for unit in self.units])
 
     def is_of(self, params: Sequence[ShardedParam]) -> bool:
         """Whether it is a table of these parameters, in this order."""

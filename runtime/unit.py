@@ -98,7 +98,7 @@ class Unit:
         for unit in units:
             for setting in unit.settings:
                 told.setdefault(setting, []).append(unit.name)
-        parts = [f"{setting} in {_listed(names)}" for setting, names in told.items()]
+        parts = [f"{setting} in {listed(names)}" for setting, names in told.items()]
         if not ran:
             parts.append("no backward since the forward before")
         return f"{what}, with {', '.join(parts)}" if parts else what
@@ -131,9 +131,9 @@ class Unit:
         if self.reducer.comm_hook is not None:
             found.append("a hook that communicates")
         if self.next_in_forward is not None:
-            found.append(f"forward prefetch of {_listed([u.name for u in self.next_in_forward])}")
+            found.append(f"forward prefetch of {listed([u.name for u in self.next_in_forward])}")
         if self.next_in_backward is not None:
-            found.append(f"backward prefetch of {_listed([u.name for u in self.next_in_backward])}")
+            found.append(f"backward prefetch of {listed([u.name for u in self.next_in_backward])}")
         return found
 
     @property
@@ -279,7 +279,7 @@ class Unit:
         return isinstance(self.offload, CPUOffloadPolicy)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first of them, and a digest that tells all of them from others."""
     if len(names) <= SHOWN:
         return ", ".join(names)

@@ -91,6 +91,28 @@ def test_all_ranks_say_so(case: str, form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["eager", "layers compiled"])
+def test_a_layer_that_one_rank_leaves_out(form: str, tmp_path: Path) -> None:
+    """One rank waits in a gather, the other asks what runs next: it says so within seconds, and
+    where the first is, however long the group's timeout."""
+    first, second = run("skips a layer", form, tmp_path)
+    assert re.search(r"the gather of layers\.1|Collective|ended", first), first
+    assert re.search(r"rank 1 came to .*layers\.2", second), second
+    assert re.search(r"rank 0 (waits for|to) the gather of layers\.[12]", second), second
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["eager", "layers compiled"])
+def test_another_layer_left_out_by_each(form: str, tmp_path: Path) -> None:
+    """Layers that are alike run one graph: their gathers would be of equal sizes, and mix."""
+    ends = run("skips another layer", form, tmp_path)
+    assert any(re.search(r"rank \d came to .*rank \d waits for the gather of ", e) for e in ends), (
+        ends
+    )
+    assert all(re.search(r"rank \d came to |as one of them ended", end) for end in ends), ends
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rank_that_ends_early(form: str, tmp_path: Path) -> None:
     first, _ = run("exits early", form, tmp_path)

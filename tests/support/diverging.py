@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import autoshard
 
 TIMEOUT_S = 12
+LONG_S = 600  # of groups whose ranks are to say so long before
 STEPS = 5
 AT = 2  # the step in which something happens
 
@@ -37,14 +38,18 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(8, 3)
 
+        self.skipped: int | None = None
+
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
+        for number, layer in enumerate(self.layers):
+            if number != self.skipped:
+                x = layer(x)
         return self.head(x)
 
 
 def main(case: str, form: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    timeout_s = LONG_S if case.startswith("skips") else TIMEOUT_S
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     is_other = dist.get_rank() == 1
     torch.manual_seed(0)
     torch._dynamo.config.assume_static_by_default = True
@@ -63,6 +68,8 @@ def main(case: str, form: str) -> None:
     else:
         for layer in model.layers:
             autoshard.fully_shard(layer)
+            if form == "layers compiled":
+                layer.compile(backend="autoshard", options=options)
         autoshard.fully_shard(model)
         if form == "compiled":
             call = torch.compile(model, backend="autoshard", options=options)
@@ -72,6 +79,10 @@ def main(case: str, form: str) -> None:
                 model.layers[1].requires_grad_(False)
             if case == "exits early":
                 sys.exit(0)
+        if step == AT and case == "skips a layer" and is_other:
+            model.skipped = 1
+        if step == AT and case == "skips another layer":
+            model.skipped = dist.get_rank()
         size = 7 if case == "another shape" and is_other and step == AT else 4
         call(torch.randn(size, 8)).square().sum().backward()
         for param in model.parameters():

@@ -108,9 +108,9 @@ def _waits_unseen() -> Iterator[None]:
     """What a backend does in a wait is not looked into."""
     wait_for = collectives.wait_for
 
-    def unseen(works: list[dist.Work], issued: collectives.Issued) -> None:
+    def unseen(works: list[dist.Work], *about: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
-            wait_for(works, issued)
+            wait_for(works, *about)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "wait_for", unseen)
