@@ -31,6 +31,7 @@ from torch._dynamo.exc import (
     UnspecializeRestartAnalysis,
 )
 from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._higher_order_ops.effects import with_effects as with_effects
 from torch._higher_order_ops.print import Print as Print
@@ -197,6 +198,18 @@ def graph_task() -> int:
 def in_backward() -> bool:
     """Whether this thread is inside a backward."""
     return graph_task() != -1
+
+
+def in_functorch() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_functorch() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no transform of torch.func sees what is done: tensors that are made are constants to
+    it, with a graph of autograd's own."""
+    context: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return context
 
 
 def in_nested_backward() -> bool:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.runtime import precision
+from autoshard.runtime import outside, precision
 from autoshard.runtime import step as steps
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.unit import UNIT, Unit
@@ -169,6 +169,14 @@ def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
 
 @_torch.disable
 def _read_eagerly(module: nn.Module, name: str) -> Any:
+    if _torch.in_functorch():
+        with _torch.outside_functorch():
+            return _read(module, name)
+    return _read(module, name)
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    """See the top of this file."""
     try:
         param = module._parameters[name]
     except KeyError:
@@ -186,12 +194,19 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
     late = _late_step(sharded.unit)
     if late is not None:
         return late.read(sharded)
-    return steps.read_unsharded(sharded) if sharded.unit.is_unsharded_by_user else param
+    if sharded.unit.is_unsharded_by_user:
+        return steps.read_unsharded(sharded)
+    late = _step_for_method(module, sharded)
+    if late is not None:
+        return late.read(sharded)
+    outside.note_read(sharded.name)
+    return param
 
 
 @dataclass
 class _LateForward:
-    """A forward that had begun when its model was sharded: no hook opened a step for it."""
+    """A forward for which no hook has opened a step: it had begun when its model was sharded, or
+    modules of the model are called by another method of it, or by themselves."""
 
     frame: FrameType
     units: frozenset[Unit]
@@ -214,17 +229,56 @@ def began_before(root: nn.Module) -> bool:
         if frame.f_locals.get("self") is root and frame.f_code is not before_forward:
             outermost = frame
         frame = frame.f_back
+    if outermost is None or unit_of(root) is None:
+        return False
+    _open_late(root, outermost)
+    return True
+
+
+def _open_late(root: nn.Module, frame: FrameType) -> steps.Step:
+    """A step for what `frame` reads of `root`, which heads a unit."""
     unit = unit_of(root)
-    if outermost is not None and unit is not None:
-        units = frozenset(filter(None, map(unit_of, root.modules())))
-        _late.append(_LateForward(outermost, units, steps.Step(unit)))
-        return True
-    return False
+    assert unit is not None
+    units = frozenset(filter(None, map(unit_of, root.modules())))
+    step = steps.Step(unit)
+    step.opened_in = frame
+    _late.append(_LateForward(frame, units, step))
+    return step
+
+
+def _step_for_method(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
+    """A step for a read in the forward of `module`, or of one around it, that was called outside of
+    the forward of what is sharded: for as long as the outermost method of the model runs. None
+    where nobody computes, as in a function that initialises."""
+    reader = None
+    outermost = None
+    inside: set[nn.Module] = set()
+    root = module
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module):
+            if reader is None and code is nn.Module._call_impl.__code__:
+                if not any(each is module for each in owner.modules()):
+                    return None
+                reader, root = owner, root_of(sharded)
+                inside = set(root.modules())
+            if reader is not None and owner in inside:
+                outermost = frame
+        frame = frame.f_back
+    return None if outermost is None else _open_late(root, outermost)
 
 
 def _late_step(unit: Unit) -> steps.Step | None:
+    _close_late()
+    return next((late.step for late in _late if unit in late.units), None)
+
+
+def _close_late() -> None:
+    """Close the steps of frames that have returned."""
     if not _late:
-        return None
+        return
     frames = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -233,8 +287,8 @@ def _late_step(unit: Unit) -> steps.Step | None:
     for late in list(_late):
         if late.frame not in frames:
             _late.remove(late)
+            late.step.opened_in = None
             late.step.close()
-    return next((late.step for late in _late if unit in late.units), None)
 
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -256,6 +310,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if module in whole_heads:
         _refuse_training(module)
         return args, kwargs
+    _close_late()
     unit: Unit = module.__dict__[UNIT]
     unit.note_mode()
     steps.enter(unit)
@@ -268,8 +323,12 @@ def _leave(module: nn.Module, output: Any) -> Any:
     if module in whole_heads:
         return output
     unit: Unit = module.__dict__[UNIT]
+    outside.explain(sys.exc_info()[1])  # of a forward that failed
     steps.leave(unit)
-    return precision.cast_output(unit, output)
+    output = precision.cast_output(unit, output)
+    if steps.open_step() is None:
+        outside.watch_output(output)
+    return output
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from autoshard import _torch
-from autoshard.runtime import access
+from autoshard.runtime import access, outside
 from autoshard.runtime.adopt import adopt_module, modules_named_by
 from autoshard.runtime.mesh import world_size
 from autoshard.runtime.names import keep_names
@@ -76,7 +76,11 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
             pending = False
         for unit in casting:  # Dynamo looks at dtypes before it runs any hook
             cast_buffers(unit)
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except RuntimeError as error:
+            outside.explain(error)
+            raise
 
     return call
 

@@ -31,7 +31,7 @@ from autoshard.passes.give_table import TABLE
 from autoshard.passes.match import asks_shard, group_of, is_kept, members_of, stays_whole
 from autoshard.passes.meta import ParamInfo
 from autoshard.passes.planner.costs import GROUPED, PACKED
-from autoshard.runtime import graph_extensions, left_out, reduce, transport
+from autoshard.runtime import graph_extensions, left_out, outside, reduce, transport
 from autoshard.runtime import step as steps
 from autoshard.runtime.agreement import course
 from autoshard.runtime.extensions import has_methods
@@ -132,22 +132,23 @@ class Frame:
             for position, shard in zip(positions, shards, strict=True):
                 values[position] = shard
             results = compiled(*values, *kept, table.tensor)
-            _note_unused_outputs(results, table)
+            _watch_backward(results, table)
             return results
 
         return call
 
 
-def _note_unused_outputs(results: Any, table: Table) -> None:
-    """Have `table` told, when the backward of `results` begins, which have no gradient in it."""
+def _watch_backward(results: Any, table: Table) -> None:
+    """When the backward of `results` begins, look at what gradients they have: `table` is told of
+    those that have none, and one that is a DTensor is an error."""
     node = _torch.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
         return
     positions = _torch.tangent_positions(node)
-    if len(positions) < 2:
-        return
 
     def note(grads: Sequence[Tensor | None]) -> None:
+        for grad in grads:
+            outside.refuse_dtensor(grad)
         unused = (number for number, at in enumerate(positions) if grads[at] is None)
         table.unused_outputs = frozenset(unused)
 

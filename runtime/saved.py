@@ -156,7 +156,8 @@ def push_hooks(step: Step) -> bool:
     outer = _torch.saved_tensors_hooks_on_top()
     # A checkpointed block is run again in backward, parameters and all, and what that
     # second forward saves is wanted at once: neither is gathered a second time.
-    if in_checkpoint() or _torch.in_backward():
+    # torch.func takes no hooks: what it saves of parameters is theirs until backward is over.
+    if in_checkpoint() or _torch.in_backward() or _torch.in_functorch():
         return False
 
     def pack(tensor: Tensor) -> Any:

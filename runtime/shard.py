@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoshard import _torch
-from autoshard.runtime import access, init
+from autoshard.runtime import access, init, outside
 from autoshard.runtime.init import Ignored
 from autoshard.runtime.mesh import (
     Axes,
@@ -379,6 +379,7 @@ def _make_unit(
 ) -> Unit:
     reshard, smaller = _read_reshard(reshard_after_forward, axes)
     watch_as_told()
+    outside.explain_uncaught()
     unit = Unit(modules, axes, reshard, mp_policy, offload_policy, smaller=smaller)
     init.move(modules, mesh_device(axes.mesh), ignored)
     for param in ignored.params:

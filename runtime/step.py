@@ -411,6 +411,8 @@ class Step:
                 reduce.units_that_wait.discard(unit)
         for unit in list(self._backward):
             self._end(unit)
+        if self._forward and not (self.opened_in and self.is_on_the_stack()):
+            self.close()  # of a method, which has returned: nobody told
         for unit in self._run_again:  # fetched ahead, and not run again after all
             if unit.kept is not None and not unit.is_unsharded_by_user and unit.reshards:
                 unit.kept.drop()
