@@ -30,6 +30,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
@@ -374,17 +375,25 @@ def inductor_settings(**wanted: object) -> dict[str, object]:
     return {key: value for key, value in named.items() if key in known}
 
 
-def aot_settings(*, is_cached: bool = False) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def aot_settings(*, is_cached: bool = False) -> Iterator[None]:
     """What compilations need of AOTAutograd.
 
     Its cache skips our passes on a hit, so it is used only by who knows what they would say. And
     torch would put off a backward that can't be compiled to the first
-    backward, when it is too late to fall back.
+    backward, when it is too late to fall back. And what is saved for a backward is not written to
+    in it: with `retain_graph=True` there may be another one, which nobody knows of when it is
+    compiled. (Left to itself, torch compiles it when it runs first, and fails if a later one
+    retains what the first did not.)
     """
-    patch: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(
-        enable_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
-    )
-    return patch
+    with (
+        torch._functorch.config.patch(
+            enable_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
+        ),
+        # Not by `donated_buffer`: it is asked again by backward, which then refuses.
+        mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]),
+    ):
+        yield
 
 
 def caches_frames() -> bool:

@@ -114,6 +114,31 @@ def check_parameters(modules: tuple[nn.Module, ...], ignored: Ignored, *, moves:
         )
 
 
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def check_embeddings(modules: tuple[nn.Module, ...], ignored: Ignored) -> None:
+    """Raise for embeddings that can't be sharded: ValueError for one that writes to its weight in
+    forward, NotImplementedError for one whose gradient is sparse."""
+    left = {id(param) for param in unsharded(modules, ignored)}
+    for top in modules:
+        for path, module in top.named_modules():
+            if not isinstance(module, _EMBEDDINGS) or id(module.weight) not in left:
+                continue
+            where = f"{path or 'the module'} ({type(module).__name__})"
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"{where} has max_norm={module.max_norm}: it renormalises in forward the rows "
+                    "that a rank has looked up, and ranks would drift apart; build it without, and "
+                    "renormalise after the optimizer's step, inside model.full_params()"
+                )
+            if module.sparse and module.weight.requires_grad:
+                raise NotImplementedError(
+                    f"{where} has sparse=True: its gradient is sparse, which can't be reduced; "
+                    "build it with sparse=False, or freeze its weight"
+                )
+
+
 def check_device_id(device_id: object) -> None:
     """Raise TypeError unless it is an int, a device, or None."""
     if device_id is None:

@@ -83,6 +83,7 @@ def fully_shard(
     ignored = init.find_ignored(modules[0], None, ignored_params)
     _check_reshard(reshard_after_forward, axes)
     init.check_parameters(modules, ignored, moves=False)
+    init.check_embeddings(modules, ignored)
     ensure_process_group()
     axes = axes or axes_of(default_mesh(), "fully_shard")
     _make_unit(
@@ -120,6 +121,7 @@ def replicate(
     axes = None if mesh is None else replicate_axes(mesh, "replicate")
     ignored = init.find_ignored(modules[0], None, ignored_params)
     init.check_parameters(modules, ignored, moves=False)
+    init.check_embeddings(modules, ignored)
     ensure_process_group()
     axes = axes or replicate_axes(default_mesh(), "replicate")
     init.resolve_device(device_id, mesh_device(axes.mesh))
@@ -202,6 +204,7 @@ def shard(
     common = {"mp_policy": precision, "offload_policy": _read_offload_policy(offload_policy)}
     ignored = init.find_ignored(model, ignored_modules, ignored_params)
     init.check_parameters((model,), ignored, moves=device_id is not None)
+    init.check_embeddings((model,), ignored)
     ensure_process_group()
     axes = axes or _strategy_axes(strategy, default_mesh())
     device = init.resolve_device(device_id, mesh_device(axes.mesh))

@@ -159,3 +159,63 @@ def test_optimizer_in_backward(rank: int) -> None:
         twice(model, rank, step).backward()
     assert len(runs) == 3 * len(list(model.parameters()))
     assert_same(model, want)
+
+
+class TwoLosses(nn.Module):
+    """One forward, of which two losses are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 7), nn.Linear(7, 7)])
+        self.first, self.second = nn.Linear(7, 3), nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return self.first(x).square().mean(), self.second(x).square().mean()
+
+
+@pytest.mark.parametrize("retains_later", [False, True])
+@pytest.mark.parametrize("form", ["eager", "compiled", "inductor"])
+@on_ranks(2)
+def test_two_losses_over_one_forward(rank: int, form: str, retains_later: bool) -> None:
+    """`retain_graph=True`, from the first step on, or after one that did without.
+
+    Each backward is reduced, as with DDP, so that a rank's gradients are averaged one by one.
+    """
+
+    def trained(model: Any, *, is_replicated: bool) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            first, second = model(x)
+            if retains_later and step == 0:
+                (first + second).backward()
+                if is_replicated:
+                    average_gradients(model)
+            else:
+                first.backward(retain_graph=True)
+                if is_replicated:
+                    average_gradients(model)
+                    before = {p: p.grad for p in model.parameters()}
+                    model.zero_grad()
+                second.backward()
+                if is_replicated:
+                    average_gradients(model)
+                    for param, grad in before.items():
+                        if grad is not None and param.grad is not None:
+                            param.grad = grad + param.grad
+                        elif grad is not None:
+                            param.grad = grad
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    want = TwoLosses()
+    trained(want, is_replicated=True)
+    torch.manual_seed(0)
+    model = autoshard.shard(TwoLosses())
+    if form != "eager":
+        in_form(model, "compiled", lowering="eager" if form == "compiled" else "inductor")
+    trained(model, is_replicated=False)
+    assert_same(model, want, rtol=1e-5 if form == "inductor" else 0.0)
