@@ -96,7 +96,9 @@ def _compile(
 ) -> Callable[..., Any]:
     params = sharded_parameters(example_inputs)
     code = _torch.traced_code()
-    if params:
+    if params and params[0].unit.is_unordered:  # no collective in it, but who compiled it is told
+        attempt, name = _Attempt(gm, example_inputs, settings, mode), code
+    elif params:
         _check_bucketing(settings, params[0])
         attempt = _agreed_attempt(gm, example_inputs, settings, mode, params, code)
         unit = params[0].unit.name

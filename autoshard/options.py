@@ -66,6 +66,7 @@ class CompileOptions:
     forward_prefetch: bool | int = True
     backward_prefetch: str | int | None = "pre"
     limit_all_gathers: bool = True
+    strict_order: bool = True
 
     def topology_for(self, device: torch.device) -> Topology | None:
         """What plans for `device` reckon with: the same on every rank of a uniform cluster. On a
@@ -127,7 +128,7 @@ class CompileOptions:
             "a ModuleWrapPolicy or a function of a module that returns a bool",
         )
         _expect(self, "strategy", self.strategy in list(STRATEGIES), f"one of {list(STRATEGIES)}")
-        for name in ("sync_module_states", "limit_all_gathers"):
+        for name in ("sync_module_states", "limit_all_gathers", "strict_order"):
             _expect(self, name, isinstance(getattr(self, name), bool), "True or False")
         init = self.param_init_fn
         _expect(self, "param_init_fn", init is None or callable(init), "a function of a module")

@@ -170,7 +170,7 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
         raise PlansDiffer(
             f"rank {dist.get_rank()} compiled other collectives for {frame} than ranks "
             f"{differing}: build the same model, of the same dtypes, with the same parameters "
-            "frozen, and take the same branches, on every rank",
+            "frozen, and take the same branches, on every rank, or pass strict_order=False",
             differing,
         )
     agreed.add((frame, outcome.digests))
@@ -195,7 +195,10 @@ def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh)
 
 
 _SAME_MODEL = "Build the same model on every rank, or raise the process group's timeout"
-_SAME_OPTIONS = "Give every rank the same model and options, and take the same branches"
+_SAME_OPTIONS = (
+    "Give every rank the same model and options, and take the same branches, or pass "
+    "strict_order=False"
+)
 
 
 def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
@@ -328,12 +331,14 @@ course = Course()
 
 _ORDER_HINT = (
     "units must run in the same order on every rank; put modules of which each rank picks its "
-    "own, as experts, into one unit with the module around them"
+    "own, as experts, into one unit with the module around them; or, if ranks are to leave some "
+    "out (layerdrop, a branch of their own), pass strict_order=False"
 )
 _RECOMPILE_HINT = (
     "run the same forwards and backwards on every rank, and tell its units the same; and as Dynamo "
     "runs a frame without its graph past its recompile limit, mark what differs from call to call "
-    "as dynamic (torch._dynamo.mark_dynamic), or raise torch._dynamo.config.recompile_limit"
+    "as dynamic (torch._dynamo.mark_dynamic), or raise torch._dynamo.config.recompile_limit; if "
+    "ranks are to leave parts out (layerdrop, a branch of their own), pass strict_order=False"
 )
 
 

@@ -96,8 +96,8 @@ _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
     """Give `module`, which is to be sharded at its first call, the methods of `ShardedModule`
     now: whichever is called first shards it."""
-    if unit_of(module) is not None:
-        return
+    if access.PARAMS in module.__dict__ or unit_of(module) is not None:
+        return  # it is sharded, or a part of what is
     _arguments[module] = arguments
     original = access.original_class(module)
     if original not in _classes:

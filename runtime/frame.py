@@ -31,7 +31,14 @@ from autoshard.passes.give_table import TABLE
 from autoshard.passes.match import asks_shard, group_of, is_kept, members_of, stays_whole
 from autoshard.passes.meta import ParamInfo
 from autoshard.passes.planner.costs import GROUPED, PACKED
-from autoshard.runtime import graph_extensions, left_out, outside, reduce, transport
+from autoshard.runtime import (
+    graph_extensions,
+    left_out,
+    outside,
+    reduce,
+    transport,
+    unordered,
+)
 from autoshard.runtime import step as steps
 from autoshard.runtime.agreement import course
 from autoshard.runtime.extensions import has_methods
@@ -122,10 +129,15 @@ class Frame:
             table = tables.of([_resolved(values[position]) for position in in_table])
             # Blocks that are alike run one graph: which of them runs next has to be told, too.
             what = name if table.where == compiled_for else f"{name}, for {table.where}"
-            course.take(table.root.forward_of(what, table.units), mesh)
-            if table.root.post_optim_event is not None:
-                table.root.post_optim_event.wait()
-                table.root.post_optim_event = None
+            root = table.root
+            if root.is_unordered:  # other ranks may run another graph, or none
+                unordered.gather_all(root)
+                root.backward_ran = False
+            else:
+                course.take(root.forward_of(what, table.units), mesh)
+            if root.post_optim_event is not None:
+                root.post_optim_event.wait()
+                root.post_optim_event = None
             kept = _kept_whole([table[number] for number in stays])
             params = [values[position] for position in positions]
             shards = _shards(params, extended, table)
@@ -384,7 +396,7 @@ def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
     of = dict(zip(units, whole, strict=True))
     kept = [of[param.unit][param] for param in params]
     for unit in units:
-        if unit.keeps_after_backward or unit.is_unsharded_by_user:
+        if unit.keeps_after_backward or unit.is_unsharded_by_user or unit.is_unordered:
             continue
         if in_recomputation():  # there may be another one in this backward
             _torch.queue_backward_callback(functools.partial(_let_go, unit))
@@ -466,7 +478,7 @@ class _LocalShards(torch.autograd.Function):
         ctx.table.root.backward_ran = True
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
             sharded.check_unwritten(stamp)
-        is_left = bool(reduce.units_that_wait)
+        is_left = bool(reduce.units_that_wait) or ctx.table.root.is_unordered
         handed_on: list[Tensor | None] = []
         used: set[ShardedParam] = set()
         leaves = (node for node, _ in ctx.next_functions)

@@ -65,7 +65,8 @@ def hold(
         reductions = UnitReductions([grad], [owner], member.dtype)
         return reductions.wait(like, members, group)[0]
     if _is_accumulated(owner):
-        owner.unit.check_may_wait()
+        if not owner.unit.is_unordered:  # else it waits for the end of this backward alone
+            owner.unit.check_may_wait()
         _hold(owner, grad, member.dtype)
     owner.is_withheld = True
     return ops.nothing(like, members, group)[0]

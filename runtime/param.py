@@ -198,7 +198,8 @@ class ShardedParam:
         if self.unit.is_offloaded:
             flags.append(f"{FROM_HOST}{self.device.type}")
             reduced = dataclasses.replace(reduced, on_host=True)
-        flags += ["stay"] * self.unit.stays + ["hold"] * (not self.unit.reducer.syncs)
+        waits = not self.unit.reducer.syncs or self.unit.is_unordered
+        flags += ["stay"] * self.unit.stays + ["hold"] * waits
         if self.unit.smaller is not None:
             flags.append(f"cut:{self.unit.smaller.shard_group}")
         if flags or reduced != gathered or group != self.group:
@@ -209,7 +210,7 @@ class ShardedParam:
     def reduce_group(self) -> str:
         """Over whom compiled code reduces its gradient, as `passes/groups.py` says it."""
         reducer = self.unit.reducer
-        if not reducer.syncs:
+        if not reducer.syncs or self.unit.is_unordered:
             return self.axes.shard_group
         if self.axes.replicate_world > 1 and not reducer.all_reduces:
             return groups.customized(self.axes.shard_group)

@@ -155,6 +155,7 @@ def shard(
     forward_prefetch: bool | int = True,
     backward_prefetch: str | int | None = "pre",
     limit_all_gathers: bool = True,
+    strict_order: bool = True,
 ) -> nn.Module:
     """Shard a whole model in one call, in place: its units are found, the rest is the root.
 
@@ -182,6 +183,9 @@ def shard(
         when its gradients are in; None gathers nothing ahead; an int is so many as "pre".
     limit_all_gathers: keep the host from running ahead of the device by more than two
         gathers, and so from taking memory for them; a CPU is never ahead.
+
+    strict_order: False lets each rank run other parts of the model, or leave some out; see
+        `ShardedModule.set_strict_order`.
 
     A unit may have frozen parameters beside trainable ones; which ones do is logged at INFO.
 
@@ -226,6 +230,8 @@ def shard(
         unit = _make_unit((module,), ignored=Ignored(ignored.modules, params), **arguments)
         unit.forward_prefetch, unit.backward_prefetch, unit.prefetches_after_backward = ahead
         unit.limits_gathers = limit_all_gathers
+    if not strict_order:
+        model.set_strict_order(False)  # type: ignore[operator]  # mixed in by now
     ignore_buffers(set(ignored.modules))
     log_mixed_units(model)
     return model

@@ -82,6 +82,22 @@ class ShardedModule(nn.Module):
             unit.reshard_after_backward = reshard_after_backward
             unit.describe()
 
+    def set_strict_order(self, strict_order: bool) -> None:
+        """False: ranks may run other parts of the model, or leave some out, in each step.
+
+        Then a forward gathers the whole model first, which stays until backward is over, and the
+        end of backward reduces all of it: the memory of a replica, and no overlap. Parameters that
+        no rank has reached get no gradient.
+        Raises ValueError for another type, RuntimeError if this is not the root.
+        """
+        _expect_bool("strict_order", strict_order)
+        root = _unit(self)
+        if not root.is_root:
+            raise RuntimeError(f"set strict_order on the root module, not on {root.name!r}")
+        for unit in _units(self, True):
+            unit.strict_order = strict_order
+            unit.describe()
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward needs no parameter of this unit (an embedding's), so none is prefetched.
 

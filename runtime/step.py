@@ -33,6 +33,7 @@ from autoshard.runtime.saved import (
 )
 from autoshard.runtime.tokens import Tokens
 from autoshard.runtime.unit import Unit, units_below
+from autoshard.runtime.unordered import drop_all, gather_all
 from autoshard.runtime.whole import Parts, Whole
 
 _open = threading.local()
@@ -70,6 +71,7 @@ class Step:
         self._parts: dict[Unit, Parts] = {}  # what backward gathers, of units that have `smaller`
         self._reduces: list[Reduction] = []
         self._callback_queued = False
+        self._task, self._is_nested = -1, False  # of the callback that is queued
         self._expected = owner.last_order  # what the previous step gathered, for prefetch
 
     @property
@@ -114,7 +116,7 @@ class Step:
         self._ended[unit] = self._ended.get(unit, 0) + 1
         # A unit of several modules is done when each of them has run.
         done = unit not in self.running and self._ended[unit] % len(unit.modules) == 0
-        if done and (unit.reshards or not self.has_grad):
+        if done and (unit.reshards or not self.has_grad) and not unit.is_unordered:
             self._drop(unit, check=not failed)
 
     def close(self, *, failed: bool = False) -> None:
@@ -128,6 +130,8 @@ class Step:
                 self._backward.setdefault(unit, self._forward[unit])
             self._drop(unit, check=not failed)
         self.owner.last_order = tuple(self.order)
+        if self.owner.is_unordered:
+            return
         order = self.owner.order("forward")
         order.forget() if failed else order.end()
 
@@ -135,14 +139,13 @@ class Step:
         if unit in self._read:
             return self._forward[unit]
         if not self.order:  # a compiled forward opens a step too, and gathers nothing in it
-            what = f"an eager forward of {self.owner.name}"
-            what += "" if self.has_grad else " without gradients"
-            event = self.owner.forward_of(what, units_below(self.owner))
-            course.take(event, self.owner.axes.mesh)
+            self._take_course()
             if self.owner.post_optim_event is not None:
                 self.owner.post_optim_event.wait()
                 self.owner.post_optim_event = None
-        self.owner.order("forward").take(unit.gather)
+        self._take("forward", unit.gather)
+        if unit.is_unordered and not _torch.in_backward():
+            gather_all(self.owner if self.owner.is_root else unit)
         outer = unit.last_step if _torch.in_backward() else None
         if unit not in self.order:
             self.order.append(unit)
@@ -158,6 +161,8 @@ class Step:
         self.sources.add(whole)
         if self._is_checkpointed(unit):
             self._run_again.add(unit)
+        if unit.is_unordered:
+            return whole
         for following in _ahead(unit, unit.next_in_forward, self._expected, unit.forward_prefetch):
             if following not in self.order or unit.next_in_forward is not None:
                 self._launch(following, self._forward)
@@ -165,6 +170,20 @@ class Step:
             outer._prefetch_backward(unit)
             outer._run_again.discard(unit)
         return whole
+
+    def _take_course(self) -> None:
+        """A forward of the owner begins: other ranks are to come to one, too."""
+        if self.owner.is_unordered:
+            return  # compiled code or a checkpoint, which others may not run, comes here, too
+        what = f"an eager forward of {self.owner.name}"
+        what += "" if self.has_grad else " without gradients"
+        event = self.owner.forward_of(what, units_below(self.owner))
+        course.take(event, self.owner.axes.mesh)
+
+    def _take(self, phase: str, event: str) -> None:
+        """`event` is about to be launched, in the order that all ranks have, if they have one."""
+        if not self.owner.is_unordered:
+            self.owner.order(phase).take(event)
 
     def _is_checkpointed(self, unit: Unit) -> bool:
         """Whether what reads `unit` now, in forward, seems to be in a checkpoint, to be read again
@@ -180,6 +199,9 @@ class Step:
     def _launch(self, unit: Unit, where: dict[Unit, Whole]) -> None:
         """Start gathering `unit`, unless it is gathered or on its way."""
         if unit in where:
+            return
+        if unit.is_unordered and unit.kept is not None and not unit.kept.is_stale:
+            where[unit] = unit.kept  # for all of the step
             return
         kept, unit.kept = unit.kept, None
         if kept is not None and not kept.is_stale:
@@ -197,7 +219,7 @@ class Step:
             self.sources.remove(whole)
             if check:
                 whole.check_unwritten()
-        if whole is self._backward.get(unit):
+        if whole is self._backward.get(unit) or whole is unit.kept:
             return
         # Autograd holds what is not freed, but for what a checkpoint runs again.
         if unit.is_unsharded_by_user or (unit in self._run_again and not unit.reshards):
@@ -235,7 +257,7 @@ class Step:
         """`unit` as backward may use it, or what a checkpoint runs again."""
         if unit in self._read_again:
             return self._backward[unit]
-        self.owner.order("backward").take(unit.gather)
+        self._take("backward", unit.gather)
         self._queue_callback()
         task = _torch.graph_task()
         # A unit that is not reduced has no end of its own: the next gather is it.
@@ -275,7 +297,7 @@ class Step:
         """Backward is over for `unit`: drop its whole parameters, or keep them for the next."""
         whole = self._backward.pop(unit, None)
         self._read_again.pop(unit, None)
-        if whole is None:
+        if whole is None or whole is unit.kept:
             return
         if unit.keeps_after_backward or unit.is_unsharded_by_user:
             unit.kept = whole
@@ -289,24 +311,40 @@ class Step:
         wanted: the parameters of which `.grad` is to be filled.
         """
         self._queue_callback()
+        waits = not unit.reducer.syncs or unit.is_unordered
         if not unit.reducer.syncs:
             unit.check_may_wait()
         for param in wanted:
             param.hooks.set_aside(param.param)
         self._end(unit)
         self._join_arrived(unit, grads, wanted)
-        if not unit.reducer.syncs:
+        if waits:
             for param in list(grads):
                 grad = grads.pop(param)
                 if grad is not None and param in wanted:
                     reduce.hold(param, grad, unit.reduced_member(param, grad.dtype).dtype)
         if grads:
-            _add_pending(unit, grads, wanted)
-            for reduction in self._reductions(unit, grads, wanted):
-                self._start(reduction)
+            self._reduce_now(unit, grads, wanted)
         if unit.prefetches_after_backward:
             self._prefetch_backward(unit)
         self._needed.discard(unit)
+
+    def _reduce_now(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
+        """Launch the reduce of `grads`, and of what waited for them."""
+        _add_pending(unit, grads, wanted)
+        for reduction in self._reductions(unit, grads, wanted):
+            self._start(reduction)
+
+    def _reduce_waiting(self, unit: Unit) -> None:
+        """Reduce what backwards have left to wait of `unit`; where ranks have no order, with zeros
+        for what no backward of this rank has reached."""
+        if not unit.reducer.syncs:
+            return
+        if unit.is_unordered or any(reduce.pending_of(p) is not None for p in unit.params):
+            trainable = [param for param in unit.params if param.param.requires_grad]
+            if trainable:
+                self._end(unit)
+                self._reduce_now(unit, dict.fromkeys(trainable), set(trainable))
 
     def _join_arrived(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
         """Add to `grads` what came before in this backward, and take out those that are to come
@@ -348,7 +386,7 @@ class Step:
         *,
         stands_alone: bool = False,
     ) -> list[Reduction]:
-        self.owner.order("backward").take(f"the reduce of {unit.name}")
+        self._take("backward", f"the reduce of {unit.name}")
         by_dtype: dict[torch.dtype, Grads] = {}
         for param in list(grads):
             grad = grads.pop(param)
@@ -378,17 +416,20 @@ class Step:
         if not self._callback_queued and _torch.in_backward():
             _torch.queue_backward_callback(self._finish_backward)
             self._callback_queued = True
+            self._task, self._is_nested = _torch.graph_task(), _torch.in_nested_backward()
             self.owner.backward_ran = True
             left_out.note_backward()
 
     def _finish_backward(self) -> None:
         self._callback_queued = False
+        if self.owner.is_unordered and self._is_nested:
+            return  # the backward around it is what all ranks have
+        if self.owner.is_unordered and self.owner.reduced_in == self._task:
+            return  # another step of this backward has
+        self.owner.reduced_in = self._task
         for unit in units_below(self.owner):
             self._hold_arrived(unit)
-            if unit.reducer.syncs and any(reduce.pending_of(p) is not None for p in unit.params):
-                # Used in earlier backwards, and not in this one.
-                trainable = [param for param in unit.params if param.param.requires_grad]
-                self.reduce(unit, dict.fromkeys(trainable), set(trainable))
+            self._reduce_waiting(unit)  # used in earlier backwards, and not in this one
         for reduction in self._reduces:
             reduction.advance()
         for unit in units_below(self.owner):
@@ -397,7 +438,7 @@ class Step:
                 for param, partial in unit.reducer.partial.items():
                     left.setdefault(partial.chunk.dtype, []).append(param)
                 for dtype, params in left.items():
-                    self.owner.order("backward").take(f"what is left to all-reduce of {unit.name}")
+                    self._take("backward", f"what is left to all-reduce of {unit.name}")
                     self._start(Reduction(unit, dict.fromkeys(params), set(params), dtype))
         self.owner.carried.extend(self._reduces)
         self._reduces = []
@@ -411,13 +452,15 @@ class Step:
                 reduce.units_that_wait.discard(unit)
         for unit in list(self._backward):
             self._end(unit)
+        drop_all(units_below(self.owner))
         if self._forward and not (self.opened_in and self.is_on_the_stack()):
             self.close()  # of a method, which has returned: nobody told
         for unit in self._run_again:  # fetched ahead, and not run again after all
             if unit.kept is not None and not unit.is_unsharded_by_user and unit.reshards:
                 unit.kept.drop()
                 unit.kept = None
-        self.owner.order("backward").end()
+        if not self.owner.is_unordered:
+            self.owner.order("backward").end()
 
     def _hold_arrived(self, unit: Unit) -> None:
         """Let wait what has not met the last of its gradient: a backward did not bring that."""

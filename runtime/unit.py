@@ -87,6 +87,8 @@ class Unit:
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)
     closed_in: int = -1  # the latest backward that ran compiled code of its model
+    strict_order: bool = True  # see unordered.py
+    reduced_in: int = -1  # the latest backward at whose end all of its units were reduced
     uses: weakref.WeakSet[Use] = field(default_factory=weakref.WeakSet)  # see uses.py
     _gathers: dict[bool, str] = field(default_factory=dict)  # by computes_in_full_precision
 
@@ -125,6 +127,7 @@ class Unit:
             (self.reducer.all_reduces, True, "requires_all_reduce"),
             (self.reducer.divide_by, None, "gradient_divide_factor"),
             (self.reducer.sends_unused, False, "sends_unused"),
+            (self.strict_order, True, "strict_order"),
         ):
             if value != default:
                 found.append(f"{name}={value}")
@@ -137,7 +140,14 @@ class Unit:
         return found
 
     @property
+    def is_unordered(self) -> bool:
+        """Whether ranks need not run its modules in one order, or at all; see unordered.py."""
+        return not self.strict_order and self.axes.num_ranks > 1
+
+    @property
     def reshards(self) -> bool:
+        if self.is_unordered:
+            return False
         if self.reshard_after_forward is None:
             return not self.is_root
         return self.reshard_after_forward
@@ -146,11 +156,15 @@ class Unit:
     def keeps_after_backward(self) -> bool:
         """Whether its whole parameters outlive backward; so does one that is to be repeated
         before the update, if they were kept from forward."""
+        if self.is_unordered:
+            return False
         return not self.reshard_after_backward or not (self.reshards or self.reducer.syncs)
 
     @property
     def stays(self) -> bool:
         """Whether compiled code finds its whole parameters there, or is to leave them there."""
+        if self.is_unordered:
+            return self.world > 1
         is_kept = self.is_unsharded_by_user or self.kept is not None
         return self.world > 1 and (self.keeps_after_backward or is_kept)
 

@@ -243,12 +243,15 @@ def test_optimizer_in_backward(rank: int, form: str) -> None:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(2)
 def test_optimizer_in_backward_and_two_forwards(rank: int, strategy: str) -> None:
-    """Reduced one by one, the second gradient would be of values that are gone."""
+    """One backward reduces both at once, and updates once. In two, the second gradient would be of
+    values that are gone."""
     model = autoshard.shard(Net(), strategy=strategy)
     InBackward(model)
-    loss = net_loss(model, rank, 0) + net_loss(model, rank, 1)
+    (net_loss(model, rank, 0) + net_loss(model, rank, 1)).backward()
+    first, second = net_loss(model, rank, 2), net_loss(model, rank, 3)
+    first.backward()
     with pytest.raises(RuntimeError, match=r"optimizer in backward|modified in place between"):
-        loss.backward()
+        second.backward()
     model.reset_iter_state()
 
 

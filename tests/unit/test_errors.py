@@ -159,8 +159,16 @@ def write_in_compiled_forward() -> None:
 
 
 def sparse_gradient() -> None:
-    model = autoshard.shard(nn.Embedding(9, 4, sparse=True))
-    model(torch.arange(4)).sum().backward()
+    autoshard.shard(nn.Embedding(9, 4, sparse=True))
+
+
+def embedding_that_renormalises() -> None:
+    autoshard.shard(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)))
+
+
+def bag_with_sparse_gradient() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True))
+    torch.compile(model, backend="autoshard")(torch.ones(1, 2, dtype=torch.int64))
 
 
 def gradient_from_before() -> None:
@@ -217,7 +225,9 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (never_called, ["AdamW", "WithMethod.embed.weight", "autoshard.shard(model)"]),
     (write_in_forward, ["layers.1.up.weight", "written to in forward", "outside of forward"]),
     (write_in_compiled_forward, ["layers.1.up.weight", "written to", "outside of forward"]),
-    (sparse_gradient, ["weight", "sparse=False"]),
+    (sparse_gradient, ["Embedding", "sparse=False"]),
+    (embedding_that_renormalises, ["0 (Embedding)", "max_norm=1.0", "full_params()"]),
+    (bag_with_sparse_gradient, ["0 (EmbeddingBag)", "sparse=False", "freeze"]),
     (gradient_from_before, ["embed.weight", "Net", "zero_grad()"]),
     (added_later, ["Net.extra.weight", "SGD", "before sharding"]),
     (bucketing_of_no_module, ["layer.1", "named_modules()", "layers"]),

@@ -1,0 +1,169 @@
+"""`strict_order=False`: ranks may run other parts of a model in each step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.issue import kinds
+from support.models import Net, tokens
+from support.ranks import on_ranks
+from support.selection import each_value
+from support.training import (
+    adamw,
+    assert_same,
+    average_gradients,
+    in_both_forms,
+    in_form,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import autoshard
+
+
+class Branches(Net):
+    """Layers that are left out, and a head for each task: which, a step and a rank by itself.
+
+    Nobody uses the last head.
+    """
+
+    def __init__(self, checkpointing: str | None = None) -> None:
+        super().__init__(tied=False, checkpointing=checkpointing)
+        self.heads = nn.ModuleList(nn.Linear(11, 3) for _ in range(3))
+        self.runs: tuple[int, ...] = (0, 1, 2)
+        self.task = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            if number not in self.runs:
+                continue
+            if self.checkpointing is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant")
+        return self.heads[self.task](self.head(x))
+
+
+def branches_loss(model: Any, rank: int, step: int) -> Tensor:
+    choose = random.Random(100 * step + rank)
+    model.runs = tuple(n for n in range(3) if choose.random() < 0.6)
+    model.task = choose.randrange(2)
+    ids = tokens(rank, step)
+    return functional.cross_entropy(model(ids), ids.roll(-1) % 3)
+
+
+def twice(model: Any, rank: int, step: int) -> Tensor:
+    return branches_loss(model, rank, step) + branches_loss(model, rank, step + 40)
+
+
+def trained(
+    model: Any, rank: int, *, loss: Callable[..., Tensor], is_replicated: bool = False
+) -> list[set[str]]:
+    """Which parameters had a gradient, in each step; with an evaluation in between."""
+    optimizer = adamw(model)
+    found = []
+    for step in range(6):
+        loss(model, rank, step).backward()
+        if is_replicated:
+            average_gradients(model)
+        found.append({n for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                branches_loss(model, rank, 77)
+    return found
+
+
+def arguments_of(strategy: str) -> dict[str, Any]:
+    if not strategy.startswith("hybrid"):
+        return {"strategy": strategy}
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    return {"strategy": strategy, "mesh": mesh}
+
+
+@each_value(
+    strategy=["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"],
+    form=["eager", "compiled", "inductor"],
+    checkpointing=[None, "non-reentrant", "reentrant"],
+    loss=[branches_loss, twice],
+)
+@on_ranks(2)
+def test_branches_that_differ(
+    rank: int, strategy: str, form: str, checkpointing: str | None, loss: Callable[..., Tensor]
+) -> None:
+    if checkpointing == "reentrant" and form != "eager":
+        checkpointing = "non-reentrant"  # Dynamo breaks the graph at the other
+    torch._dynamo.config.recompile_limit = 64
+    torch.manual_seed(0)
+    want = Branches(checkpointing)
+    had = trained(want, rank, loss=loss, is_replicated=True)
+    torch.manual_seed(0)
+    model = autoshard.shard(Branches(checkpointing), strict_order=False, **arguments_of(strategy))
+    if form != "eager":
+        in_form(model, "compiled", lowering="eager" if form == "compiled" else "inductor")
+    assert trained(model, rank, loss=loss) == had
+    assert not any(name.startswith("heads.2") for names in had for name in names)
+    assert_same(model, want, rtol=1e-5 if form == "inductor" else 0.0)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_in_one_line_and_with_micro_batches(rank: int, form: str) -> None:
+    torch._dynamo.config.recompile_limit = 64
+    torch.manual_seed(0)
+    want = Branches()
+    torch.manual_seed(0)
+    model = Branches()
+    options = {"lowering": "eager", "strict": True, "strict_order": False}
+    call: Any = model
+    if form == "eager":
+        for layer in model.layers:
+            autoshard.fully_shard(layer)
+        autoshard.fully_shard(model)
+        model.set_strict_order(False)
+    else:
+        call = torch.compile(model, backend="autoshard", options=options)
+    for each in (want, call):
+        optimizer = adamw(want if each is want else model)
+        for step in range(4):
+            if each is want:
+                branches_loss(each, rank, 10 + step).backward()
+            else:
+                with call.no_sync():
+                    branches_loss(each, rank, 10 + step).backward()
+            branches_loss(each, rank, 20 + step).backward()
+            if each is want:
+                average_gradients(want)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, want)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_what_is_sent(rank: int, form: str) -> None:
+    """Each unit is gathered once, at the beginning, and reduced once, at the end, on every rank."""
+    model: Any = in_form(autoshard.shard(Branches(), strict_order=False), form)
+    model.runs, model.task = ((0,), 0) if rank else ((1, 2), 1)
+    losses: list[Tensor] = []
+    assert kinds(lambda: losses.append(model(tokens(rank, 0)).sum())) == ["gather"] * 4
+    assert kinds(losses[0].backward) == ["reduce"] * 4
+    unit = model.layers[0].__dict__["_autoshard_unit"]
+    assert unit.kept is None  # nothing stays whole after backward
+
+
+@on_ranks(2)
+def test_only_the_root_has_an_order(rank: int) -> None:
+    model: Any = autoshard.shard(Branches())
+    with pytest.raises(RuntimeError, match=r"on the root module, not on 'layers\.0'"):
+        model.layers[0].set_strict_order(False)
+    with pytest.raises(ValueError, match="strict_order should be a bool"):
+        model.set_strict_order(1)
