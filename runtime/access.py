@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from autoshard import _torch
 from autoshard.runtime import precision
 from autoshard.runtime import step as steps
+from autoshard.runtime.errors import UsageTypeError
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.unit import UNIT, Unit
 from autoshard.runtime.unit import unit_of as unit_of
@@ -314,7 +315,7 @@ def _ignore_flat_weights(rnn: Any, value: list[Any]) -> None:
 
 
 def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
-    raise TypeError(
+    raise UsageTypeError(
         f"{type(module).__name__} is sharded and can't be deep-copied: build another one and load "
         "this one's state_dict() into it"
     )

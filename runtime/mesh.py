@@ -14,6 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import _torch
 from autoshard.passes import groups
+from autoshard.runtime.errors import UsageError
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -176,7 +177,7 @@ def axes_of(mesh: DeviceMesh, what: str) -> Axes:
             'axes for data parallelism, for example mesh["shard"] or mesh["replicate", "shard"]'
         )
     if not mesh.mesh_dim_names:
-        raise ValueError(
+        raise UsageError(
             f"{what} got a 2D mesh {mesh} without names: name its axes, as in "
             'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
         )

@@ -24,6 +24,7 @@ from autoshard import _torch
 from autoshard.passes import groups
 from autoshard.passes.layout import Member, part_of, show_members
 from autoshard.passes.ops import FROM_HOST
+from autoshard.runtime.errors import UnsupportedError
 from autoshard.runtime.extensions import has_methods, is_extended
 from autoshard.runtime.mesh import Axes, mesh_device
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
@@ -322,7 +323,7 @@ def shard_parameter(
     member = Member(param.dtype, tuple(whole.shape), dim)
     world, rank = axes.shard_world, axes.shard_rank
     if dim and member.rows % world:
-        raise ValueError(
+        raise UnsupportedError(
             f"parameter {name} of size {list(whole.shape)} can't be sharded on dim {dim} over "
             f"{world} ranks: only dim 0 may be uneven; give it Shard(0)"
         )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoshard.runtime import access, init
+from autoshard.runtime.errors import UsageError
 from autoshard.runtime.init import Ignored
 from autoshard.runtime.mesh import (
     REPLICATE_AXIS,
@@ -421,7 +422,7 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
         unit = access.unit_of(each)
         if unit is not None:
             how = "sharded" if unit.axes.shard is not None else "replicated"
-            raise ValueError(
+            raise UsageError(
                 f"{type(each).__name__} (unit {unit.name!r}) is {how} already: call fully_shard or "
                 "replicate once for each module, children first"
             )
@@ -465,7 +466,7 @@ def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | N
         )
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.dim():
-        raise ValueError(
+        raise UsageError(
             f"shard_placement_fn returned {placement!r} for {name}, which has {param.dim()} dims"
         )
     return dim
