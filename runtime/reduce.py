@@ -52,6 +52,7 @@ class Reducer:
     all_reduces: False stops after the reduce-scatter, and sums up what that gives.
     divide_by: what the sum is divided by; None: the number of ranks.
     sends_unused: parameters without a gradient on any rank get one of zeros.
+    in_flight: how many reduces may be, when one of these is launched; None: as many as help.
     all_reduce_hook: called with this rank's part of a unit's mean gradients, 1-D.
     comm_hook: (state, hook), in place of the collectives and of all division:
         `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
@@ -65,6 +66,7 @@ class Reducer:
     all_reduces: bool = True
     divide_by: float | None = None
     sends_unused: bool = False
+    in_flight: int | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook: tuple[Any, Callable[..., Any]] | None = None
     partial: dict[ShardedParam, Partial] = field(default_factory=dict)
@@ -128,6 +130,8 @@ class Reduction:
     @property
     def max_in_flight(self) -> int:
         """Of reductions, with this one about to be launched."""
+        if self._reducer.in_flight is not None:
+            return self._reducer.in_flight
         return MAX_WITH_REPLICAS if self._unit.axes.replicate_world > 1 else MAX_IN_FLIGHT
 
     @property

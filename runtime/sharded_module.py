@@ -160,6 +160,25 @@ class ShardedModule(nn.Module):
         for unit in _units(self, recurse):
             unit.reducer.sends_unused = enable
 
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Let so many reduces be in flight at once; by default one, with replicas two.
+
+        Each holds the gradients that it sends. More of them hide reduces that take longer than
+        what is computed beside them. Compiled code doesn't ask: there the plan says what is in
+        flight, and a `memory_budget` bounds it.
+        Raises TypeError for what is no int, and ValueError for one less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers should be an int, not {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers should be positive, not {max_input_buffers}")
+        for unit in _units(self, recurse):
+            unit.reducer.in_flight = max_input_buffers
+
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], None], *, stream: Any | None = None
     ) -> None:
