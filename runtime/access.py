@@ -14,10 +14,12 @@ the module, so modules of one class can be sharded differently.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -30,7 +32,7 @@ from autoshard import _torch
 from autoshard.runtime import precision
 from autoshard.runtime import step as steps
 from autoshard.runtime.errors import UsageTypeError
-from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.param import ShardedParam, find
 from autoshard.runtime.unit import UNIT, Unit
 from autoshard.runtime.unit import unit_of as unit_of
 
@@ -63,6 +65,32 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
     module.register_state_dict_post_hook(precision.keep_buffer_dtypes)
+
+
+def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
+    """`named`, of a module's parameters, with whole ones where those are in their places."""
+    for name, param in named:
+        sharded = None if _asks_for_shards.get() else find(param)
+        yield name, param if sharded is None else steps.registered(sharded)
+
+
+_asks_for_shards: ContextVar[bool] = ContextVar("_asks_for_shards", default=False)
+
+
+@contextlib.contextmanager
+def as_sharded() -> Iterator[None]:
+    """Inside, a module's `named_parameters()` gives the sharded ones, whatever is gathered."""
+    token = _asks_for_shards.set(True)
+    try:
+        yield
+    finally:
+        _asks_for_shards.reset(token)
+
+
+def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of `module` and below, each once: those that optimizers train."""
+    with as_sharded():
+        return list(module.named_parameters())
 
 
 def root_of(param: ShardedParam) -> nn.Module:
@@ -186,7 +214,9 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
     late = _late_step(sharded.unit)
     if late is not None:
         return late.read(sharded)
-    return steps.read_unsharded(sharded) if sharded.unit.is_unsharded_by_user else param
+    if sharded.unit.is_unsharded_by_user:
+        return steps.read_unsharded(sharded)
+    return steps.registered(sharded)
 
 
 @dataclass

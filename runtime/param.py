@@ -385,6 +385,21 @@ def find(param: object) -> ShardedParam | None:
     return sharded if sharded is not None and sharded.param is param else None
 
 
+def lend(sharded: ShardedParam, whole: Tensor) -> Tensor:
+    """`whole`, which is given out for `sharded`: an optimizer that holds it is refused."""
+    setattr(whole, _LENT_BY, sharded.name)
+    return whole
+
+
+_LENT_BY = "_autoshard_lent_by"  # tensor attribute: the parameter that it is a copy of
+
+
+def lent_by(tensor: Tensor) -> str | None:
+    """The name of the parameter that `tensor` was given out for, if it was."""
+    name: str | None = getattr(tensor, _LENT_BY, None)
+    return name
+
+
 def resolve(param: Tensor) -> ShardedParam | None:
     """As `find`, for a parameter that may have been put in place of a sharded one since."""
     sharded = find(param)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from autoshard.runtime import state
+from autoshard.runtime import access, state
 from autoshard.runtime import step as steps
 from autoshard.runtime.unit import Unit, unit_of
 from autoshard.runtime.whole import Whole
@@ -53,14 +53,37 @@ class ShardedModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Let go of whole parameters of this module's unit."""
-        unit = _unit(self)
-        unit.is_unsharded_by_user = False
-        if unit.kept is not None:
-            unit.kept.check_unwritten()
-            unit.kept.drop()
-            unit.kept = None
-        unit.describe()
+        """Let go of whole parameters of this module's unit; not of the units of modules inside.
+
+        Of those, too, that stay from forward to backward (`reshard_after_forward=False`): backward
+        gathers them again. Compiled code has such parameters among what it saved for backward, and
+        keeps those.
+        Raises RuntimeError if one was written to, as that would be lost.
+        """
+        _unit(self).reshard()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What stands in the modules: DTensors, or whole tensors where those are there.
+
+        That is so between `unshard()` and `reshard()`; and of a unit that doesn't reshard after an
+        eager forward with gradients, until backward. They are copies: gradients of what is
+        computed from them go to the sharded parameters, writes to them raise RuntimeError later,
+        and optimizers refuse them. `parameters()` is the same without names.
+        """
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return named if torch.compiler.is_compiling() else access.named_registered(named)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty the gradients of the parameters that optimizers train, gathered or not."""
+        with access.as_sharded():
+            super().zero_grad(set_to_none)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze the parameters that optimizers train, gathered or not."""
+        with access.as_sharded():
+            return super().requires_grad_(requires_grad)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True frees whole parameters after forward, False keeps them for backward.

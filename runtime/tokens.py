@@ -29,10 +29,13 @@ from autoshard.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from autoshard.runtime.step import Grads, Step
+    from autoshard.runtime.whole import Lent
 
 
 class Tokens:
     """One token for each trainable parameter of `unit`; their gradients end in `step.reduce`.
+
+    lent: whole parameters that forward left there for who reads them before backward.
 
     The graph holds them, by the nodes that attach to them, and the step only weakly: it is
     held by the graph itself, and the two would keep each other alive for ever.
@@ -46,6 +49,13 @@ class Tokens:
         anchor = _torch.apply(_Reduce, step, unit, grads, device, *params)
         made = _torch.apply(_Collect, anchor, unit, trainable, grads)
         self._tokens = dict(zip(trainable, made, strict=True))
+        self.lent: Lent | None = None
+
+    def free(self) -> None:
+        """Lend nothing any more. Raises RuntimeError if what was lent was written to."""
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            lent.check_unwritten()
 
     def will_reduce(self) -> bool:
         """Whether the running backward will."""

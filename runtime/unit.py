@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ from autoshard.runtime.reduce import Reducer, Reduction, forget
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
+    from autoshard.runtime.saved import Held
     from autoshard.runtime.step import Step
+    from autoshard.runtime.tokens import Tokens
     from autoshard.runtime.whole import Whole
 
 ROOT_NAME = "root"
@@ -43,6 +46,7 @@ class Unit:
         followed it in the step before; next_in_forward, next_in_backward: or these.
     prefetches_after_backward: only when its own gradients are in.
     kept: whole parameters beyond a step: asked for, or kept after backward.
+    held: what stays of whole parameters from forward to backward, unless it is resharded.
     is_unsharded_by_user: from `unshard()` to `reshard()`; reading: the step of reads meanwhile.
     smaller: after forward, shards over fewer ranks are kept, from which backward gathers.
     limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
@@ -75,6 +79,7 @@ class Unit:
     next_in_forward: list[Unit] | None = None
     next_in_backward: list[Unit] | None = None
     kept: Whole | None = None
+    held: weakref.WeakSet[Held | Tokens] = field(default_factory=weakref.WeakSet)
     is_unsharded_by_user: bool = False
     reading: Step | None = None
     reducer: Reducer = field(default_factory=Reducer)
@@ -223,6 +228,25 @@ class Unit:
     def note_mode(self) -> None:
         """A forward begins: it, and its backward, compute as the mode says that it is in now."""
         self.computes_in_full_precision = self.asks_for_full_precision
+
+    def reshard(self) -> None:
+        """Let go of whole parameters, of those that backward is to find in place, too.
+
+        Raises RuntimeError if one of them was written to.
+        """
+        self.is_unsharded_by_user = False
+        kept, self.kept = self.kept, None
+        if self.last_step is not None:
+            self.last_step.reshard(self)
+        try:
+            for each in list(self.held):
+                each.free()
+            if kept is not None:
+                kept.check_unwritten()
+        finally:
+            if kept is not None:
+                kept.drop()
+            self.describe()
 
     def check_may_wait(self) -> None:
         """Raise RuntimeError if its gradients can't wait for a later backward to be reduced."""

@@ -130,17 +130,7 @@ class Whole:
         """Raise RuntimeError if a whole parameter was written to, which would be lost."""
         if self.unit.world == 1 or self._tensors is None:
             return
-        written = [
-            param.name
-            for (param, tensor), version in zip(self._tensors.items(), self._versions, strict=False)
-            if tensor._version != version
-        ]
-        if written:
-            raise RuntimeError(
-                f"parameters {written} were written to in forward, where they are gathered copies: "
-                "write to the module's parameter outside of forward, before the call or after the "
-                "optimizer's step (for Embedding(max_norm=...), renormalise there)"
-            )
+        _refuse_written(self._tensors, self._versions)
 
     def drop(self) -> None:
         """Let go, waiting for what is still on its way."""
@@ -150,6 +140,32 @@ class Whole:
         self._flights, self._arrived, self._tensors, self._sources = [], {}, {}, {}
         if whole and self.unit.world > 1 and self.unit.limits_gathers:
             limiter.dropped(next(iter(whole.values())).device)
+
+
+class Lent:
+    """Whole parameters that stay between forward and backward, to be read."""
+
+    def __init__(self, whole: Whole) -> None:
+        self.tensors = dict(whole.tensors())
+        self._versions = [] if whole.unit.world == 1 else list(whole._versions)
+
+    def check_unwritten(self) -> None:
+        """As that of the `Whole`."""
+        _refuse_written(self.tensors, self._versions)
+
+
+def _refuse_written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> None:
+    written = [
+        param.name
+        for (param, tensor), version in zip(tensors.items(), versions, strict=False)
+        if tensor._version != version
+    ]
+    if written:
+        raise RuntimeError(
+            f"parameters {written} were written to in forward, where they are gathered copies: "
+            "write to the module's parameter outside of forward, before the call or after the "
+            "optimizer's step (for Embedding(max_norm=...), renormalise there)"
+        )
 
 
 def _on_device(param: ShardedParam) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,25 @@ import pytest
 import torch
 from support.models import Net, net_loss
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, in_both_forms, in_form, replicated, train
+from support.training import (
+    adamw,
+    assert_same,
+    average_gradients,
+    count,
+    in_both_forms,
+    in_form,
+    issued,
+    replicated,
+    train,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import fully_shard
 from autoshard.runtime.collectives import Issued, observe
+from autoshard.runtime.saved import Held
 
 
 def build(**arguments: Any) -> Any:
@@ -87,3 +99,160 @@ def test_reduces_in_flight(rank: int, form: str) -> None:
         model.set_reduce_scatter_max_input_buffers(True)
     with pytest.raises(ValueError, match="should be positive, not 0"):
         model.set_reduce_scatter_max_input_buffers(0)
+
+
+def numel(model: Any) -> int:
+    """Of whole parameters that this rank has memory of, through what `parameters()` gives."""
+    return sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor))
+
+
+@in_both_forms
+@on_ranks(2)
+def test_reshard_between_forward_and_backward(rank: int, form: str) -> None:
+    """Frees what forward kept, which backward gathers again; compiled code keeps what it saved."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
+    model.set_reshard_after_forward(False)
+    units = [each for each in model.modules() if isinstance(each, autoshard.ShardedModule)]
+    optimizer = adamw(model)
+    for step in range(4):
+        loss = net_loss(model, rank, step)
+        if step % 2:
+            held = [part for unit in units for part in unit._autoshard_unit.held]
+            assert len(held) > 0 or form == "compiled"
+            for each in units:
+                each.reshard()
+            assert not any(getattr(part, "memory", None) is not None for part in held)
+        gathers, reduces = count(issued(loss.backward))
+        # Of a unit whose parameters backward doesn't ask for, or that are still there, none.
+        assert (gathers, reduces) == (len(units) * (step % 2) * (form == "eager"), len(units))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_reshard_frees_memory(rank: int) -> None:
+    """Between forward and backward nobody holds the whole parameters after it."""
+    model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=False)
+    y = model(torch.ones(2, 4, requires_grad=True)).sum()
+    (held,) = (each for each in model._autoshard_unit.held if isinstance(each, Held))
+    storage = weakref.ref(held.memory.untyped_storage())
+    del held
+    assert storage() is not None
+    model.reshard()
+    assert storage() is None
+    assert count(issued(y.backward)) == (1, 1)
+    assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
+
+
+@on_ranks(2)
+def test_writes_after_reshard_are_found(rank: int) -> None:
+    """Backward would compute with other values than forward: eager RuntimeError either way."""
+    for reshards in (True, False):
+        model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=False)
+        y = model(torch.ones(2, 4, requires_grad=True)).sum()
+        if reshards:
+            model.reshard()
+            with torch.no_grad():
+                model.weight.zero_()
+            match = "modified in place between forward and backward"
+        else:
+            with torch.no_grad():
+                model.weight.zero_()
+            match = "written to"
+        with pytest.raises(RuntimeError, match=match):
+            y.backward()
+        model.reset_iter_state()
+
+
+@in_both_forms
+@on_ranks(2)
+def test_parameters_follow_what_is_gathered(rank: int, form: str) -> None:
+    """Whole from `unshard()` to `reshard()`, and where forward keeps them until backward."""
+    model = in_form(build(), form, bucketing="per_unit")
+    names = [name for name, _ in model.named_parameters()]
+    own = {name: p.numel() for name, p in model.named_parameters() if "layers" not in name}
+    assert numel(model) == 0
+    assert model.unshard() is None
+    assert numel(model) == sum(own.values())  # not of modules inside
+    assert [name for name, _ in model.named_parameters()] == names
+    assert not isinstance(model.head.weight, DTensor)
+    model.reshard()
+    assert numel(model) == 0
+    with torch.no_grad():
+        net_loss(model, rank, 0)
+    assert numel(model) == 0
+    torch.optim.SGD(model.parameters(), lr=0.1)  # after an evaluation
+    loss = net_loss(model, rank, 0)
+    kept = sum(own.values()) if form == "eager" else 0
+    assert numel(model) == kept
+    assert isinstance(model.head.weight, DTensor) == (form == "compiled")
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    loss.backward()
+    assert numel(model) == 0
+    model.zero_grad()
+    model.set_reshard_after_forward(False)
+    loss = net_loss(model, rank, 0)
+    whole = sum(p.numel() for p in model.parameters())
+    assert numel(model) == (whole if form == "eager" else 0)
+    for each in model.modules():
+        if isinstance(each, autoshard.ShardedModule):
+            each.reshard()
+    assert numel(model) == 0
+    loss.backward()
+
+
+@in_both_forms
+@on_ranks(2)
+def test_gradients_through_parameters(rank: int, form: str) -> None:
+    """Those of what is computed from whole ones reach the shards, once and averaged."""
+    torch.manual_seed(0)
+    want = Net(tied=False)
+    (net_loss(want, rank, 0) + sum(p.pow(2).sum() for p in want.parameters())).backward()
+    average_gradients(want)
+    model = in_form(build(), form, bucketing="per_unit")
+    model.set_reshard_after_forward(False)
+    units = [each for each in model.modules() if isinstance(each, autoshard.ShardedModule)]
+    if form == "compiled":
+        for each in units:
+            each.unshard()
+    loss = net_loss(model, rank, 0)
+    total = loss + sum(p.pow(2).sum() for p in model.parameters())
+    assert numel(model) > 0
+    total.backward()
+    for each in units:
+        each.reshard()
+    for got, expected in zip(model.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_whole_parameters_in_the_wrong_hands(rank: int, form: str) -> None:
+    """Optimizers refuse them; zeroing, freezing, norms and states are of the sharded ones."""
+    model = in_form(build(), form, bucketing="per_unit")
+    net_loss(model, rank, 0).backward()
+    model.unshard()
+    with pytest.raises(ValueError, match="non-leaf"):
+        torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"a gathered copy of parameter embed\.weight"):
+        optimizer.step()
+    assert model.clip_grad_norm_(1.0) > 0
+    model.zero_grad()
+    model.reshard()
+    assert all(p.grad is None for p in model.parameters())
+    model.unshard()
+    model.requires_grad_(False)
+    model.reshard()
+    assert not any(p.requires_grad for p in model.parameters())
+    model.requires_grad_(True)
+    if form == "eager":
+        loss = net_loss(model, rank, 0)
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        with pytest.raises(RuntimeError, match=r"embed\.weight.*written to"):
+            loss.backward()
