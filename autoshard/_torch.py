@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -415,6 +415,20 @@ def cpu_allocations(profile: torch.profiler.profile) -> list[int]:
         if is_allocation and event.extra_fields.device.type == "cpu":
             found.append((event.start_time_ns, event.extra_fields.alloc_size))
     return [num_bytes for _, num_bytes in sorted(found, key=lambda each: each[0])]
+
+
+def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], None]) -> None:
+    """Have `torch.distributed.fsdp.fully_shard` know a state of `module` that calls `finish` to
+    reduce gradients: up to 2.13, torch.distributed.pipelining asks it for the state of a stage.
+    """
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed.fsdp import fully_shard
+
+    group = SimpleNamespace(post_backward=lambda: None)
+    state = SimpleNamespace(_fsdp_param_groups=[group], _root_post_backward_final_callback=finish)
+    state._state_ctx = SimpleNamespace(all_states=[state])
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
 def overlap_gathers(module: torch.nn.Module) -> None:

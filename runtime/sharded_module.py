@@ -6,20 +6,22 @@ the units of all modules inside, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 
+from autoshard import _torch
 from autoshard.runtime import access, state
 from autoshard.runtime import step as steps
 from autoshard.runtime.unit import Unit, unit_of
 from autoshard.runtime.whole import Whole
 
 
-class UnshardHandle:
+class UnshardHandle(fsdp.UnshardHandle):
     """What `unshard(async_op=True)` gives: `wait()` for the whole parameters."""
 
     def __init__(self, unit: Unit) -> None:
@@ -31,8 +33,36 @@ class UnshardHandle:
             self._unit.kept.tensors()
 
 
-class ShardedModule(nn.Module):
-    """Mixed into the class of every module that heads a unit; `isinstance` tells such modules."""
+class GradientReductionHandle:
+    """What `finalize_backward(async_op=True)` gives: `wait()` for the gradients."""
+
+    def __init__(self, root: Unit) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Until reduces that were launched are over, and `.grad` is filled."""
+        self._root.finish_reduces()
+
+
+class ShardedModule(fsdp.FSDPModule, nn.Module):
+    """Mixed into the class of every module that heads a unit; `isinstance` tells such modules.
+
+    They are FSDP2's `FSDPModule` to those who ask for that, with all of its public methods up to
+    torch 2.13, and nothing of what FSDP2 does: `torch.distributed.fsdp.fully_shard` has not seen
+    them. A part of a container that heads a unit, as `model.layers[1:3]`, is of the container's
+    own class.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class that was sharded: containers make parts of themselves so."""
+        original: type[nn.Module] | None = cls.__dict__.get("_autoshard_original")
+        return object.__new__(cls) if original is None else original(*args, **kwargs)
+
+    def _get_fsdp_state(self) -> Any:
+        raise NotImplementedError(
+            f"unit {_unit(self).name!r} is autoshard's, and keeps none of the state that FSDP2 keeps "
+            "of its modules: what asked for that works with torch's fully_shard alone"
+        )
 
     # ---- whole parameters
 
@@ -115,11 +145,11 @@ class ShardedModule(nn.Module):
 
     # ---- prefetch
 
-    def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
         """Gather the units of `modules` ahead when this one's is gathered in forward."""
         _unit(self).next_in_forward = _units_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
         """The same in backward; an empty list is the default, the unit before in forward."""
         _unit(self).next_in_backward = _units_of(modules) or None
 
@@ -159,8 +189,38 @@ class ShardedModule(nn.Module):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: a backward may end before its reduces have."""
         _expect_bool("is_last_backward", is_last_backward)
+        _torch.stand_in_for_fsdp2(self, self.finalize_backward)  # for a stage of a pipeline
         for unit in _units(self, True):
             unit.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True: call `finalize_backward()` after the last backward before a step.
+
+        It is `set_is_last_backward(False)`, whose place it takes; False undoes both.
+        Raises RuntimeError if this is not the root.
+        """
+        _expect_bool("enabled", enabled)
+        _root(self, "set_manual_backward_finalization")
+        self.set_is_last_backward(not enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce gradients that wait for a backward that is reduced, as that would; fill `.grad`.
+
+        For schedules in which reduction is a step of its own: let gradients wait in all backwards,
+        then `set_requires_gradient_sync(True)`, and call this, on all ranks together. Whole
+        parameters that were kept for the next backward are let go of, unless
+        `set_reshard_after_backward(False)` holds still.
+
+        async_op: return when reduces are launched, a handle to wait for them.
+        Raises RuntimeError if this is not the root, or inside a forward or a backward.
+        """
+        root = _root(self, "finalize_backward")
+        steps.finalize(root)
+        handle = GradientReductionHandle(root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by `factor` rather than by the number of ranks."""
@@ -299,11 +359,7 @@ class ShardedModule(nn.Module):
 
         Raises RuntimeError if this is not the root.
         """
-        root = _unit(self)
-        if not root.is_root:
-            raise RuntimeError(
-                f"reset_iter_state must be called on the root module, not on {root.name!r}"
-            )
+        _root(self, "reset_iter_state")
         steps.abandon_open_step()
         for unit in _units(self, True):
             if unit.last_step is not None:
@@ -318,6 +374,13 @@ def _unit(module: nn.Module) -> Unit:
     return unit
 
 
+def _root(module: nn.Module, what: str) -> Unit:
+    unit = _unit(module)
+    if not unit.is_root:
+        raise RuntimeError(f"{what} must be called on the root module, not on {unit.name!r}")
+    return unit
+
+
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     unit = _unit(module)
     if not recurse:
@@ -326,7 +389,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     return list(dict.fromkeys(each for each in inside if each is not None))
 
 
-def _units_of(modules: list[ShardedModule]) -> list[Unit]:
+def _units_of(modules: Iterable[object]) -> list[Unit]:
     units = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None

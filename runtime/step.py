@@ -468,6 +468,27 @@ def close_compiled(owner: Unit) -> None:
         step._queue_callback()
 
 
+def finalize(owner: Unit) -> None:
+    """Outside of backward: launch what is left to reduce of `owner`'s model, as the end of one
+    would, and let go of what was kept for another. Raises RuntimeError inside of one, or forward.
+    """
+    if open_step() is not None or _torch.in_backward():
+        raise RuntimeError("finalize_backward was called inside a forward or a backward")
+    step = Step(owner)
+    step._trained = set(units_below(owner))
+    was_last, owner.is_last_backward = owner.is_last_backward, False
+    try:
+        step._finish_backward()
+    finally:
+        owner.is_last_backward = was_last
+    for unit in units_below(owner):
+        is_kept = unit.keeps_after_backward or unit.is_unsharded_by_user
+        if unit.kept is not None and not is_kept:
+            unit.kept.drop()
+            unit.kept = None
+            unit.describe()
+
+
 def _add_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
     """To each gradient that is wanted, add what waited for it."""
     for param in wanted:

@@ -23,7 +23,9 @@ from support.training import (
     train,
 )
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
@@ -256,3 +258,88 @@ def test_whole_parameters_in_the_wrong_hands(rank: int, form: str) -> None:
             next(model.parameters()).zero_()
         with pytest.raises(RuntimeError, match=r"embed\.weight.*written to"):
             loss.backward()
+
+
+@in_both_forms
+@on_ranks(2)
+def test_fsdp_module(rank: int, form: str) -> None:
+    """Sharded modules are `FSDPModule`s; parts of a sharded container are not."""
+    model = in_form(build(), form)
+    assert isinstance(model, fsdp.FSDPModule)
+    assert isinstance(model, Net)
+    assert [isinstance(each, fsdp.FSDPModule) for each in model.layers] == [True] * 3
+    assert not isinstance(model.head, fsdp.FSDPModule)
+    net_loss(model, rank, 0).backward()
+    assert isinstance(model.unshard(async_op=True), fsdp.UnshardHandle)
+    model.reshard()
+    chain = fully_shard(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
+    assert type(chain[:2]) is nn.Sequential
+    assert chain[:2][0] is chain[0]
+    with pytest.raises(NotImplementedError, match="keeps none of the state that FSDP2 keeps"):
+        model._set_unshard_async_op(True)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_backward_finalized_by_hand(rank: int, form: str) -> None:
+    """Gradients wait in all backwards, and are reduced outside of one."""
+    want, _ = replicated(Net, net_loss, steps=2)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
+    optimizer = adamw(model)
+    for step in range(2):
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        loss = net_loss(model, rank, step) / 2
+        assert count(issued(loss.backward))[1] == 0
+        assert count(issued((net_loss(model, rank, step) / 2).backward)) == (0, 0)
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        assert count(issued(lambda: model.finalize_backward(async_op=True).wait())) == (0, 4)
+        assert all(each._autoshard_unit.kept is None for each in (model, *model.layers))
+        model.set_manual_backward_finalization(False)
+        assert model.finalize_backward() is None  # nothing is left
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want, rtol=1e-6)  # two halves are added, of which the sum is rounded
+    with pytest.raises(RuntimeError, match=r"root module, not on 'layers\.0'"):
+        model.layers[0].finalize_backward()
+    with pytest.raises(RuntimeError, match=r"root module, not on 'layers\.0'"):
+        model.layers[0].set_manual_backward_finalization(True)
+
+
+def stages(rank: int, form: str, schedule: str) -> None:
+    """Train a pipeline of two stages, each cut over two ranks, against one model without either."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    index, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    part: Any = nn.Sequential(*copy.deepcopy(whole)[2 * index : 2 * index + 2])
+    for each in part:
+        fully_shard(each, mesh=mesh["dp"])
+    in_form(fully_shard(part, mesh=mesh["dp"]), form)
+    group = mesh.get_group("pp")
+    x = torch.arange(16.0).view(4, 4) / 16 + replica
+    stage = PipelineStage(part, index, 2, torch.device("cpu"), group=group)
+    make = getattr(torch.distributed.pipelining, schedule)
+    stages = [stage] if "Interleaved" in schedule else stage
+    run = make(stages, 2, loss_fn=lambda y, target: (y - target).pow(2).sum(), scale_grads=False)
+    for _ in range(2):
+        if index == 0:
+            run.step(x)
+        else:
+            run.step(target=torch.ones(4, 4))
+        ((whole(x) - 1).pow(2).sum()).backward()
+    own = whole[2 * index : 2 * index + 2]
+    for got, want in zip(part.parameters(), own.parameters(), strict=True):
+        torch.distributed.all_reduce(want.grad, group=mesh.get_group("dp"))
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad / 2)
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+@in_both_forms
+@on_ranks(4)
+def test_stages_of_a_pipeline(rank: int, form: str, schedule: str) -> None:
+    """torch.distributed.pipelining, which tells them what it tells FSDP2's."""
+    stages(rank, form, schedule)
