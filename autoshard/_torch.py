@@ -234,6 +234,35 @@ def group_ranks(name: str) -> list[int]:
     return dist.get_process_group_ranks(resolve_group(name))
 
 
+def group_allocator(
+    name: str, device: torch.device
+) -> Callable[[int, torch.dtype, torch.device], torch.Tensor] | None:
+    """What gives memory of the backend's own of that group; None if it has none."""
+    backend = resolve_group(name)._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return lambda numel, dtype, device: backend.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def symmetric_memory(
+    name: str, backend: str
+) -> tuple[
+    Callable[[int, torch.dtype, torch.device], torch.Tensor], Callable[[torch.Tensor, Any], object]
+]:
+    """What gives symmetric memory, and what has to be called with each buffer, and the group,
+    before it is used. All ranks of the group call it."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.set_backend(backend)
+    dist.barrier(group=resolve_group(name))  # its communicator has to be there
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long `group` waits for a collective; torch's default where its backend doesn't say."""
     for device in group._device_types:

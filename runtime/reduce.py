@@ -33,6 +33,7 @@ from torch import Tensor
 from autoshard.passes.layout import Member
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Division, InFlight
+from autoshard.runtime.comms import Comm
 from autoshard.runtime.param import local_tensor
 from autoshard.runtime.streams import on_all_reduce_stream
 
@@ -57,6 +58,7 @@ class Reducer:
     comm_hook: (state, hook), in place of the collectives and of all division:
         `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
         parameters are not cut, `hook(state, grad)` works in place.
+    reduce_scatter: the user's, in place of ours.
     partial: sums that are reduce-scattered and wait to be all-reduced; like those that wait
         whole, they are dropped if `.grad` is emptied meanwhile. By parameter, as another
         backward may reduce others together.
@@ -69,12 +71,14 @@ class Reducer:
     in_flight: int | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook: tuple[Any, Callable[..., Any]] | None = None
+    reduce_scatter: Comm | None = None
     partial: dict[ShardedParam, Partial] = field(default_factory=dict)
 
     @property
     def is_custom(self) -> bool:
-        """Whether a reduce gives something else than the mean."""
-        return not (self.divide_by is None and self.all_reduce_hook is None and not self.comm_hook)
+        """Whether a reduce gives something else than the mean, or is not ours."""
+        told = self.divide_by, self.all_reduce_hook, self.comm_hook, self.reduce_scatter
+        return any(each is not None for each in told)
 
     @property
     def is_plain(self) -> bool:
@@ -163,8 +167,9 @@ class Reduction:
             divisor=self._division.before,
             is_last=axes.replicate_world == 1 and self._hook is None,
             names=[param.name for param in self._params],
+            comm=self._reducer.reduce_scatter,
         )
-        self._flight = collectives.launch_reduce(packed)
+        self._flight = collectives.launch_reduce(packed, self._reducer.reduce_scatter)
         if axes.shard_world == 1:
             self.advance()
 

@@ -6,6 +6,7 @@ the units of all modules inside, too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
@@ -17,6 +18,9 @@ from torch.distributed import fsdp
 from autoshard import _torch
 from autoshard.runtime import access, state
 from autoshard.runtime import step as steps
+from autoshard.runtime.comms import AllGatherIn, ReduceScatterIn, check_comm
+from autoshard.runtime.errors import UsageError
+from autoshard.runtime.mesh import mesh_device
 from autoshard.runtime.unit import Unit, unit_of
 from autoshard.runtime.whole import Whole
 
@@ -60,8 +64,8 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
 
     def _get_fsdp_state(self) -> Any:
         raise NotImplementedError(
-            f"unit {_unit(self).name!r} is autoshard's, and keeps none of the state that FSDP2 keeps "
-            "of its modules: what asked for that works with torch's fully_shard alone"
+            f"unit {_unit(self).name!r} is autoshard's, and keeps none of the state that FSDP2 "
+            "keeps of its modules: what asked for that works with torch's fully_shard alone"
         )
 
     # ---- whole parameters
@@ -262,6 +266,88 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         for unit in _units(self, recurse):
             unit.reducer.in_flight = max_input_buffers
 
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit's parameters by `comm` rather than by collectives of ours.
+
+        comm: as `torch.distributed.fsdp`'s `AllGather`. `comm.allocate(size, dtype=, device=)`
+            gives what is received into, which parameters are copied out of, and
+            `comm(output_tensor=, input_tensor=, group=, async_op=)` begins to gather, returning
+            what to wait for, or None. One call a dtype; both tensors are 1-D, and `input_tensor`
+            is a part of `output_tensor`. None: ours again.
+
+        Compiled code finds such a unit's parameters gathered when it begins, and keeps them until
+        its backward is over: no graph can hold what `comm` does.
+        Raises TypeError for what can't be called so.
+        """
+        if comm is not None:
+            check_comm(comm, "all-gather")
+        unit = _unit(self)
+        unit.all_gather = comm
+        unit.allocates = None
+        unit.describe()
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter this unit's gradients by `comm` rather than by collectives of ours.
+
+        comm: as `torch.distributed.fsdp`'s `ReduceScatter`: as for `set_custom_all_gather`, and
+            called with `op=`, which is always the sum: we divide, before and after. Compiled code
+            calls it, too. Where parameters are not cut there is nothing to scatter.
+        Raises TypeError for what can't be called so.
+        """
+        if comm is not None:
+            check_comm(comm, "reduce-scatter")
+        unit = _unit(self)
+        unit.reducer.reduce_scatter = comm
+        unit.allocates = None
+        unit.describe()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Send this unit's parameters and gradients from, and to, memory of the process group's.
+
+        Where the backend has none to give, as gloo has not, True changes nothing. Compiled, as
+        with `set_custom_all_gather`. It was run on no device that has such memory yet.
+        Raises ValueError after `set_custom_all_gather` and its like.
+        """
+        _expect_bool("enable", enable)
+        unit = _unit(self)
+        _refuse_own(unit, "set_allocate_memory_from_process_group_for_comm()", "group")
+        group = unit.axes.shard_group
+        device = mesh_device(unit.axes.mesh)
+        allocate = _torch.group_allocator(group, device) if enable and group else None
+        _allocate(unit, "group", allocate)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Send this unit's parameters and gradients from, and to, symmetric memory.
+
+        Compiled, as with `set_custom_all_gather`. It was run on no device yet.
+        Raises ValueError for another backend than NCCL, on a mesh of no CUDA devices, where several
+        reduces may be in flight, and after `set_custom_all_gather` and its like.
+        """
+        unit = _unit(self)
+        _refuse_own(unit, "set_symm_mem_for_comm()", "symmetric")
+        if backend != "NCCL" or unit.axes.mesh.device_type != "cuda":
+            raise ValueError(
+                f"unit {unit.name!r} is on {unit.axes.mesh.device_type}, asked for symmetric "
+                f"memory of {backend!r}: only NCCL has some, for meshes of CUDA devices"
+            )
+        if (unit.reducer.in_flight or 1) > 1:
+            raise ValueError(
+                f"unit {unit.name!r} may have {unit.reducer.in_flight} reduces in flight, and one "
+                "buffer of symmetric memory: call set_reduce_scatter_max_input_buffers(1) first"
+            )
+        if unit.axes.shard_group:
+            allocate, prepare = _torch.symmetric_memory(unit.axes.shard_group, backend)
+            _allocate(unit, "symmetric", allocate, prepare)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Use `set_gradient_divide_factor()` instead: this is its former name. Warns so."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated: call set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], None], *, stream: Any | None = None
     ) -> None:
@@ -402,6 +488,26 @@ def _units_of(modules: Iterable[object]) -> list[Unit]:
 def _expect_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} should be a bool, got {type(value).__name__}")
+
+
+def _refuse_own(unit: Unit, what: str, by: str) -> None:
+    """Raise UsageError if `unit` has communication of its own, other than `by` this very call."""
+    own = unit.reducer.reduce_scatter if unit.all_gather is None else unit.all_gather
+    if own is not None and unit.allocates != by:
+        raise UsageError(
+            f"unit {unit.name!r} has communication of its own, a {type(own).__name__}, which "
+            f"allocates what it needs: {what} can't have a say; call set_custom_all_gather(None) "
+            "and set_custom_reduce_scatter(None) first"
+        )
+
+
+def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
+    """Have `unit` send in buffers that `allocate` gives; None: in ours."""
+    unit.allocates = None if allocate is None else by
+    is_ours = allocate is None
+    unit.all_gather = None if is_ours else AllGatherIn(allocate, *prepare)
+    unit.reducer.reduce_scatter = None if is_ours else ReduceScatterIn(allocate, *prepare)
+    unit.describe()
 
 
 def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:

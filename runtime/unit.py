@@ -15,6 +15,7 @@ from torch import nn
 from autoshard.passes.layout import Member
 from autoshard.passes.plan import Plan
 from autoshard.runtime.agreement import Agreed, Order
+from autoshard.runtime.comms import Comm
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reducer, Reduction, forget
@@ -50,6 +51,8 @@ class Unit:
     is_unsharded_by_user: from `unshard()` to `reshard()`; reading: the step of reads meanwhile.
     smaller: after forward, shards over fewer ranks are kept, from which backward gathers.
     limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
+    all_gather: in place of ours.
+    allocates: whose memory that, and the reduce-scatter, are for; None: they are the user's.
     post_optim_event: what the first gather of the next step it owns waits for.
     is_last_backward: False: reduces need not be over when a backward of steps it owns is;
         they are `carried` on to the next.
@@ -86,6 +89,8 @@ class Unit:
     smaller: Axes | None = None
     limits_gathers: bool = True
     post_optim_event: Any = None
+    all_gather: Comm | None = None
+    allocates: str | None = None
     computes_in_full_precision: bool = False
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)
@@ -132,6 +137,10 @@ class Unit:
                 found.append(f"{name}={value}")
         if self.reducer.comm_hook is not None:
             found.append("a hook that communicates")
+        if self.all_gather is not None:
+            found.append("an all-gather of its own")
+        if self.reducer.reduce_scatter is not None:
+            found.append("a reduce-scatter of its own")
         if self.next_in_forward is not None:
             found.append(f"forward prefetch of {_listed([u.name for u in self.next_in_forward])}")
         if self.next_in_backward is not None:
@@ -154,7 +163,8 @@ class Unit:
     def stays(self) -> bool:
         """Whether compiled code finds its whole parameters there, or is to leave them there."""
         is_kept = self.is_unsharded_by_user or self.kept is not None
-        return self.world > 1 and (self.keeps_after_backward or is_kept)
+        has_own = self.all_gather is not None  # which only the runtime can use
+        return self.world > 1 and (self.keeps_after_backward or is_kept or has_own)
 
     @property
     def world(self) -> int:

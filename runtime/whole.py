@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,7 +63,9 @@ class Whole:
                 continue
             group = (parts.axes if parts else unit.axes).shard_group
             launch: Callable[..., InFlight | GroupedFlight] = collectives.launch_gather
-            if transport.sends_members(group, tensors[0].device):
+            if unit.all_gather is not None:
+                launch = functools.partial(launch, comm=unit.all_gather)
+            elif transport.sends_members(group, tensors[0].device):
                 launch = collectives.launch_grouped_gather
             flight = launch(list(tensors), members, group)
             self._flights.append((list(pieces), flight))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import unittest.mock
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import Net, net_loss
 from support.ranks import on_ranks
 from support.training import (
@@ -22,14 +24,14 @@ from support.training import (
     replicated,
     train,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
-from autoshard import fully_shard
+from autoshard import _torch, fully_shard
 from autoshard.runtime.collectives import Issued, observe
 from autoshard.runtime.saved import Held
 
@@ -343,3 +345,126 @@ def stages(rank: int, form: str, schedule: str) -> None:
 def test_stages_of_a_pipeline(rank: int, form: str, schedule: str) -> None:
     """torch.distributed.pipelining, which tells them what it tells FSDP2's."""
     stages(rank, form, schedule)
+
+
+class Calls:
+    """A buffer for each size, used again and again, and what was done with them."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[int, ...], Tensor] = {}
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.buffers.setdefault(tuple(size), torch.empty(size, dtype=dtype, device=device))
+
+
+class MyGather(Calls):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self.calls += 1
+        assert output_tensor is self.buffers[tuple(output_tensor.shape)]
+        start = group.rank() * input_tensor.numel()
+        assert input_tensor.data_ptr() == output_tensor[start:].data_ptr()
+        return dist.all_gather_into_tensor(output_tensor, input_tensor.clone(), group, async_op)
+
+
+class MyReduceScatter(Calls):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self.calls += 1
+        assert input_tensor is not output_tensor
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_custom_communication(rank: int, form: str) -> None:
+    """Gathers and reduces of a unit by the user's own objects, in the user's own buffers."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
+    gathers, reduces = [MyGather() for _ in range(2)], [MyReduceScatter() for _ in range(2)]
+    for each, gather, reduce in zip((model, model.layers[1]), gathers, reduces, strict=True):
+        each.set_custom_all_gather(gather)
+        each.set_custom_reduce_scatter(reduce)
+    train(model, net_loss, adamw(model))
+    assert_same(model, want)
+    # The root keeps its parameters; so does compiled code those that it can't gather itself.
+    assert [each.calls for each in gathers] == [4, 8 if form == "eager" else 4]
+    assert [each.calls for each in reduces] == [4, 4]
+    model.set_custom_all_gather(None)
+    model.set_custom_reduce_scatter(None)
+    train(model, net_loss, adamw(model), steps=1)
+    assert (gathers[0].calls, reduces[0].calls) == (4, 4)
+    other = model.layers[1]
+    with pytest.raises(TypeError, match="a custom all-gather should be callable and have"):
+        other.set_custom_all_gather(Calls())
+    with pytest.raises(TypeError, match="a custom reduce-scatter should be callable and have"):
+        other.set_custom_reduce_scatter(print)
+    with pytest.raises(AssertionError, match="has communication of its own, a MyGather"):
+        other.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(AssertionError, match="has communication of its own, a MyGather"):
+        other.set_symm_mem_for_comm()
+
+
+@on_ranks(2)
+def test_custom_communication_of_single_parameters(rank: int) -> None:
+    """A buffer that is used again is copied out of, also where a unit has but one parameter."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    model = copy.deepcopy(whole)
+    gather, reduce = MyGather(), MyReduceScatter()
+    for each in (*model, model):
+        fully_shard(each, reshard_after_forward=False)
+        each.set_custom_all_gather(gather)
+        each.set_custom_reduce_scatter(reduce)
+    x = torch.ones(2, 4)
+    assert torch.equal(model(x), whole(x))
+    model(x).pow(2).sum().backward()
+    whole(x).pow(2).sum().backward()
+    for got, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+    assert len(gather.buffers) == 1
+
+
+@in_both_forms
+@on_ranks(2)
+def test_memory_of_the_process_group(rank: int, form: str) -> None:
+    """gloo has none to give, which changes nothing; what a backend gives is used."""
+    want, _ = replicated(Net, net_loss, steps=2)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    assert model._autoshard_unit.all_gather is None
+    given = []
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        given.append(torch.empty(numel, dtype=dtype, device=device))
+        return given[-1]
+
+    with unittest.mock.patch.object(_torch, "group_allocator", return_value=allocate):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    train(model, net_loss, adamw(model), steps=2)
+    assert_same(model, want)
+    assert len(given) == 2 * 3  # of the root: one to gather, two to reduce
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    assert model._autoshard_unit.reducer.reduce_scatter is None
+    with pytest.raises(ValueError, match="only NCCL has some, for meshes of CUDA devices"):
+        model.set_symm_mem_for_comm()
+
+
+@on_ranks(2)
+def test_former_names(rank: int) -> None:
+    """Warn, and do what the new ones do."""
+    model = build()
+    with pytest.warns(FutureWarning, match="call set_gradient_divide_factor"):
+        model.set_reduce_scatter_divide_factor(4.0)
+    assert model._autoshard_unit.reducer.divide_by == 4.0
