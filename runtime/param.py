@@ -209,11 +209,12 @@ class ShardedParam:
     def reduce_group(self) -> str:
         """Over whom compiled code reduces its gradient, as `passes/groups.py` says it."""
         reducer = self.unit.reducer
+        scatter_group = reducer.scatter_group or self.axes.shard_group
         if not reducer.syncs:
             return self.axes.shard_group
         if self.axes.replicate_world > 1 and not reducer.all_reduces:
-            return groups.customized(self.axes.shard_group)
-        group = self.axes.reduce_group
+            return groups.customized(scatter_group)
+        group = self.axes.reduce_group(scatter_group)
         return groups.customized(group) if reducer.is_custom else group
 
     @property

@@ -59,6 +59,7 @@ class Reducer:
         `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
         parameters are not cut, `hook(state, grad)` works in place.
     reduce_scatter: the user's, in place of ours.
+    scatter_group: the name of a group of its own; "" for that of gathers.
     partial: sums that are reduce-scattered and wait to be all-reduced; like those that wait
         whole, they are dropped if `.grad` is emptied meanwhile. By parameter, as another
         backward may reduce others together.
@@ -72,6 +73,7 @@ class Reducer:
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook: tuple[Any, Callable[..., Any]] | None = None
     reduce_scatter: Comm | None = None
+    scatter_group: str = ""
     partial: dict[ShardedParam, Partial] = field(default_factory=dict)
 
     @property
@@ -163,7 +165,7 @@ class Reduction:
         packed = collectives.pack_grads(
             whole,
             members,
-            axes.shard_group,
+            self._reducer.scatter_group or axes.shard_group,
             divisor=self._division.before,
             is_last=axes.replicate_world == 1 and self._hook is None,
             names=[param.name for param in self._params],

@@ -20,7 +20,7 @@ from autoshard.runtime import access, state
 from autoshard.runtime import step as steps
 from autoshard.runtime.comms import AllGatherIn, ReduceScatterIn, check_comm
 from autoshard.runtime.errors import UsageError
-from autoshard.runtime.mesh import mesh_device
+from autoshard.runtime.mesh import mesh_device, separate_group
 from autoshard.runtime.unit import Unit, unit_of
 from autoshard.runtime.whole import Whole
 
@@ -265,6 +265,20 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             raise ValueError(f"max_input_buffers should be positive, not {max_input_buffers}")
         for unit in _units(self, recurse):
             unit.reducer.in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce-scatter over a process group of their own, rather than over that of gathers.
+
+        Backends run what goes over one group one after another; so both may run at once. All ranks
+        that share parameters call it together; units over the same ranks share one group. Compiled
+        code is compiled anew for it. Where parameters are not cut it makes no difference.
+        """
+        _expect_bool("enable", enable)
+        for unit in _units(self, recurse):
+            unit.reducer.scatter_group = separate_group(unit.axes) if enable else ""
+            unit.describe()
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit's parameters by `comm` rather than by collectives of ours.

@@ -141,6 +141,8 @@ class Unit:
             found.append("an all-gather of its own")
         if self.reducer.reduce_scatter is not None:
             found.append("a reduce-scatter of its own")
+        if self.reducer.scatter_group:
+            found.append("a group of its own for reduces")
         if self.next_in_forward is not None:
             found.append(f"forward prefetch of {_listed([u.name for u in self.next_in_forward])}")
         if self.next_in_backward is not None:

@@ -468,3 +468,50 @@ def test_former_names(rank: int) -> None:
     with pytest.warns(FutureWarning, match="call set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(4.0)
     assert model._autoshard_unit.reducer.divide_by == 4.0
+
+
+@in_both_forms
+@on_ranks(2)
+def test_separate_group_for_reduces(rank: int, form: str) -> None:
+    """Reduces go over another group of the same ranks, and back; the values are the same."""
+    torch.manual_seed(0)
+    want = Net()
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Net()), form)
+    optimizer, theirs = adamw(model), adamw(want)
+    seen: dict[str, set[str]] = {}
+    for enabled in (None, True, False):
+        if enabled is not None:
+            model.set_separate_reduce_scatter_group(enabled)
+        log = issued(lambda: train(model, net_loss, optimizer, steps=2))
+        of = {kind: {each.group for each in log if each.kind == kind} for kind in KINDS}
+        assert of["gather"] == (seen or of)["gather"]
+        assert (of["reduce"] == of["gather"]) is (enabled is not True)
+        assert len(of["reduce"]) == 1
+        seen = seen or of
+    model.set_separate_reduce_scatter_group(recurse=False)
+    log = issued(lambda: train(model, net_loss, optimizer, steps=2))
+    assert len({each.group for each in log if each.kind == "reduce"}) == 2
+    for _ in range(4):
+        train(want, net_loss, theirs, steps=2, replicated=True)
+    assert_same(model, want)
+
+
+KINDS = ("gather", "reduce")
+
+
+@in_both_forms
+@on_ranks(4)
+def test_separate_groups_beside_replicas(rank: int, form: str) -> None:
+    """Each row of a mesh has its own; the all-reduce over replicas stays where it was."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Net(), strategy="hybrid_shard", mesh=mesh), form)
+    model.set_separate_reduce_scatter_group()
+    log = issued(lambda: train(model, net_loss, adamw(model)))
+    names = [{e.group for e in log if e.kind == kind} for kind in (*KINDS, "all_reduce")]
+    assert [len(each) for each in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
+    # Sums of four numbers, in another order than the replicated model's.
+    assert_same(model, want, rtol=1e-4)
