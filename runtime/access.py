@@ -71,7 +71,8 @@ def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tupl
     """`named`, of a module's parameters, with whole ones where those are in their places."""
     for name, param in named:
         sharded = None if _asks_for_shards.get() else find(param)
-        yield name, param if sharded is None else steps.registered(sharded)
+        stands_there = sharded is not None and sharded.param is param
+        yield name, steps.registered(sharded) if sharded and stands_there else param
 
 
 _asks_for_shards: ContextVar[bool] = ContextVar("_asks_for_shards", default=False)

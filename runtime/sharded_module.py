@@ -468,6 +468,15 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             unit.reset()
 
 
+def share_comm_ctx(modules: list[fsdp.FSDPModule]) -> None:
+    """Have the units of several roots, as of stages of a pipeline, share streams.
+
+    They do in any case: there is one of each kind for a device, and process groups have their own.
+    Raises ValueError, as FSDP2 does, for what is not sharded.
+    """
+    _units_of(modules)
+
+
 def _unit(module: nn.Module) -> Unit:
     unit = unit_of(module)
     assert unit is not None

@@ -515,3 +515,12 @@ def test_separate_groups_beside_replicas(rank: int, form: str) -> None:
     assert len(set.union(*names)) == 3
     # Sums of four numbers, in another order than the replicated model's.
     assert_same(model, want, rtol=1e-4)
+
+
+@on_ranks(2)
+def test_shared_streams(rank: int) -> None:
+    """Nothing is to be done, but what is given is checked."""
+    autoshard.share_comm_ctx([])
+    autoshard.share_comm_ctx([build(), build()])
+    with pytest.raises(ValueError, match="expected modules that head units but got Linear"):
+        autoshard.share_comm_ctx([build(), nn.Linear(2, 2)])
