@@ -253,7 +253,8 @@ def symmetric_memory(
     before it is used. All ranks of the group call it."""
     import torch.distributed._symmetric_memory as symmetric
 
-    symmetric.set_backend(backend)
+    set_backend: Callable[[str], None] = symmetric.set_backend  # type: ignore[assignment]
+    set_backend(backend)
     dist.barrier(group=resolve_group(name))  # its communicator has to be there
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -446,7 +447,7 @@ def cpu_allocations(profile: torch.profiler.profile) -> list[int]:
     return [num_bytes for _, num_bytes in sorted(found, key=lambda each: each[0])]
 
 
-def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], None]) -> None:
+def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) -> None:
     """Have `torch.distributed.fsdp.fully_shard` know a state of `module` that calls `finish` to
     reduce gradients: up to 2.13, torch.distributed.pipelining asks it for the state of a stage.
     """
@@ -454,7 +455,8 @@ def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], None]) -> N
     from torch.distributed.fsdp import fully_shard
 
     group = SimpleNamespace(post_backward=lambda: None)
-    state = SimpleNamespace(_fsdp_param_groups=[group], _root_post_backward_final_callback=finish)
+    state = SimpleNamespace(_root_post_backward_final_callback=finish)
+    state._fsdp_param_groups, state._fsdp_param_group = [group], group  # since 2.13; in 2.11
     state._state_ctx = SimpleNamespace(all_states=[state])
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]

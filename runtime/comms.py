@@ -24,14 +24,8 @@ class Comm(Protocol):
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor: ...
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        *arguments: Any,
-        async_op: bool = False,
-    ) -> Work | None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes output_tensor, input_tensor, group, a reduce-scatter op, and async_op."""
 
 
 class Done:
@@ -59,25 +53,22 @@ def buffer(comm: Comm | None, numel: int, like: Tensor, dtype: torch.dtype) -> T
 
 def gather(comm: Comm, receive: Sequence[Tensor], send: Sequence[Tensor], group: Any) -> list[Work]:
     """As `transport.gather`, of one tensor."""
-    begun = comm(
-        output_tensor=receive[0],  # type: ignore[call-arg]  # by name, as FSDP2 does
-        input_tensor=send[0],
-        group=group,
-        async_op=True,
+    begun: Work | None = comm(
+        output_tensor=receive[0], input_tensor=send[0], group=group, async_op=True
     )
-    return [begun or Done()]
+    return [Done() if begun is None else begun]
 
 
 def reduce(comm: Comm, receive: Tensor, send: Tensor, group: Any) -> Work:
     """As `transport.reduce`."""
-    begun = comm(
+    begun: Work | None = comm(
         output_tensor=receive,
         input_tensor=send,
         group=group,
         op=dist.ReduceOp.SUM,
         async_op=True,
     )
-    return begun or Done()
+    return Done() if begun is None else begun
 
 
 class FromAllocator:

@@ -524,3 +524,17 @@ def test_shared_streams(rank: int) -> None:
     autoshard.share_comm_ctx([build(), build()])
     with pytest.raises(ValueError, match="expected modules that head units but got Linear"):
         autoshard.share_comm_ctx([build(), nn.Linear(2, 2)])
+
+
+@on_ranks(2)
+def test_one_full_graph(rank: int) -> None:
+    """`fullgraph=True` around a model of several units."""
+    want, _ = replicated(Net, net_loss, steps=2)
+    torch.manual_seed(0)
+    model = autoshard.shard(Net())
+    call = torch.compile(
+        model, backend="autoshard", fullgraph=True, options={"lowering": "eager", "strict": True}
+    )
+    train(call, net_loss, adamw(model), steps=2)
+    assert_same(model, want)
+    assert [plan.graph for plan in autoshard.plans(model)] == ["forward", "backward"]
