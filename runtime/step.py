@@ -451,7 +451,11 @@ class Step:
         self._forward, self._backward = {}, {}
         self.sources.clear()
         self._read, self._read_again = set(), {}
-        self._reduces, self.running = [], []
+        self._reduces, self.running, self._lends = [], [], False
+        for unit in self._tokens:
+            tokens = self._made_tokens(unit)
+            if tokens is not None:
+                tokens.lent = None
         for phase in ("forward", "backward"):
             self.owner.order(phase).forget()
 
