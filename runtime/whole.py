@@ -133,7 +133,13 @@ class Whole:
         """Raise RuntimeError if a whole parameter was written to, which would be lost."""
         if self.unit.world == 1 or self._tensors is None:
             return
-        _refuse_written(self._tensors, self._versions)
+        written = _written(self._tensors, self._versions)
+        if written:
+            raise RuntimeError(
+                f"parameters {written} were written to in forward, where they are gathered copies: "
+                "write to the module's parameter outside of forward, before the call or after the "
+                "optimizer's step (for Embedding(max_norm=...), renormalise there)"
+            )
 
     def drop(self) -> None:
         """Let go, waiting for what is still on its way."""
@@ -153,22 +159,23 @@ class Lent:
         self._versions = [] if whole.unit.world == 1 else list(whole._versions)
 
     def check_unwritten(self) -> None:
-        """As that of the `Whole`."""
-        _refuse_written(self.tensors, self._versions)
+        """Raise RuntimeError if one of them was written to, which would be lost."""
+        written = _written(self.tensors, self._versions)
+        if written:
+            raise RuntimeError(
+                f"parameters {written} were written to between forward and backward, where their "
+                "unit keeps gathered copies: step the optimizer, and write to parameters, after "
+                "backward"
+            )
 
 
-def _refuse_written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> None:
-    written = [
+def _written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> list[str]:
+    """The names of those that were written to since they had `versions`."""
+    return [
         param.name
         for (param, tensor), version in zip(tensors.items(), versions, strict=False)
         if tensor._version != version
     ]
-    if written:
-        raise RuntimeError(
-            f"parameters {written} were written to in forward, where they are gathered copies: "
-            "write to the module's parameter outside of forward, before the call or after the "
-            "optimizer's step (for Embedding(max_norm=...), renormalise there)"
-        )
 
 
 def _on_device(param: ShardedParam) -> Tensor:
