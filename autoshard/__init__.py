@@ -16,6 +16,7 @@ from autoshard.runtime.shard import fully_shard as fully_shard
 from autoshard.runtime.shard import replicate as replicate
 from autoshard.runtime.shard import shard as shard
 from autoshard.runtime.sharded_module import ShardedModule as ShardedModule
+from autoshard.runtime.sharded_module import share_comm_ctx as share_comm_ctx
 from autoshard.runtime.unit_policies import CPUOffloadPolicy as CPUOffloadPolicy
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from autoshard.runtime.unit_policies import OffloadPolicy as OffloadPolicy

@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -313,6 +313,36 @@ def group_ranks(name: str) -> list[int]:
     return dist.get_process_group_ranks(resolve_group(name))
 
 
+def group_allocator(
+    name: str, device: torch.device
+) -> Callable[[int, torch.dtype, torch.device], torch.Tensor] | None:
+    """What gives memory of the backend's own of that group; None if it has none."""
+    backend = resolve_group(name)._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return lambda numel, dtype, device: backend.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def symmetric_memory(
+    name: str, backend: str
+) -> tuple[
+    Callable[[int, torch.dtype, torch.device], torch.Tensor], Callable[[torch.Tensor, Any], object]
+]:
+    """What gives symmetric memory, and what has to be called with each buffer, and the group,
+    before it is used. All ranks of the group call it."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    set_backend: Callable[[str], None] = symmetric.set_backend  # type: ignore[assignment]
+    set_backend(backend)
+    dist.barrier(group=resolve_group(name))  # its communicator has to be there
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long `group` waits for a collective; torch's default where its backend doesn't say."""
     for device in group._device_types:
@@ -502,6 +532,21 @@ def cpu_allocations(profile: torch.profiler.profile) -> list[int]:
         if is_allocation and event.extra_fields.device.type == "cpu":
             found.append((event.start_time_ns, event.extra_fields.alloc_size))
     return [num_bytes for _, num_bytes in sorted(found, key=lambda each: each[0])]
+
+
+def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) -> None:
+    """Have `torch.distributed.fsdp.fully_shard` know a state of `module` that calls `finish` to
+    reduce gradients: up to 2.13, torch.distributed.pipelining asks it for the state of a stage.
+    """
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed.fsdp import fully_shard
+
+    group = SimpleNamespace(post_backward=lambda: None)
+    state = SimpleNamespace(_root_post_backward_final_callback=finish)
+    state._fsdp_param_groups, state._fsdp_param_group = [group], group  # since 2.13; in 2.11
+    state._state_ctx = SimpleNamespace(all_states=[state])
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
 def overlap_gathers(module: torch.nn.Module) -> None:

@@ -149,8 +149,8 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
 
 def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[list[fx.Node]] | None:
     """The markers of each bucket: of several that are alike, buckets take them in order. None if
-    they don't come out even, or go over other axes: the backward that reduces over replicas is not
-    the one whose sums wait for that.
+    they don't come out even, or go over other axes, or several groups: the backward that reduces
+    over replicas is not the one whose sums wait for that.
     """
     waiting: dict[tuple[str, str, int, str], deque[fx.Node]] = defaultdict(deque)
     for marker in markers:
@@ -165,7 +165,10 @@ def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[li
     ]
     if Counter(itertools.chain(*keys)) != Counter({k: len(each) for k, each in waiting.items()}):
         return None
-    return [[waiting[key].popleft() for key in each] for each in keys]
+    found = [[waiting[key].popleft() for key in each] for each in keys]
+    # Of an axis there may be several groups; a bucket has one.
+    has_one = all(len(set(map(group_of, each))) == 1 for each in found)
+    return found if has_one else None
 
 
 def _axis_of(marker: fx.Node) -> str:

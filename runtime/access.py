@@ -14,10 +14,12 @@ the module, so modules of one class can be sharded differently.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -29,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from autoshard import _torch
 from autoshard.runtime import outside, precision
 from autoshard.runtime import step as steps
-from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.errors import UsageTypeError
+from autoshard.runtime.param import ShardedParam, find
 from autoshard.runtime.unit import UNIT, Unit
 from autoshard.runtime.unit import unit_of as unit_of
 
@@ -63,6 +66,33 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
     module.register_state_dict_post_hook(precision.keep_buffer_dtypes)
+
+
+def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
+    """`named`, of a module's parameters, with whole ones where those are in their places."""
+    for name, param in named:
+        sharded = None if _asks_for_shards.get() else find(param)
+        stands_there = sharded is not None and sharded.param is param
+        yield name, steps.registered(sharded) if sharded and stands_there else param
+
+
+_asks_for_shards: ContextVar[bool] = ContextVar("_asks_for_shards", default=False)
+
+
+@contextlib.contextmanager
+def as_sharded() -> Iterator[None]:
+    """Inside, a module's `named_parameters()` gives the sharded ones, whatever is gathered."""
+    token = _asks_for_shards.set(True)
+    try:
+        yield
+    finally:
+        _asks_for_shards.reset(token)
+
+
+def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of `module` and below, each once: those that optimizers train."""
+    with as_sharded():
+        return list(module.named_parameters())
 
 
 def root_of(param: ShardedParam) -> nn.Module:
@@ -199,8 +229,10 @@ def _read(module: nn.Module, name: str) -> Any:
     late = _step_for_method(module, sharded)
     if late is not None:
         return late.read(sharded)
-    outside.note_read(sharded.name)
-    return param
+    given = steps.registered(sharded)
+    if given is param:
+        outside.note_read(sharded.name)
+    return given
 
 
 @dataclass
@@ -374,7 +406,7 @@ def _ignore_flat_weights(rnn: Any, value: list[Any]) -> None:
 
 
 def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
-    raise TypeError(
+    raise UsageTypeError(
         f"{type(module).__name__} is sharded and can't be deep-copied: build another one and load "
         "this one's state_dict() into it. For an average of weights (EMA, AveragedModel), "
         "copy.deepcopy() the model before it is sharded, shard the copy alike, and update "

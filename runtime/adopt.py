@@ -65,9 +65,9 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     Outside of a forward of `root`'s, nothing needs the old parameters any more: whatever is
     done with one from now on is an error.
     """
-    before = dict(root.named_parameters())
     if access.unit_of(root) is not None:  # also one without parameters
         return False
+    before = dict(access.named_sharded(root))
     if any(find(param) is not None for param in before.values()):
         return False
     optimizers = live_optimizers()

@@ -564,8 +564,8 @@ def _reasons(error: CheckpointException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns of its own deprecated calls in here."""
-    with warnings.catch_warnings():
+    """Inside, torch, which warns of its own deprecated calls, finds the sharded parameters."""
+    with warnings.catch_warnings(), access.as_sharded():
         warnings.simplefilter("ignore", category=FutureWarning)
         warnings.simplefilter("ignore", category=UserWarning)
         yield

@@ -34,7 +34,8 @@ from torch.autograd.profiler import record_function
 
 from autoshard import _torch
 from autoshard.passes.layout import Member, rows_of, show_members
-from autoshard.runtime import transport
+from autoshard.runtime import comms, transport
+from autoshard.runtime.comms import Comm
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import names_at
 from autoshard.runtime.transport import Work
@@ -94,6 +95,7 @@ class InFlight:
     own: list[Tensor] | None = None
     flags: Any = None  # what a reduce's last member says of the others, for who waits for it
     number: int = 0  # of those that this rank has launched over the group, from 1 on
+    is_lent: bool = False  # `receive` is somebody's who may use it again
 
     def wait(self) -> InFlight:
         """On a CPU until it has ended; elsewhere what the device is given next waits for it.
@@ -207,20 +209,26 @@ def launch_gather(
     *,
     copies: bool = False,
     bucket: int | None = None,
+    comm: Comm | None = None,
 ) -> InFlight:
     """Start gathering `members` from this rank's `shards`, one dtype for all.
 
     shards: one a member, (local rows, *rest).
     copies: whether they are copied in any case, as what may be written to meanwhile has to be.
     bucket: see `Issued`.
+    comm: the unit's own, if it has one; what it is to send is a part of what it receives.
     """
     process_group = _torch.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
     issued = _gather_of(shards, members, group, bucket)
+    begin = transport.gather if comm is None else functools.partial(comms.gather, comm)
+    copies |= comm is not None
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
-        send, receive = _pack_shards(shards, members, world, rank, copies=copies)
-        (work,) = _begun(issued, transport.gather, [receive], [send], process_group)
-    return InFlight(issued, work, send, receive, world, rank, number=num_launched(group))
+        send, receive = _pack_shards(shards, members, world, rank, copies=copies, comm=comm)
+        (work,) = _begun(issued, begin, [receive], [send], process_group)
+    number = num_launched(group)
+    is_lent = comm is not None
+    return InFlight(issued, work, send, receive, world, rank, is_lent=is_lent, number=number)
 
 
 def _gather_of(
@@ -271,6 +279,8 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
         flight.wait()
         if isinstance(flight, InFlight):
             padded = _parted(flight.receive, members, world)
+            if flight.is_lent and len(members) == 1:
+                padded = [flight.receive.clone()]
         else:
             padded = _in_order(flight)
         # Taken out one by one: what is copied once more is freed before the next one is.
@@ -344,6 +354,7 @@ def pack_grads(
     bucket: int | None = None,
     names: Sequence[str] = (),
     flags: Any = None,
+    comm: Comm | None = None,
 ) -> InFlight:
     """Copy `grads` to where `launch_reduce` sends them from.
 
@@ -353,12 +364,13 @@ def pack_grads(
     is_last: whether sums go to `split_reduced` next, without an all-reduce.
     bucket, names: of parameters; see `Issued`.
     flags: see `InFlight`.
+    comm: the unit's own, if it has one, with which `launch_reduce` is to send.
     """
     world, rank, swaps = 1, 0, False
     if group:
         process_group = _torch.resolve_group(group)
         world, rank = process_group.size(), process_group.rank()
-        swaps = is_last and transport.swaps(process_group, grads[0].device)
+        swaps = comm is None and is_last and transport.swaps(process_group, grads[0].device)
     issued = Issued("reduce", members, group, bucket, tuple(names))
     own = None
     with record_function(f"autoshard::pack_grads {group}"), torch.no_grad():
@@ -366,12 +378,12 @@ def pack_grads(
             send = _chunk(grads, members, world, 1 - rank, divisor)
             own = _own_parts(grads, members, world, rank, divisor)
         else:
-            send = _send_buffer(grads, members, world, divisor)
+            send = _send_buffer(grads, members, world, divisor, comm if group else None)
         grads.clear()
     return InFlight(issued, None, send, send, world, rank, own, flags)
 
 
-def launch_reduce(packed: InFlight) -> InFlight:
+def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
     """Start summing what `packed` is to send over its group, each rank to keep its own part."""
     issued, send = packed.issued, packed.send
     if packed.world == 1:
@@ -380,8 +392,9 @@ def launch_reduce(packed: InFlight) -> InFlight:
         process_group = _torch.resolve_group(issued.group)
         work: Work
         if packed.own is None:
-            receive = send.new_empty(send.numel() // packed.world)
-            work = _begun(issued, transport.reduce, receive, send, process_group)
+            receive = comms.buffer(comm, send.numel() // packed.world, send, send.dtype)
+            begin = transport.reduce if comm is None else functools.partial(comms.reduce, comm)
+            work = _begun(issued, begin, receive, send, process_group)
         else:
             receive = torch.empty_like(send)
             work = _begun(issued, transport.swap, receive, send, process_group)
@@ -456,13 +469,19 @@ def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: in
 
 
 def _pack_shards(
-    shards: list[Tensor], members: tuple[Member, ...], world: int, rank: int, *, copies: bool
+    shards: list[Tensor],
+    members: tuple[Member, ...],
+    world: int,
+    rank: int,
+    *,
+    copies: bool,
+    comm: Comm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What is sent, whole chunks, and where to receive: the former is this rank's part of the
     latter, or the shard itself where that is one chunk of the right dtype."""
     first, dtype = shards[0], members[0].dtype
     lengths = [member.chunk_numel(world) for member in members]
-    receive = first.new_empty(world * sum(lengths), dtype=dtype)
+    receive = comms.buffer(comm, world * sum(lengths), first, dtype)
     if lengths == [first.numel()] and first.dtype == dtype and not copies:
         return first.detach().contiguous().view(-1), receive
     send = receive.narrow(0, rank * sum(lengths), sum(lengths))
@@ -473,11 +492,16 @@ def _pack_shards(
 
 
 def _send_buffer(
-    grads: list[Tensor], members: tuple[Member, ...], world: int, divisor: float
+    grads: list[Tensor],
+    members: tuple[Member, ...],
+    world: int,
+    divisor: float,
+    comm: Comm | None = None,
 ) -> Tensor:
     """Rank-major: for each rank, its chunk of every member in turn, divided."""
     lengths = [member.chunk_numel(world) for member in members]
-    send = grads[0].new_empty((world, sum(lengths)), dtype=members[0].dtype)
+    send = comms.buffer(comm, world * sum(lengths), grads[0], members[0].dtype)
+    send = send.view(world, sum(lengths))
     for columns, grad, member in zip(send.split(lengths, dim=1), grads, members, strict=True):
         if member.is_scalar:
             _copy_divided(columns, grad.expand(columns.shape), divisor)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoshard.passes.layout import Member
+from autoshard.runtime.errors import UsageError, UsageTypeError
 
 if TYPE_CHECKING:
     from autoshard.runtime.param import ShardedParam
@@ -56,7 +57,7 @@ def is_extended(name: str, shard: Tensor) -> bool:
     """
     has = [hasattr(shard, method) for method in (_BEFORE, _AFTER)]
     if has[0] != has[1]:
-        raise TypeError(
+        raise UsageTypeError(
             f"the local tensor of {name}, a {type(shard).__name__}, has "
             f"{_BEFORE if has[0] else _AFTER} alone: define both {_BEFORE} and {_AFTER}"
         )
@@ -84,7 +85,7 @@ def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
         module = param.places[0][0]
         given = (*given, size, stride, module, unit.mp)
     elif wanted != 1:
-        raise TypeError(
+        raise UsageTypeError(
             f"{_BEFORE} of {param.name} takes {wanted} arguments: expected (mesh), or (mesh, "
             "outer_size, outer_stride, module, mp_policy)"
         )
@@ -123,7 +124,7 @@ def _padded(param: ShardedParam, sent: Tensor) -> Tensor:
         return sent
     own = param.member.local_rows(world, rank)
     if sent.shape[0] not in (own, expected):
-        raise ValueError(
+        raise UsageError(
             f"{_BEFORE} of {param.name}, whose {param.member.rows} rows are cut unevenly over "
             f"{world} ranks, returned a tensor of size {list(sent.shape)}: expected the "
             f"{own} rows of rank {rank}, or {expected} with padding, or a scalar"

@@ -85,7 +85,11 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
     return call
 
 
-_METHODS = [name for name, its in vars(ShardedModule).items() if name[0] != "_" and callable(its)]
+_METHODS = [
+    name
+    for name, its in vars(ShardedModule).items()
+    if name[0] != "_" and callable(its) and not hasattr(nn.Module, name)
+]
 
 _arguments: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Of modules that are sharded when they, or a method of `ShardedModule`, are called: how."""

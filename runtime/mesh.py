@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autoshard import _torch
 from autoshard.passes import groups
 from autoshard.passes.layout import Member
+from autoshard.runtime.errors import UsageError
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -137,10 +139,13 @@ class Axes:
         names = None if self.shard is None else self.shard.mesh_dim_names
         return names[0] if names else SHARD_AXIS
 
-    @property
-    def reduce_group(self) -> str:
-        """Over whom gradients are averaged, as `passes/groups.py` says it."""
-        return groups.join(self.shard_group, self.replicate_group if self._has_copies else "")
+    def reduce_group(self, scatter_group: str) -> str:
+        """Over whom gradients are averaged, as `passes/groups.py` says it.
+
+        scatter_group: by which its first part is known, as one group of those ranks may be beside
+            `shard_group`.
+        """
+        return groups.join(scatter_group, self.replicate_group if self._has_copies else "")
 
     @property
     def reduce_name(self) -> str:
@@ -181,7 +186,7 @@ def axes_of(mesh: DeviceMesh, what: str) -> Axes:
             'axes for data parallelism, for example mesh["shard"] or mesh["replicate", "shard"]'
         )
     if not mesh.mesh_dim_names:
-        raise ValueError(
+        raise UsageError(
             f"{what} got a 2D mesh {mesh} without names: name its axes, as in "
             'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
         )
@@ -200,6 +205,27 @@ def replicate_axes(mesh: DeviceMesh, what: str) -> Axes:
             f"has size 1 and whose axes are named, but got {mesh}"
         )
     return Axes(mesh, None, mesh)
+
+
+_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+_separate = weakref.WeakKeyDictionary()
+
+
+def separate_group(axes: Axes) -> str:
+    """The name of another group of the ranks of `axes.shard`, for reduces: the same one each time.
+
+    Made when it is first asked for, by all of those ranks together. "" if parameters are not cut.
+    """
+    if axes.shard is None or axes.shard_world == 1:
+        return ""
+    group = axes.shard.get_group()
+    if group not in _separate:
+        _separate[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=_torch.group_timeout(group),
+            use_local_synchronization=True,  # other ranks have groups of their own
+        )
+    return str(_separate[group].group_name)
 
 
 _smaller: dict[tuple[DeviceMesh, int], DeviceMesh] = {}

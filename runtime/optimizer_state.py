@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import _torch
+from autoshard.runtime import access
 
 Group = Mapping[str, Any]
 """Of `param_groups`; its "params" are names."""
@@ -111,7 +112,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Of each group's parameters, as torch has them in checkpoints."""
-    known: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    known: dict[Tensor, str] = {param: name for name, param in access.named_sharded(model)}
 
     def name_of(param: Tensor) -> str:
         if param not in known:

@@ -19,7 +19,7 @@ from autoshard.passes.layout import part_of
 from autoshard.runtime import access, left_out
 from autoshard.runtime.local_step import STEP, stand_in_of
 from autoshard.runtime.mesh import world_size
-from autoshard.runtime.param import ShardedParam, find, is_ignored
+from autoshard.runtime.param import ShardedParam, find, is_ignored, lent_by
 from autoshard.runtime.reduce import is_waiting
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -178,6 +178,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             sharded = find(param)
+            _refuse_lent(optimizer, param)
             if sharded is None:
                 plain_grad = param.grad is not None and not isinstance(param, DTensor)
                 if plain_grad and not is_ignored(param):
@@ -208,6 +209,16 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
     if plain and world_size() > 1 and not _is_idle(optimizer):
         _check_plain(type(optimizer).__name__, plain)
         left_out.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
+
+
+def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    name = lent_by(param)
+    if name is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds a gathered copy of parameter {name}, so its step "
+            "would train nothing: build the optimizer from model.parameters() before unshard() or "
+            "after reshard(), and not between forward and backward"
+        )
 
 
 def _is_out_of_place(sharded: ShardedParam) -> bool:
@@ -251,7 +262,7 @@ def _names_of_params(modules: Iterable[nn.Module]) -> dict[int, str]:
     return {
         id(param): f"{type(module).__name__}.{name}"
         for module in list(modules)
-        for name, param in module.named_parameters()
+        for name, param in access.named_sharded(module)
     }
 
 

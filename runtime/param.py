@@ -24,6 +24,7 @@ from autoshard import _torch
 from autoshard.passes import groups
 from autoshard.passes.layout import Member, part_of, show_members
 from autoshard.passes.ops import FROM_HOST
+from autoshard.runtime.errors import UnsupportedError
 from autoshard.runtime.extensions import has_methods, is_extended
 from autoshard.runtime.mesh import Axes, mesh_device
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
@@ -210,11 +211,12 @@ class ShardedParam:
     def reduce_group(self) -> str:
         """Over whom compiled code reduces its gradient, as `passes/groups.py` says it."""
         reducer = self.unit.reducer
+        scatter_group = reducer.scatter_group or self.axes.shard_group
         if not reducer.syncs or self.unit.is_unordered:
             return self.axes.shard_group
         if self.axes.replicate_world > 1 and not reducer.all_reduces:
-            return groups.customized(self.axes.shard_group)
-        group = self.axes.reduce_group
+            return groups.customized(scatter_group)
+        group = self.axes.reduce_group(scatter_group)
         return groups.customized(group) if reducer.is_custom else group
 
     @property
@@ -320,7 +322,7 @@ def shard_parameter(
     member = Member(param.dtype, tuple(whole.shape), dim)
     world, rank = axes.shard_world, axes.shard_rank
     if dim and member.rows % world:
-        raise ValueError(
+        raise UnsupportedError(
             f"parameter {name} of size {list(whole.shape)} can't be sharded on dim {dim} over "
             f"{world} ranks: only dim 0 may be uneven; give it Shard(0)"
         )
@@ -380,6 +382,21 @@ def find(param: object) -> ShardedParam | None:
     if origin is not None:
         return sharded if origin() is param else None
     return sharded if sharded is not None and sharded.param is param else None
+
+
+def lend(sharded: ShardedParam, whole: Tensor) -> Tensor:
+    """`whole`, which is given out for `sharded`: an optimizer that holds it is refused."""
+    setattr(whole, _LENT_BY, sharded.name)
+    return whole
+
+
+_LENT_BY = "_autoshard_lent_by"  # tensor attribute: the parameter that it is a copy of
+
+
+def lent_by(tensor: Tensor) -> str | None:
+    """The name of the parameter that `tensor` was given out for, if it was."""
+    name: str | None = getattr(tensor, _LENT_BY, None)
+    return name
 
 
 def resolve(param: Tensor) -> ShardedParam | None:

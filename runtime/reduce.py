@@ -34,6 +34,7 @@ from autoshard import _torch
 from autoshard.passes.layout import Member
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Division, InFlight
+from autoshard.runtime.comms import Comm
 from autoshard.runtime.param import local_tensor
 from autoshard.runtime.streams import on_all_reduce_stream
 
@@ -53,10 +54,13 @@ class Reducer:
     all_reduces: False stops after the reduce-scatter, and sums up what that gives.
     divide_by: what the sum is divided by; None: the number of ranks.
     sends_unused: parameters without a gradient on any rank get one of zeros.
+    in_flight: how many reduces may be, when one of these is launched; None: as many as help.
     all_reduce_hook: called with this rank's part of a unit's mean gradients, 1-D.
     comm_hook: (state, hook), in place of the collectives and of all division:
         `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
         parameters are not cut, `hook(state, grad)` works in place.
+    reduce_scatter: the user's, in place of ours.
+    scatter_group: the name of a group of its own; "" for that of gathers.
     partial: sums that are reduce-scattered and wait to be all-reduced; like those that wait
         whole, they are dropped if `.grad` is emptied meanwhile. By parameter, as another
         backward may reduce others together.
@@ -66,14 +70,18 @@ class Reducer:
     all_reduces: bool = True
     divide_by: float | None = None
     sends_unused: bool = False
+    in_flight: int | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     comm_hook: tuple[Any, Callable[..., Any]] | None = None
+    reduce_scatter: Comm | None = None
+    scatter_group: str = ""
     partial: dict[ShardedParam, Partial] = field(default_factory=dict)
 
     @property
     def is_custom(self) -> bool:
-        """Whether a reduce gives something else than the mean."""
-        return not (self.divide_by is None and self.all_reduce_hook is None and not self.comm_hook)
+        """Whether a reduce gives something else than the mean, or is not ours."""
+        told = self.divide_by, self.all_reduce_hook, self.comm_hook, self.reduce_scatter
+        return any(each is not None for each in told)
 
     @property
     def is_plain(self) -> bool:
@@ -129,6 +137,8 @@ class Reduction:
     @property
     def max_in_flight(self) -> int:
         """Of reductions, with this one about to be launched."""
+        if self._reducer.in_flight is not None:
+            return self._reducer.in_flight
         return MAX_WITH_REPLICAS if self._unit.axes.replicate_world > 1 else MAX_IN_FLIGHT
 
     @property
@@ -158,12 +168,13 @@ class Reduction:
         packed = collectives.pack_grads(
             whole,
             members,
-            axes.shard_group,
+            self._reducer.scatter_group or axes.shard_group,
             divisor=self._division.before,
             is_last=axes.replicate_world == 1 and self._hook is None,
             names=[param.name for param in self._params],
+            comm=self._reducer.reduce_scatter,
         )
-        self._flight = collectives.launch_reduce(packed)
+        self._flight = collectives.launch_reduce(packed, self._reducer.reduce_scatter)
         if axes.shard_world == 1:
             self.advance()
 

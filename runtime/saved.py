@@ -1,10 +1,11 @@
 """What autograd saves for backward while a step is open.
 
 Hooks on saved tensors replace a view of a gathered parameter by a `_SavedView`: which
-parameter, which strides. Unpacking gathers the unit again and makes the view anew. Nothing
-resizes storages, and nothing hangs on outputs. Hooks of the user's that were there before
-(as of `save_on_cpu`) still get every other tensor. With hooks, autograd leaves it to them to
-find writes to what is saved.
+parameter, which strides. Unpacking gathers the unit again and makes the view anew; what stays
+whole after forward is `Held` meanwhile, and gathered again only if the unit is resharded.
+Nothing resizes storages, and nothing hangs on outputs. Hooks of the user's that were there
+before (as of `save_on_cpu`) still get every other tensor. With hooks, autograd leaves it to
+them to find writes to what is saved.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autoshard.runtime.param import ShardedParam, Stamp, local_tensor
 
 if TYPE_CHECKING:
     from autoshard.runtime.step import Step
+    from autoshard.runtime.unit import Unit
     from autoshard.runtime.whole import Whole
 
 
@@ -63,6 +65,24 @@ class Sources:
         self._by_storage = {}
 
 
+class Held:
+    """Memory of a whole parameter that stays from forward to backward.
+
+    What autograd saved of it holds this, and lets go of it as backward goes on.
+    """
+
+    def __init__(self, step: Step, unit: Unit, memory: Tensor) -> None:
+        self.memory: Tensor | None = memory
+        self._step, self._unit = step, unit
+        unit.held.add(self)
+
+    def free(self) -> None:
+        """Backward is to gather it again."""
+        if self.memory is not None:
+            self.memory = None
+            self._step.needs_again(self._unit)
+
+
 class _Regathered:
     """Kept in place of a tensor whose memory is a gathered parameter's."""
 
@@ -81,11 +101,17 @@ class _SavedView(_Regathered):
     offset: int
     stamp: Stamp  # of the parameter: the values that forward saw
     spec: Any  # of the DTensor that was saved, if it was one
+    version: int
+    held: Held | None = None
 
     def unpack(self) -> Tensor:
         param = self.source.param
-        param.check_unwritten(self.stamp)
-        memory = self.step.gather_again(param.unit).sources()[param][self.source.index]
+        memory = None if self.held is None else self.held.memory
+        if memory is None:
+            param.check_unwritten(self.stamp)
+            memory = self.step.gather_again(param.unit).sources()[param][self.source.index]
+        else:
+            _check_version(memory, self.version)
         local = memory.as_strided(self.size, self.stride, self.offset)
         return local if self.spec is None else _torch.dtensor_of_spec(local, self.spec)
 
@@ -117,14 +143,18 @@ class _SavedOther:
     version: int
 
     def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a {self.tensor.dtype} tensor of size "
-                f"{list(self.tensor.shape)} is at version {self.tensor._version}, expected version "
-                f"{self.version}; write to a copy of it"
-            )
+        _check_version(self.tensor, self.version)
         return self.tensor
+
+
+def _check_version(tensor: Tensor, expected: int) -> None:
+    """Raise RuntimeError, as autograd would, if `tensor` was written to since it was saved."""
+    if tensor._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: a {tensor.dtype} tensor of size {list(tensor.shape)} is at "
+            f"version {tensor._version}, expected version {expected}; write to a copy of it"
+        )
 
 
 def _pack(step: Step, tensor: Tensor) -> Any:
@@ -137,9 +167,13 @@ def _pack(step: Step, tensor: Tensor) -> Any:
         return _SavedSubclass(type(tensor), parts, context, tensor.size(), tensor.stride())
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     source = step.sources.of(local)
-    if source is None or not source.param.unit.reshards:
+    if source is None:
         return tensor
-    step.needs_again(source.param.unit)
+    held = None
+    if source.param.unit.reshards:
+        step.needs_again(source.param.unit)
+    else:
+        held = step.hold(source)
     return _SavedView(
         step,
         source,
@@ -148,6 +182,8 @@ def _pack(step: Step, tensor: Tensor) -> Any:
         int(local.storage_offset()),
         source.param.stamp,
         tensor._spec if isinstance(tensor, DTensor) else None,
+        local._version,
+        held,
     )
 
 

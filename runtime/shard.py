@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoshard import _torch
 from autoshard.runtime import access, init, outside
+from autoshard.runtime.errors import UsageError
 from autoshard.runtime.init import Ignored
 from autoshard.runtime.mesh import (
     Axes,
@@ -432,7 +433,7 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
         unit = access.unit_of(each)
         if unit is not None:
             how = "sharded" if unit.axes.shard is not None else "replicated"
-            raise ValueError(
+            raise UsageError(
                 f"{type(each).__name__} (unit {unit.name!r}) is {how} already: call fully_shard or "
                 "replicate once for each module, children first"
             )
@@ -488,7 +489,7 @@ def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | N
         )
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.dim():
-        raise ValueError(
+        raise UsageError(
             f"shard_placement_fn returned {placement!r} for {name}, which has {param.dim()} dims"
         )
     return dim

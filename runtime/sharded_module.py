@@ -6,20 +6,26 @@ the units of all modules inside, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 
-from autoshard.runtime import state
+from autoshard import _torch
+from autoshard.runtime import access, state
 from autoshard.runtime import step as steps
+from autoshard.runtime.comms import AllGatherIn, ReduceScatterIn, check_comm
+from autoshard.runtime.errors import UsageError
+from autoshard.runtime.mesh import mesh_device, separate_group
 from autoshard.runtime.unit import Unit, unit_of
 from autoshard.runtime.whole import Whole
 
 
-class UnshardHandle:
+class UnshardHandle(fsdp.UnshardHandle):
     """What `unshard(async_op=True)` gives: `wait()` for the whole parameters."""
 
     def __init__(self, unit: Unit) -> None:
@@ -31,8 +37,36 @@ class UnshardHandle:
             self._unit.kept.tensors()
 
 
-class ShardedModule(nn.Module):
-    """Mixed into the class of every module that heads a unit; `isinstance` tells such modules."""
+class GradientReductionHandle:
+    """What `finalize_backward(async_op=True)` gives: `wait()` for the gradients."""
+
+    def __init__(self, root: Unit) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Until reduces that were launched are over, and `.grad` is filled."""
+        self._root.finish_reduces()
+
+
+class ShardedModule(fsdp.FSDPModule, nn.Module):
+    """Mixed into the class of every module that heads a unit; `isinstance` tells such modules.
+
+    They are FSDP2's `FSDPModule` to those who ask for that, with all of its public methods up to
+    torch 2.13, and nothing of what FSDP2 does: `torch.distributed.fsdp.fully_shard` has not seen
+    them. A part of a container that heads a unit, as `model.layers[1:3]`, is of the container's
+    own class.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class that was sharded: containers make parts of themselves so."""
+        original: type[nn.Module] | None = cls.__dict__.get("_autoshard_original")
+        return object.__new__(cls) if original is None else original(*args, **kwargs)
+
+    def _get_fsdp_state(self) -> Any:
+        raise NotImplementedError(
+            f"unit {_unit(self).name!r} is autoshard's, and keeps none of the state that FSDP2 "
+            "keeps of its modules: what asked for that works with torch's fully_shard alone"
+        )
 
     # ---- whole parameters
 
@@ -53,14 +87,37 @@ class ShardedModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Let go of whole parameters of this module's unit."""
-        unit = _unit(self)
-        unit.is_unsharded_by_user = False
-        if unit.kept is not None:
-            unit.kept.check_unwritten()
-            unit.kept.drop()
-            unit.kept = None
-        unit.describe()
+        """Let go of whole parameters of this module's unit; not of the units of modules inside.
+
+        Of those, too, that stay from forward to backward (`reshard_after_forward=False`): backward
+        gathers them again. Compiled code has such parameters among what it saved for backward, and
+        keeps those.
+        Raises RuntimeError if one was written to, as that would be lost.
+        """
+        _unit(self).reshard()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What stands in the modules: DTensors, or whole tensors where those are there.
+
+        That is so between `unshard()` and `reshard()`; and of a unit that doesn't reshard after an
+        eager forward with gradients, until backward. They are copies: gradients of what is
+        computed from them go to the sharded parameters, writes to them raise RuntimeError later,
+        and optimizers refuse them. `parameters()` is the same without names.
+        """
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return named if torch.compiler.is_compiling() else access.named_registered(named)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty the gradients of the parameters that optimizers train, gathered or not."""
+        with access.as_sharded():
+            super().zero_grad(set_to_none)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze the parameters that optimizers train, gathered or not."""
+        with access.as_sharded():
+            return super().requires_grad_(requires_grad)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True frees whole parameters after forward, False keeps them for backward.
@@ -108,11 +165,11 @@ class ShardedModule(nn.Module):
 
     # ---- prefetch
 
-    def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
         """Gather the units of `modules` ahead when this one's is gathered in forward."""
         _unit(self).next_in_forward = _units_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
         """The same in backward; an empty list is the default, the unit before in forward."""
         _unit(self).next_in_backward = _units_of(modules) or None
 
@@ -152,8 +209,38 @@ class ShardedModule(nn.Module):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: a backward may end before its reduces have."""
         _expect_bool("is_last_backward", is_last_backward)
+        _torch.stand_in_for_fsdp2(self, self.finalize_backward)  # for a stage of a pipeline
         for unit in _units(self, True):
             unit.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True: call `finalize_backward()` after the last backward before a step.
+
+        It is `set_is_last_backward(False)`, whose place it takes; False undoes both.
+        Raises RuntimeError if this is not the root.
+        """
+        _expect_bool("enabled", enabled)
+        _root(self, "set_manual_backward_finalization")
+        self.set_is_last_backward(not enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce gradients that wait for a backward that is reduced, as that would; fill `.grad`.
+
+        For schedules in which reduction is a step of its own: let gradients wait in all backwards,
+        then `set_requires_gradient_sync(True)`, and call this, on all ranks together. Whole
+        parameters that were kept for the next backward are let go of, unless
+        `set_reshard_after_backward(False)` holds still.
+
+        async_op: return when reduces are launched, a handle to wait for them.
+        Raises RuntimeError if this is not the root, or inside a forward or a backward.
+        """
+        root = _root(self, "finalize_backward")
+        steps.finalize(root)
+        handle = GradientReductionHandle(root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by `factor` rather than by the number of ranks."""
@@ -175,6 +262,121 @@ class ShardedModule(nn.Module):
         _expect_bool("enable", enable)
         for unit in _units(self, recurse):
             unit.reducer.sends_unused = enable
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Let so many reduces be in flight at once; by default one, with replicas two.
+
+        Each holds the gradients that it sends. More of them hide reduces that take longer than
+        what is computed beside them. Compiled code doesn't ask: there the plan says what is in
+        flight, and a `memory_budget` bounds it.
+        Raises TypeError for what is no int, and ValueError for one less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers should be an int, not {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers should be positive, not {max_input_buffers}")
+        for unit in _units(self, recurse):
+            unit.reducer.in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce-scatter over a process group of their own, rather than over that of gathers.
+
+        Backends run what goes over one group one after another; so both may run at once. All ranks
+        that share parameters call it together; units over the same ranks share one group. Compiled
+        code is compiled anew for it. Where parameters are not cut it makes no difference.
+        """
+        _expect_bool("enable", enable)
+        for unit in _units(self, recurse):
+            unit.reducer.scatter_group = separate_group(unit.axes) if enable else ""
+            unit.describe()
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit's parameters by `comm` rather than by collectives of ours.
+
+        comm: as `torch.distributed.fsdp`'s `AllGather`. `comm.allocate(size, dtype=, device=)`
+            gives what is received into, which parameters are copied out of, and
+            `comm(output_tensor=, input_tensor=, group=, async_op=)` begins to gather, returning
+            what to wait for, or None. One call a dtype; both tensors are 1-D, and `input_tensor`
+            is a part of `output_tensor`. None: ours again.
+
+        Compiled code finds such a unit's parameters gathered when it begins, and keeps them until
+        its backward is over: no graph can hold what `comm` does.
+        Raises TypeError for what can't be called so.
+        """
+        if comm is not None:
+            check_comm(comm, "all-gather")
+        unit = _unit(self)
+        unit.all_gather = comm
+        unit.allocates = None
+        unit.describe()
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter this unit's gradients by `comm` rather than by collectives of ours.
+
+        comm: as `torch.distributed.fsdp`'s `ReduceScatter`: as for `set_custom_all_gather`, and
+            called with `op=`, which is always the sum: we divide, before and after. Compiled code
+            calls it, too. Where parameters are not cut there is nothing to scatter.
+        Raises TypeError for what can't be called so.
+        """
+        if comm is not None:
+            check_comm(comm, "reduce-scatter")
+        unit = _unit(self)
+        unit.reducer.reduce_scatter = comm
+        unit.allocates = None
+        unit.describe()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Send this unit's parameters and gradients from, and to, memory of the process group's.
+
+        Where the backend has none to give, as gloo has not, True changes nothing. Compiled, as
+        with `set_custom_all_gather`. It was run on no device that has such memory yet.
+        Raises ValueError after `set_custom_all_gather` and its like.
+        """
+        _expect_bool("enable", enable)
+        unit = _unit(self)
+        _refuse_own(unit, "set_allocate_memory_from_process_group_for_comm()", "group")
+        group = unit.axes.shard_group
+        device = mesh_device(unit.axes.mesh)
+        allocate = _torch.group_allocator(group, device) if enable and group else None
+        _allocate(unit, "group", allocate)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Send this unit's parameters and gradients from, and to, symmetric memory.
+
+        Compiled, as with `set_custom_all_gather`. It was run on no device yet.
+        Raises ValueError for another backend than NCCL, on a mesh of no CUDA devices, where several
+        reduces may be in flight, and after `set_custom_all_gather` and its like.
+        """
+        unit = _unit(self)
+        _refuse_own(unit, "set_symm_mem_for_comm()", "symmetric")
+        if backend != "NCCL" or unit.axes.mesh.device_type != "cuda":
+            raise ValueError(
+                f"unit {unit.name!r} is on {unit.axes.mesh.device_type}, asked for symmetric "
+                f"memory of {backend!r}: only NCCL has some, for meshes of CUDA devices"
+            )
+        if (unit.reducer.in_flight or 1) > 1:
+            raise ValueError(
+                f"unit {unit.name!r} may have {unit.reducer.in_flight} reduces in flight, and one "
+                "buffer of symmetric memory: call set_reduce_scatter_max_input_buffers(1) first"
+            )
+        if unit.axes.shard_group:
+            allocate, prepare = _torch.symmetric_memory(unit.axes.shard_group, backend)
+            _allocate(unit, "symmetric", allocate, prepare)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Use `set_gradient_divide_factor()` instead: this is its former name. Warns so."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated: call set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], None], *, stream: Any | None = None
@@ -273,11 +475,7 @@ class ShardedModule(nn.Module):
 
         Raises RuntimeError if this is not the root.
         """
-        root = _unit(self)
-        if not root.is_root:
-            raise RuntimeError(
-                f"reset_iter_state must be called on the root module, not on {root.name!r}"
-            )
+        _root(self, "reset_iter_state")
         steps.abandon_open_step()
         for unit in _units(self, True):
             if unit.last_step is not None:
@@ -286,9 +484,25 @@ class ShardedModule(nn.Module):
             unit.reset()
 
 
+def share_comm_ctx(modules: list[fsdp.FSDPModule]) -> None:
+    """Have the units of several roots, as of stages of a pipeline, share streams.
+
+    They do in any case: there is one of each kind for a device, and process groups have their own.
+    Raises ValueError, as FSDP2 does, for what is not sharded.
+    """
+    _units_of(modules)
+
+
 def _unit(module: nn.Module) -> Unit:
     unit = unit_of(module)
     assert unit is not None
+    return unit
+
+
+def _root(module: nn.Module, what: str) -> Unit:
+    unit = _unit(module)
+    if not unit.is_root:
+        raise RuntimeError(f"{what} must be called on the root module, not on {unit.name!r}")
     return unit
 
 
@@ -300,7 +514,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     return list(dict.fromkeys(each for each in inside if each is not None))
 
 
-def _units_of(modules: list[ShardedModule]) -> list[Unit]:
+def _units_of(modules: Iterable[object]) -> list[Unit]:
     units = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
@@ -313,6 +527,26 @@ def _units_of(modules: list[ShardedModule]) -> list[Unit]:
 def _expect_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} should be a bool, got {type(value).__name__}")
+
+
+def _refuse_own(unit: Unit, what: str, by: str) -> None:
+    """Raise UsageError if `unit` has communication of its own, other than `by` this very call."""
+    own = unit.reducer.reduce_scatter if unit.all_gather is None else unit.all_gather
+    if own is not None and unit.allocates != by:
+        raise UsageError(
+            f"unit {unit.name!r} has communication of its own, a {type(own).__name__}, which "
+            f"allocates what it needs: {what} can't have a say; call set_custom_all_gather(None) "
+            "and set_custom_reduce_scatter(None) first"
+        )
+
+
+def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
+    """Have `unit` send in buffers that `allocate` gives; None: in ours."""
+    unit.allocates = None if allocate is None else by
+    is_ours = allocate is None
+    unit.all_gather = None if is_ours else AllGatherIn(allocate, *prepare)
+    unit.reducer.reduce_scatter = None if is_ours else ReduceScatterIn(allocate, *prepare)
+    unit.describe()
 
 
 def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:

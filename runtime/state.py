@@ -92,7 +92,7 @@ def _shares(module: nn.Module) -> list[_Share]:
     So every rank issues the same collectives whichever gradients it has.
     """
     shares: dict[_Layout, _Share] = {}
-    for name, param in module.named_parameters():
+    for name, param in access.named_sharded(module):
         grad = param.grad
         laid_out = param if grad is None else grad
         if isinstance(laid_out, DTensor):

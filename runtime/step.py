@@ -22,9 +22,11 @@ from torch import Tensor
 from autoshard import _torch
 from autoshard.runtime import left_out, reduce, uses
 from autoshard.runtime.agreement import course
-from autoshard.runtime.param import ShardedParam
+from autoshard.runtime.param import ShardedParam, lend
 from autoshard.runtime.reduce import Reduction
 from autoshard.runtime.saved import (
+    Held,
+    Source,
     Sources,
     in_checkpoint,
     in_recomputation,
@@ -34,7 +36,7 @@ from autoshard.runtime.saved import (
 from autoshard.runtime.tokens import Tokens
 from autoshard.runtime.unit import Unit, units_below
 from autoshard.runtime.unordered import drop_all, gather_all
-from autoshard.runtime.whole import Parts, Whole
+from autoshard.runtime.whole import Lent, Parts, Whole
 
 _open = threading.local()
 
@@ -66,6 +68,8 @@ class Step:
         self._tokens: dict[Unit, weakref.ref[Tokens]] = {}  # the graph holds them
         self._trained: set[Unit] = set()  # units that have, or had, tokens
         self.sources = Sources()  # of what `_forward` has
+        self._held: weakref.WeakValueDictionary[Source, Held] = weakref.WeakValueDictionary()
+        self._lends = False  # some tokens do
         self._needed: set[Unit] = set()  # units of which backward wants something again
         self._run_again: set[Unit] = set()  # that checkpoints run again, in steps of their own
         self._parts: dict[Unit, Parts] = {}  # what backward gathers, of units that have `smaller`
@@ -128,6 +132,8 @@ class Step:
             keeps = unit.keeps_after_backward and unit not in self._run_again  # see `_drop`
             if keeps and self.has_grad and not unit.reshards and not failed:
                 self._backward.setdefault(unit, self._forward[unit])
+            if self.has_grad and not unit.reshards and not failed:
+                self._lend(unit)
             self._drop(unit, check=not failed)
         self.owner.last_order = tuple(self.order)
         if self.owner.is_unordered:
@@ -229,9 +235,41 @@ class Step:
             self._parts[unit] = whole.cut(unit.smaller)
         whole.drop()
 
-    def _tokens_of(self, unit: Unit) -> Tokens:
+    def hold(self, source: Source) -> Held:
+        """What keeps the memory of `source`, read in forward, while anybody has saved it."""
+        known = self._held.get(source)
+        if known is None:
+            unit = source.param.unit
+            memory = self._forward[unit].sources()[source.param][source.index]
+            known = self._held[source] = Held(self, unit, memory)
+        return known
+
+    def _lend(self, unit: Unit) -> None:
+        """Until backward, who reads parameters of `unit` outside of forward gets whole ones."""
+        tokens = self._made_tokens(unit)
+        if tokens is not None and unit in self._read:
+            tokens.lent = Lent(self._forward[unit])
+            unit.held.add(tokens)
+            self._lends = True
+
+    def lent(self, unit: Unit) -> Lent | None:
+        """Those, if there are any."""
+        tokens = self._made_tokens(unit) if self._lends else None
+        return None if tokens is None else tokens.lent
+
+    def _take_back(self) -> None:
+        self._lends = False
+        for unit in self._tokens:
+            tokens = self._made_tokens(unit)
+            if tokens is not None:
+                tokens.free()
+
+    def _made_tokens(self, unit: Unit) -> Tokens | None:
         known = self._tokens.get(unit)
-        made = None if known is None else known()
+        return None if known is None else known()
+
+    def _tokens_of(self, unit: Unit) -> Tokens:
+        made = self._made_tokens(unit)
         if made is None:
             made = Tokens(self, unit)
             self._tokens[unit] = weakref.ref(made)
@@ -242,6 +280,8 @@ class Step:
 
     def begin_backward(self) -> None:
         """Something saved in forward is wanted: launch what backward gathers first."""
+        if self._lends and _torch.in_backward():
+            self._take_back()
         wants_some = self._needed or self._run_again
         if self._callback_queued or not wants_some or not _torch.in_backward():
             return
@@ -274,8 +314,7 @@ class Step:
 
     def _will_reduce(self, unit: Unit) -> bool:
         """Whether this backward does: something in `unit` trains, and is among its inputs."""
-        known = self._tokens.get(unit)
-        tokens = None if known is None else known()
+        tokens = self._made_tokens(unit)
         return tokens is not None and tokens.will_reduce()
 
     def _prefetch_backward(self, unit: Unit | None) -> None:
@@ -292,6 +331,13 @@ class Step:
                 self._launch(following, self._backward)
             elif following in self._run_again and following.kept is None:
                 following.kept = Whole(following)  # that step finds it there
+
+    def reshard(self, unit: Unit) -> None:
+        """Let go of what is kept of `unit` from forward to backward, and after it."""
+        if unit not in self._read_again and unit not in self._read:
+            whole = self._backward.pop(unit, None)
+            if whole is not None:
+                whole.drop()
 
     def _end(self, unit: Unit) -> None:
         """Backward is over for `unit`: drop its whole parameters, or keep them for the next."""
@@ -311,6 +357,8 @@ class Step:
         wanted: the parameters of which `.grad` is to be filled.
         """
         self._queue_callback()
+        if self._lends:
+            self._take_back()
         waits = not unit.reducer.syncs or unit.is_unordered
         if not unit.reducer.syncs:
             unit.check_may_wait()
@@ -477,7 +525,11 @@ class Step:
         self._forward, self._backward = {}, {}
         self.sources.clear()
         self._read, self._read_again = set(), {}
-        self._reduces, self.running = [], []
+        self._reduces, self.running, self._lends = [], [], False
+        for unit in self._tokens:
+            tokens = self._made_tokens(unit)
+            if tokens is not None:
+                tokens.lent = None
         for phase in ("forward", "backward"):
             self.owner.order(phase).forget()
 
@@ -492,6 +544,27 @@ def close_compiled(owner: Unit) -> None:
         step = Step(owner)
         step._trained = set(units_below(owner))
         step._queue_callback()
+
+
+def finalize(owner: Unit) -> None:
+    """Outside of backward: launch what is left to reduce of `owner`'s model, as the end of one
+    would, and let go of what was kept for another. Raises RuntimeError inside of one, or forward.
+    """
+    if open_step() is not None or _torch.in_backward():
+        raise RuntimeError("finalize_backward was called inside a forward or a backward")
+    step = Step(owner)
+    step._trained = set(units_below(owner))
+    was_last, owner.is_last_backward = owner.is_last_backward, False
+    try:
+        step._finish_backward()
+    finally:
+        owner.is_last_backward = was_last
+    for unit in units_below(owner):
+        is_kept = unit.keeps_after_backward or unit.is_unsharded_by_user
+        if unit.kept is not None and not is_kept:
+            unit.kept.drop()
+            unit.kept = None
+            unit.describe()
 
 
 def _add_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
@@ -529,6 +602,24 @@ def read_unsharded(param: ShardedParam) -> Tensor:
     if step is None or step.has_grad != torch.is_grad_enabled():
         step = unit.reading = Step(unit)
     return step.attach(param, unit.kept.tensors()[param])
+
+
+def registered(param: ShardedParam) -> Tensor:
+    """What `parameters()` gives for `param`: itself, or the whole one where that is there, between
+    `unshard()` and `reshard()`, and between a forward that keeps it and its backward. One that has
+    a gradient is given as it is: who clips gradients, or looks at them, is to find it.
+    """
+    unit = param.unit
+    if open_step() is not None or _torch.in_backward() or param.param.grad is not None:
+        return param.param
+    if unit.is_unsharded_by_user:
+        is_there = unit.kept is not None and not unit.kept.is_stale
+        return lend(param, read_unsharded(param)) if is_there else param.param
+    step = unit.last_step
+    lent = None if step is None else step.lent(unit)
+    if step is None or lent is None:
+        return param.param
+    return lend(param, step.attach(param, lent.tensors[param]))
 
 
 def abandon_open_step() -> None:

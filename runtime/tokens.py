@@ -30,10 +30,13 @@ from autoshard.runtime.uses import Use
 
 if TYPE_CHECKING:
     from autoshard.runtime.step import Grads, Step
+    from autoshard.runtime.whole import Lent
 
 
 class Tokens:
     """One token for each trainable parameter of `unit`; their gradients end in `step.reduce`.
+
+    lent: whole parameters that forward left there for who reads them before backward.
 
     The graph holds them, by the nodes that attach to them, and the step only weakly: it is
     held by the graph itself, and the two would keep each other alive for ever.
@@ -49,6 +52,13 @@ class Tokens:
         self._tokens = dict(zip(trainable, made, strict=True))
         self.use = Use(set(trainable), made[0].grad_fn)
         unit.uses.add(self.use)
+        self.lent: Lent | None = None
+
+    def free(self) -> None:
+        """Lend nothing any more. Raises RuntimeError if what was lent was written to."""
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            lent.check_unwritten()
 
     def will_reduce(self) -> bool:
         """Whether the running backward will."""

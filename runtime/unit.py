@@ -15,13 +15,16 @@ from torch import nn
 from autoshard.passes.layout import Member
 from autoshard.passes.plan import Plan
 from autoshard.runtime.agreement import Agreed, Order
+from autoshard.runtime.comms import Comm
 from autoshard.runtime.mesh import Axes
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reducer, Reduction, forget
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
+    from autoshard.runtime.saved import Held
     from autoshard.runtime.step import Step
+    from autoshard.runtime.tokens import Tokens
     from autoshard.runtime.uses import Use
     from autoshard.runtime.whole import Whole
 
@@ -45,9 +48,12 @@ class Unit:
         followed it in the step before; next_in_forward, next_in_backward: or these.
     prefetches_after_backward: only when its own gradients are in.
     kept: whole parameters beyond a step: asked for, or kept after backward.
+    held: what stays of whole parameters from forward to backward, unless it is resharded.
     is_unsharded_by_user: from `unshard()` to `reshard()`; reading: the step of reads meanwhile.
     smaller: after forward, shards over fewer ranks are kept, from which backward gathers.
     limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
+    all_gather: in place of ours.
+    allocates: whose memory that, and the reduce-scatter, are for; None: they are the user's.
     post_optim_event: what the first gather of the next step it owns waits for.
     is_last_backward: False: reduces need not be over when a backward of steps it owns is;
         they are `carried` on to the next.
@@ -77,12 +83,15 @@ class Unit:
     next_in_forward: list[Unit] | None = None
     next_in_backward: list[Unit] | None = None
     kept: Whole | None = None
+    held: weakref.WeakSet[Held | Tokens] = field(default_factory=weakref.WeakSet)
     is_unsharded_by_user: bool = False
     reading: Step | None = None
     reducer: Reducer = field(default_factory=Reducer)
     smaller: Axes | None = None
     limits_gathers: bool = True
     post_optim_event: Any = None
+    all_gather: Comm | None = None
+    allocates: str | None = None
     computes_in_full_precision: bool = False
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)
@@ -133,6 +142,12 @@ class Unit:
                 found.append(f"{name}={value}")
         if self.reducer.comm_hook is not None:
             found.append("a hook that communicates")
+        if self.all_gather is not None:
+            found.append("an all-gather of its own")
+        if self.reducer.reduce_scatter is not None:
+            found.append("a reduce-scatter of its own")
+        if self.reducer.scatter_group:
+            found.append("a group of its own for reduces")
         if self.next_in_forward is not None:
             found.append(f"forward prefetch of {listed([u.name for u in self.next_in_forward])}")
         if self.next_in_backward is not None:
@@ -166,7 +181,8 @@ class Unit:
         if self.is_unordered:
             return self.world > 1
         is_kept = self.is_unsharded_by_user or self.kept is not None
-        return self.world > 1 and (self.keeps_after_backward or is_kept)
+        has_own = self.all_gather is not None  # which only the runtime can use
+        return self.world > 1 and (self.keeps_after_backward or is_kept or has_own)
 
     @property
     def world(self) -> int:
@@ -240,6 +256,25 @@ class Unit:
     def note_mode(self) -> None:
         """A forward begins: it, and its backward, compute as the mode says that it is in now."""
         self.computes_in_full_precision = self.asks_for_full_precision
+
+    def reshard(self) -> None:
+        """Let go of whole parameters, of those that backward is to find in place, too.
+
+        Raises RuntimeError if one of them was written to.
+        """
+        self.is_unsharded_by_user = False
+        kept, self.kept = self.kept, None
+        if self.last_step is not None:
+            self.last_step.reshard(self)
+        try:
+            for each in list(self.held):
+                each.free()
+            if kept is not None:
+                kept.check_unwritten()
+        finally:
+            if kept is not None:
+                kept.drop()
+            self.describe()
 
     def check_may_wait(self) -> None:
         """Raise RuntimeError if its gradients can't wait for a later backward to be reduced."""

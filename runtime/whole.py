@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,7 +63,9 @@ class Whole:
                 continue
             group = (parts.axes if parts else unit.axes).shard_group
             launch: Callable[..., InFlight | GroupedFlight] = collectives.launch_gather
-            if transport.sends_members(group, tensors[0].device):
+            if unit.all_gather is not None:
+                launch = functools.partial(launch, comm=unit.all_gather)
+            elif transport.sends_members(group, tensors[0].device):
                 launch = collectives.launch_grouped_gather
             flight = launch(list(tensors), members, group)
             self._flights.append((list(pieces), flight))
@@ -130,11 +133,7 @@ class Whole:
         """Raise RuntimeError if a whole parameter was written to, which would be lost."""
         if self.unit.world == 1 or self._tensors is None:
             return
-        written = [
-            param.name
-            for (param, tensor), version in zip(self._tensors.items(), self._versions, strict=False)
-            if tensor._version != version
-        ]
+        written = _written(self._tensors, self._versions)
         if written:
             raise RuntimeError(
                 f"parameters {written} were written to in forward, where they are gathered copies: "
@@ -150,6 +149,33 @@ class Whole:
         self._flights, self._arrived, self._tensors, self._sources = [], {}, {}, {}
         if whole and self.unit.world > 1 and self.unit.limits_gathers:
             limiter.dropped(next(iter(whole.values())).device)
+
+
+class Lent:
+    """Whole parameters that stay between forward and backward, to be read."""
+
+    def __init__(self, whole: Whole) -> None:
+        self.tensors = dict(whole.tensors())
+        self._versions = [] if whole.unit.world == 1 else list(whole._versions)
+
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if one of them was written to, which would be lost."""
+        written = _written(self.tensors, self._versions)
+        if written:
+            raise RuntimeError(
+                f"parameters {written} were written to between forward and backward, where their "
+                "unit keeps gathered copies: step the optimizer, and write to parameters, after "
+                "backward"
+            )
+
+
+def _written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> list[str]:
+    """The names of those that were written to since they had `versions`."""
+    return [
+        param.name
+        for (param, tensor), version in zip(tensors.items(), versions, strict=False)
+        if tensor._version != version
+    ]
 
 
 def _on_device(param: ShardedParam) -> Tensor:

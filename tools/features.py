@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoshard.tools import fsdp2
+
 ROOT = Path(__file__).resolve().parent.parent
 
 FEATURES: dict[str, str] = {
@@ -186,6 +188,13 @@ its wrap policies and `replicate` do. D: what has gone wrong in their history.
 {features}
 
 {traps}
+
+# FSDP2, and what we do
+
+Its behaviours in torch 2.11 to 2.15, ours beside them, and a test of ours that shows it. "same" is
+said of what a user sees.
+
+{fsdp2}
 """
 
 BOTH = {"form", "compile", "kind"}
@@ -347,6 +356,48 @@ def table(rows: dict[str, str], found: list[Claim]) -> str:
     return "\n".join(lines)
 
 
+def fsdp2_table() -> str:
+    """The rows of `fsdp2.py` as Markdown."""
+    lines = ["| FSDP2 | ours | shown by |", "|---|---|---|"]
+    for section, rows in fsdp2.SECTIONS.items():
+        lines.append(f"| **{section}** | | |")
+        for theirs, ours, tests in rows:
+            shown = "<br>".join(map(_full_name, tests.split()))
+            lines.append(f"| {theirs} | {ours} | {shown} |")
+    return "\n".join(lines)
+
+
+def fsdp2_problems(known: Collection[str]) -> list[str]:
+    """Rows of `fsdp2.py` that no test shows, though they are offered, or one that there is not.
+
+    known: the names of all tests.
+    """
+    rows = [row for rows in fsdp2.SECTIONS.values() for row in rows]
+    named = [(theirs, _full_name(test)) for theirs, _, tests in rows for test in tests.split()]
+    return [
+        *(
+            f"{theirs!r} names {test}, which is no test"
+            for theirs, test in named
+            if test not in known
+        ),
+        *(
+            f"no test shows {theirs!r}"
+            for theirs, ours, tests in rows
+            if not tests and not ours.startswith("not offered")
+        ),
+    ]
+
+
+def _full_name(test: str) -> str:
+    """A test's name, as `claims` has it.
+
+    >>> _full_name("test_clip::test_dtypes"), _full_name("unit/test_wrap::test_two_stacks")
+    ('parity/test_clip.py::test_dtypes', 'unit/test_wrap.py::test_two_stacks')
+    """
+    path, name = test.split("::")
+    return f"{path if '/' in path else 'parity/' + path}.py::{name}"
+
+
 def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
     """Rows that no test claims, or shows compiled, and claims of rows that there are not."""
     claimed = {row: claim.test for claim in found for row in claim.rows}
@@ -369,9 +420,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args(argv)
     found = list(claims(ROOT / "tests"))
-    text = HEAD.format(features=table(FEATURES, found), traps=table(TRAPS, found))
+    text = HEAD.format(
+        features=table(FEATURES, found), traps=table(TRAPS, found), fsdp2=fsdp2_table()
+    )
     target = ROOT / "docs" / "features.md"
     wrong = problems((*FEATURES, *TRAPS), found)
+    wrong += fsdp2_problems({claim.test for claim in found})
     if not target.exists() or target.read_text() != text:
         if arguments.check:
             wrong.append("docs/features.md is stale: run python -m autoshard.tools.features")

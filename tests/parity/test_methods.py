@@ -84,9 +84,9 @@ def test_unsharded_parameters_follow_updates(rank: int, form: str) -> None:
     want, _ = replicated(Net, net_loss)
     torch.manual_seed(0)
     model = in_form(autoshard.shard(Net()), form)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     for each in (model, *model.layers):
         each.unshard()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     train(model, net_loss, optimizer)
     assert_same(model, want, rtol=1e-6)  # a foreach update fuses its arithmetic otherwise
 

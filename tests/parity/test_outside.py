@@ -106,7 +106,7 @@ def test_who_initialises_meets_dtensors(rank: int) -> None:
 
 
 PENALTIES: dict[str, Callable[[Any], Tensor]] = {
-    "a parameter": lambda model: model.embed.weight.square().sum(),
+    "a parameter": lambda model: model.body[0].weight.square().sum(),
     "all parameters": lambda model: sum(p.square().sum() for p in model.parameters()),
 }
 
@@ -117,9 +117,11 @@ PENALTIES: dict[str, Callable[[Any], Tensor]] = {
 def test_a_penalty_on_weights(rank: int, name: str, form: str) -> None:
     """A loss that is a DTensor sends gradients that are: where they arrive at the model, the error
     says so, and what works. Before, torch's own error comes, with a note if nobody catches it."""
-    model = in_form(autoshard.shard(build()), form)
+    model = in_form(autoshard.shard(build(), policy=ModuleWrapPolicy({nn.Sequential})), form)
     loss = model(ids_of(rank, 0)).sum() + PENALTIES[name](model)
-    with pytest.raises(RuntimeError, match=WORKS):
+    # Eagerly some parameters are whole after forward, and the penalty's own terms mix.
+    is_mixed = name == "all parameters" and form == "eager"
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor" if is_mixed else WORKS):
         loss.backward()
     model.reset_iter_state()
     model.zero_grad()
