@@ -9,8 +9,8 @@ three ways, each beside one that shards nothing and averages gradients by hand: 
 runtime and compiled with the plain lowering, beside the model in eager torch; and, with
 `--lowering inductor`, compiled with Inductor, beside the unsharded model in Inductor. A cell says
 that all parameters are equal bit for bit, or the largest difference relative to a parameter's
-largest element and the first parameter that differs, or what was raised. Where the plain lowering
-differs, the cell says how far it is from the unsharded model compiled with `aot_eager`.
+largest element, and the first that differs and by how much, or what was raised. Where the plain
+lowering differs, the cell says how far it is from the unsharded model compiled with `aot_eager`.
 
 Each cell has its time limit, and a rank that fails alone does not keep the other waiting: models
 run in processes of their own, which are started anew after a failure. Ends with 1 if a cell says
@@ -22,6 +22,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
+import math
 import multiprocessing
 import os
 import sys
@@ -56,10 +58,18 @@ GRACE = 15.0
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs on a rank; `position` is that of the first parameter that does."""
+    """What differs on a rank, relative to a parameter's largest element.
+
+    position: of the first `parameter` that differs, by `relative`.
+    most:     the one that differs most, by `worst`. AdamW divides a gradient by its size: of one
+              that is zero but for rounding, as that of an attention's key bias, it makes a whole
+              step, so what differs first may say more.
+    """
 
     position: int
     parameter: str
+    relative: float
+    most: str
     worst: float
 
 
@@ -135,17 +145,23 @@ def any_rank(fact: bool) -> bool:
 def compare(got: nn.Module, want: nn.Module) -> Difference | None:
     """This rank's part of each parameter of `got` with the matching rows of `want`."""
     theirs = dict(want.named_parameters())
-    first, worst = None, 0.0
+    found: list[tuple[float, int, str]] = []
     for position, (name, param) in enumerate(got.named_parameters()):
         have, expected = local_rows_of(param, param), local_rows_of(theirs[name], param)
-        if torch.equal(have, expected):
-            continue
-        first = first or (position, name)
-        absolute = (have.double() - expected.double()).abs().max().item()
-        largest = expected.double().abs().max().item()
-        relative = absolute / largest if largest else float("inf")
-        worst = max(worst, float("inf") if relative != relative else relative)
-    return None if first is None else Difference(*first, worst)
+        if not torch.equal(have, expected):
+            found.append((relative_difference(have, expected), position, name))
+    if not found:
+        return None
+    (relative, position, name), (worst, _, most) = found[0], max(found)
+    return Difference(position, name, relative, most, worst)
+
+
+def relative_difference(have: Tensor, expected: Tensor) -> float:
+    """To the largest of what is expected; infinite where one has a NaN."""
+    absolute = (have.double() - expected.double()).abs().max().item()
+    largest = expected.double().abs().max().item()
+    relative = absolute / largest if largest else math.inf
+    return relative if relative == relative else math.inf
 
 
 # The processes that models run in.
@@ -160,6 +176,8 @@ def serve(rank: int, world: int, port: int, pipe: Any) -> None:
     from transformers.utils import logging as hf_logging
 
     hf_logging.set_verbosity_error()
+    gc.freeze()
+    gc.set_threshold(50_000)  # as in the tests: a compilation makes and drops many more than 700
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     while True:
@@ -268,7 +286,8 @@ def difference_text(differences: Sequence[Difference | None]) -> str:
     if not found:
         return SAME
     first = min(found, key=lambda each: each.position)
-    return f"{max(each.worst for each in found):.2g}, first in {first.parameter}"
+    most = max(found, key=lambda each: each.worst)
+    return f"{most.worst:.2g} in {most.most}; first in {first.parameter}, {first.relative:.2g}"
 
 
 def graphs(outcomes: Sequence[Outcome]) -> str:
@@ -326,6 +345,7 @@ def main() -> None:
     options = parser.parse_args()
     ways = {"eager": [EAGER, PLAIN], "inductor": [INDUCTOR], "both": [EAGER, PLAIN, INDUCTOR]}
     columns = ways[options.lowering]
+    os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # what `serve` inherits
     dist.init_process_group("gloo")
     headings = ["model", "family", "graphs", *(HEADINGS[way] for way in columns)]
     say(f"torch {torch.__version__}, {dist.get_world_size()} ranks, {STEPS} steps\n")
