@@ -10,7 +10,8 @@ runtime and compiled with the plain lowering, beside the model in eager torch; a
 `--lowering inductor`, compiled with Inductor, beside the unsharded model in Inductor. A cell says
 that all parameters are equal bit for bit, or the largest difference relative to a parameter's
 largest element, and the first that differs and by how much, or what was raised. Where the plain
-lowering differs, the cell says how far it is from the unsharded model compiled with `aot_eager`.
+lowering differs, the cell says how far it is from the unsharded model compiled with `aot_eager`,
+and where it raises, whether that does, too.
 
 Each cell has its time limit, and a rank that fails alone does not keep the other waiting: models
 run in processes of their own, which are started anew after a failure. Ends with 1 if a cell says
@@ -189,8 +190,19 @@ def serve(rank: int, world: int, port: int, pipe: Any) -> None:
         try:
             outcome = run(name, way)
         except Exception as error:
-            outcome = Outcome(error=in_a_line(error), trace=traceback.format_exc())
+            also = "; so does aot_eager" if way == PLAIN and fails_unsharded(name, rank) else ""
+            outcome = Outcome(error=in_a_line(error) + also, trace=traceback.format_exc())
         pipe.send(outcome)
+
+
+def fails_unsharded(name: str, rank: int) -> bool:
+    """Whether torch can't compile the model, either: a step by itself, in `aot_eager`."""
+    torch._dynamo.reset()
+    try:
+        architecture_loss(torch.compile(architecture(name), backend="aot_eager"), name, rank, 0)
+    except Exception:
+        return True
+    return False
 
 
 def in_a_line(error: BaseException) -> str:
