@@ -231,6 +231,7 @@ def shard(
         unit = _make_unit((module,), ignored=Ignored(ignored.modules, params), **arguments)
         unit.forward_prefetch, unit.backward_prefetch, unit.prefetches_after_backward = ahead
         unit.limits_gathers = limit_all_gathers
+        unit.is_by_fsdp2 = False
     if not strict_order:
         model.set_strict_order(False)  # type: ignore[operator]  # mixed in by now
     ignore_buffers(set(ignored.modules))

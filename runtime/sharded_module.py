@@ -126,7 +126,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """
         _expect_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward, unit.is_by_fsdp2 = reshard_after_forward, True
             unit.smaller = None
             unit.describe()
 

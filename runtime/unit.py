@@ -97,6 +97,7 @@ class Unit:
     carried: list[Reduction] = field(default_factory=list)
     closed_in: int = -1  # the latest backward that ran compiled code of its model
     strict_order: bool = True  # see unordered.py
+    is_by_fsdp2: bool = True  # made by `fully_shard`, not by `shard` with a strategy
     reduced_in: int = -1  # the latest backward at whose end all of its units were reduced
     uses: weakref.WeakSet[Use] = field(default_factory=weakref.WeakSet)  # see uses.py
     _gathers: dict[bool, str] = field(default_factory=dict)  # by computes_in_full_precision
@@ -158,6 +159,13 @@ class Unit:
     def is_unordered(self) -> bool:
         """Whether ranks need not run its modules in one order, or at all; see unordered.py."""
         return not self.strict_order and self.axes.num_ranks > 1
+
+    @property
+    def lends(self) -> bool:
+        """Whether `parameters()` gives whole ones between forward and backward, as FSDP2's does, to
+        who asked for that by FSDP2's argument. Others find there what `torch.autograd.grad` takes.
+        """
+        return self.reshard_after_forward is False and self.is_by_fsdp2 and not self.is_unordered
 
     @property
     def reshards(self) -> bool:

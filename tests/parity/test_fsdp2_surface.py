@@ -190,6 +190,10 @@ def test_parameters_follow_what_is_gathered(rank: int, form: str) -> None:
     assert numel(model) == 0
     torch.optim.SGD(model.parameters(), lr=0.1)  # after an evaluation
     loss = net_loss(model, rank, 0)
+    assert numel(model) == 0  # the root keeps its own by default, and nobody has asked for that
+    torch.autograd.grad(loss, list(model.parameters()))
+    model.set_reshard_after_forward(False, recurse=False)
+    loss = net_loss(model, rank, 0)
     kept = sum(own.values()) if form == "eager" else 0
     assert numel(model) == kept
     assert isinstance(model.head.weight, DTensor) == (form == "compiled")
@@ -258,6 +262,7 @@ def test_whole_parameters_in_the_wrong_hands(rank: int, form: str) -> None:
     assert not any(p.requires_grad for p in model.parameters())
     model.requires_grad_(True)
     if form == "eager":
+        model.set_reshard_after_forward(False, recurse=False)
         loss = net_loss(model, rank, 0)
         with torch.no_grad():
             next(model.parameters()).zero_()

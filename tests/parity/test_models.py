@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.architectures import ARCHITECTURES, EXPERTS, architecture, architecture_loss
+from support.architectures import EXPERTS, IN_CI, architecture, architecture_loss
 from support.models import Net, net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import IS_FULL, part_of
@@ -72,7 +72,7 @@ def reduces_for_each_graph(name: str) -> bool:
 
 
 # The one with most ways to its embedding, and the one of our own.
-@pytest.mark.parametrize("name", ARCHITECTURES if IS_FULL else ["t5"])
+@pytest.mark.parametrize("name", IN_CI if IS_FULL else ["t5"])
 @on_ranks(2)
 def test_architecture(rank: int, name: str) -> None:
     build = functools.partial(architecture, name)
@@ -155,7 +155,7 @@ def test_experts(rank: int, experts: str) -> None:
 
 
 @pytest.mark.skipif(not IS_FULL, reason="Inductor takes the better part of a minute a model")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", IN_CI)
 @on_ranks(2, timeout=280)
 def test_architecture_with_inductor(rank: int, name: str) -> None:
     build = functools.partial(architecture, name)
