@@ -77,7 +77,8 @@ def watch_output(output: Any) -> None:
     """Have gradients of `output`, of an outermost forward, looked at when they arrive."""
     if torch.is_grad_enabled():
         for tensor in _tensors(output):
-            if tensor.requires_grad and not isinstance(tensor, DTensor):
+            # Not a leaf, which an identity hands on: it would gather hooks from step to step.
+            if tensor.grad_fn is not None and not isinstance(tensor, DTensor):
                 tensor.register_hook(refuse_dtensor)
 
 

@@ -55,12 +55,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run against another; `difference` is None where they are equal bit for bit."""
+    """One run against another; `difference` is None where they are equal bit for bit.
+
+    only_here: parameters that had a gradient in `run`, and none in `against`, in some step: zeros
+        that an optimizer decays by, or counts, where it passes by what has none.
+    """
 
     run: str
     against: str
     difference: Difference | None
     rtol: float
+    only_here: tuple[str, ...] = ()
 
     @property
     def bitwise(self) -> bool:
@@ -72,6 +77,14 @@ class Comparison:
         return self.difference is None or self.difference.worst <= self.rtol
 
     def text(self) -> str:
+        given = ""
+        if self.only_here:
+            shown = ", ".join(self.only_here[:3])
+            more = len(self.only_here) - 3
+            given = f"; gradients in {self.run} alone: {shown}{f' and {more} more' * (more > 0)}"
+        return self._verdict() + given
+
+    def _verdict(self) -> str:
         if self.difference is None:
             return f"{self.run} = {self.against} bitwise"
         d = self.difference
@@ -172,19 +185,21 @@ class _Setup:
 
     def run(self, name: str) -> _Run:
         """Train, with a look at the parameters after every step."""
-        losses, snapshots = [], []
-        for model, loss in self.steps(name):
+        losses, snapshots, with_grad = [], [], []
+        for model, loss, had_grad in self.steps(name):
             losses.append(loss.item())
             snapshots.append({n: param.detach().clone() for n, param in model.named_parameters()})
-        return _Run(tuple(losses), tuple(snapshots))
+            with_grad.append(had_grad)
+        return _Run(tuple(losses), tuple(snapshots), tuple(with_grad))
 
     def steps(
         self,
         name: str,
         forward_begins: Callable[[], None] = lambda: None,
         backward_ends: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[nn.Module, Tensor]]:
-        """The model and the loss after every step; those two are called in every one."""
+    ) -> Iterator[tuple[nn.Module, Tensor, frozenset[str]]]:
+        """The model, the loss, and which parameters had a gradient, after every step; those two
+        are called in every one."""
         log.info("parity: %s run", name)
         torch.manual_seed(self.seed)
         model = self.build_model().to(torch.device(device_type()))
@@ -205,9 +220,11 @@ class _Setup:
             backward_ends()
             if name == REPLICATED:
                 average_gradients(model)
+            had_grad = (n for n, param in model.named_parameters() if param.grad is not None)
+            names = frozenset(had_grad)
             optimizer.step()
             optimizer.zero_grad()
-            yield model, value
+            yield model, value, names
 
 
 def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
@@ -273,6 +290,7 @@ def default_loss(model: Any, batch: Any) -> Tensor:
 class _Run:
     losses: tuple[float, ...]
     snapshots: tuple[dict[str, Tensor], ...]  # after each step; DTensors where sharded
+    with_grad: tuple[frozenset[str], ...]  # parameters that had a gradient, in each step
 
 
 def _broadcast(model: nn.Module) -> None:
@@ -301,14 +319,18 @@ def _compare(runs: dict[str, _Run], run: str, against: str, rtol: float) -> Comp
             worst = max(worst, relative)
             if relative and first is None:
                 first = (step, dist.get_rank(), name, absolute, relative)
+    pairs = zip(runs[run].with_grad, runs[against].with_grad, strict=True)
+    more = {name for have, want in pairs for name in have - want}
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (first, worst))
-    firsts = sorted(entry for entry, _ in found if entry is not None)
+    dist.all_gather_object(found, (first, worst, more))
+    only_here = tuple(sorted(set().union(*(entry for _, _, entry in found))))
+    firsts = sorted(entry for entry, _, _ in found if entry is not None)
     if not firsts:
-        return Comparison(run, against, None, rtol)
+        return Comparison(run, against, None, rtol, only_here)
     step, rank, name, absolute, relative = firsts[0]
-    overall = max(entry for _, entry in found)
-    return Comparison(run, against, Difference(name, rank, step, absolute, relative, overall), rtol)
+    overall = max(entry for _, entry, _ in found)
+    difference = Difference(name, rank, step, absolute, relative, overall)
+    return Comparison(run, against, difference, rtol, only_here)
 
 
 def compare_local(

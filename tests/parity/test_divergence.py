@@ -57,7 +57,7 @@ COLLECTIVES_DIFFER = (
 )
 MODELS_DIFFER = r"the model to shard differs on ranks \[[01]\]: number \d+ is \S+ torch\.float"
 OPTIONS_DIFFER = r"with the options .*bucketing='auto'.*bucketing='none'|bucketing='none'.*'auto'"
-TIMED_OUT = r"did not within|Timed out|ended|stuck"
+TIMED_OUT = r"did not within|Timed out|ended|stuck|while others wait elsewhere: rank \d"
 ENDS: dict[str, dict[str, str]] = {
     "another model": {
         "eager": r"rank \d came to the gather of \S+ .*but rank \d to the gather of ",

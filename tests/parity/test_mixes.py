@@ -285,7 +285,8 @@ def test_two_forwards_before_one_backward(rank: int) -> None:
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         return net_loss(model, rank, step) + net_loss(model, rank, step + 50)
 
-    # Two graphs, two reductions: the sums are taken over ranks first, then over forwards.
+    # Tied, the weight is used twice in each forward: a forward's gradients are summed first, and
+    # the replicated model sums all of them as they come.
     want, _ = replicated(Net, loss)
     eager, eager_losses = sharded(Net, loss)
     got, losses = compiled(Net, loss)

@@ -169,3 +169,32 @@ def process_group_of_one() -> Any:
     yield
     dist.destroy_process_group()
     torch._dynamo.reset()
+
+
+class Broken(nn.Module):
+    """A graph break between a head and its output: backward of what follows gives zeros for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x), self.second(x)
+        torch._dynamo.graph_break()
+        doubled = first * 2, second * 2
+        return doubled[0].square().mean(), doubled[1]
+
+
+@on_ranks(2)
+def test_parity_names_what_cannot_be_told(rank: int) -> None:
+    report = autoshard.parity(
+        Broken,
+        [data(rank, step) for step in range(2)],
+        loss=lambda model, x: model(x)[0],
+        optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.5),
+        options={"lowering": "eager"},
+    )
+    eager, _, compiled = report.comparisons
+    assert eager.only_here == ()
+    assert compiled.only_here == ("second.bias", "second.weight")
+    assert "gradients in compiled alone: second.bias, second.weight" in report.text()
