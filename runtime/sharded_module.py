@@ -101,8 +101,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """What stands in the modules: DTensors, or whole tensors where those are there.
 
-        That is so between `unshard()` and `reshard()`; and of a unit that doesn't reshard after an
-        eager forward with gradients, until backward. They are copies: gradients of what is
+        That is so between `unshard()` and `reshard()`; and of a unit of `fully_shard` that was told
+        `reshard_after_forward=False`, after an eager forward with gradients, until backward. A
+        parameter with a gradient is given sharded all the same. They are copies: gradients of what is
         computed from them go to the sharded parameters, writes to them raise RuntimeError later,
         and optimizers refuse them. `parameters()` is the same without names.
         """
