@@ -103,9 +103,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
 
         That is so between `unshard()` and `reshard()`; and of a unit of `fully_shard` that was told
         `reshard_after_forward=False`, after an eager forward with gradients, until backward. A
-        parameter with a gradient is given sharded all the same. They are copies: gradients of what is
-        computed from them go to the sharded parameters, writes to them raise RuntimeError later,
-        and optimizers refuse them. `parameters()` is the same without names.
+        parameter with a gradient is given sharded all the same. They are copies: gradients of what
+        is computed from them go to the sharded parameters, writes to them raise RuntimeError
+        later, and optimizers refuse them. `parameters()` is the same without names.
         """
         named = super().named_parameters(prefix, recurse, remove_duplicate)
         return named if torch.compiler.is_compiling() else access.named_registered(named)
