@@ -215,9 +215,7 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
     late = _late_step(sharded.unit)
     if late is not None:
         return late.read(sharded)
-    if sharded.unit.is_unsharded_by_user:
-        return steps.read_unsharded(sharded)
-    return steps.registered(sharded)
+    return steps.read_unsharded(sharded) if sharded.unit.is_unsharded_by_user else param
 
 
 @dataclass

@@ -101,10 +101,13 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """What stands in the modules: DTensors, or whole tensors where those are there.
 
-        That is so between `unshard()` and `reshard()`; and of a unit that doesn't reshard after an
-        eager forward with gradients, until backward. They are copies: gradients of what is
-        computed from them go to the sharded parameters, writes to them raise RuntimeError later,
-        and optimizers refuse them. `parameters()` is the same without names.
+        That is so between `unshard()` and `reshard()`; and where `reshard_after_forward=False` was
+        asked for, after an eager forward with gradients, until backward. They are copies: gradients
+        of what is computed from them go to the sharded parameters, writes to them raise
+        RuntimeError later, and optimizers refuse them. What was computed before doesn't depend on
+        them: inputs of `torch.autograd.grad`, or of a backward, have to be taken before the
+        forward. Inside of a forward it gives sharded ones. `parameters()` is the same without
+        names.
         """
         named = super().named_parameters(prefix, recurse, remove_duplicate)
         return named if torch.compiler.is_compiling() else access.named_registered(named)

@@ -130,7 +130,8 @@ class Step:
             keeps = unit.keeps_after_backward and unit not in self._run_again  # see `_drop`
             if keeps and self.has_grad and not unit.reshards and not failed:
                 self._backward.setdefault(unit, self._forward[unit])
-            if self.has_grad and not unit.reshards and not failed:
+            is_told = unit.reshard_after_forward is False and unit.world > 1  # by the user
+            if self.has_grad and is_told and not failed:
                 self._lend(unit)
             self._drop(unit, check=not failed)
         self.owner.last_order = tuple(self.order)
