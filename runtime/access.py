@@ -229,10 +229,8 @@ def _read(module: nn.Module, name: str) -> Any:
     late = _step_for_method(module, sharded)
     if late is not None:
         return late.read(sharded)
-    given = steps.registered(sharded)
-    if given is param:
-        outside.note_read(sharded.name)
-    return given
+    outside.note_read(sharded.name)
+    return param
 
 
 @dataclass

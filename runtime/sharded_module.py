@@ -105,7 +105,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         `reshard_after_forward=False`, after an eager forward with gradients, until backward. A
         parameter with a gradient is given sharded all the same. They are copies: gradients of what
         is computed from them go to the sharded parameters, writes to them raise RuntimeError
-        later, and optimizers refuse them. `parameters()` is the same without names.
+        later, and optimizers refuse them. What was computed before doesn't depend on them: inputs
+        of `torch.autograd.grad`, or of a backward, have to be taken before the forward. Inside of
+        a forward it gives sharded ones. `parameters()` is the same without names.
         """
         named = super().named_parameters(prefix, recurse, remove_duplicate)
         return named if torch.compiler.is_compiling() else access.named_registered(named)

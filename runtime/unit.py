@@ -165,7 +165,8 @@ class Unit:
         """Whether `parameters()` gives whole ones between forward and backward, as FSDP2's does, to
         who asked for that by FSDP2's argument. Others find there what `torch.autograd.grad` takes.
         """
-        return self.reshard_after_forward is False and self.is_by_fsdp2 and not self.is_unordered
+        is_told = self.reshard_after_forward is False and self.is_by_fsdp2
+        return is_told and self.world > 1 and not self.is_unordered
 
     @property
     def reshards(self) -> bool:

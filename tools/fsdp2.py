@@ -224,7 +224,11 @@ _FORWARD: tuple[Row, ...] = (
     ),
     (
         "`parameters()` is whole from a forward that keeps to its backward",
-        "eager only, and only with gradients: compiled code has them among what it saved",
+        (
+            "where `reshard_after_forward=False` was asked for, not for a root by default, and "
+            "not for replicas; eager only; attributes of modules are sharded, as inputs of "
+            "`torch.autograd.grad` have to be"
+        ),
         "test_fsdp2_surface::test_parameters_follow_what_is_gathered",
     ),
     (

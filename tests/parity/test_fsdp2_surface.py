@@ -164,8 +164,8 @@ def test_writes_after_reshard_are_found(rank: int) -> None:
             match = "modified in place between forward and backward"
         else:
             with torch.no_grad():
-                model.weight.zero_()
-            match = "written to"
+                next(model.parameters()).zero_()
+            match = "written to between forward and backward"
         with pytest.raises(RuntimeError, match=match):
             y.backward()
         model.reset_iter_state()
@@ -190,21 +190,17 @@ def test_parameters_follow_what_is_gathered(rank: int, form: str) -> None:
     assert numel(model) == 0
     torch.optim.SGD(model.parameters(), lr=0.1)  # after an evaluation
     loss = net_loss(model, rank, 0)
-    assert numel(model) == 0  # the root keeps its own by default, and nobody has asked for that
+    assert numel(model) == 0  # the root keeps what backward needs, and nobody asked it to
     torch.autograd.grad(loss, list(model.parameters()))
-    model.set_reshard_after_forward(False, recurse=False)
     loss = net_loss(model, rank, 0)
-    kept = sum(own.values()) if form == "eager" else 0
-    assert numel(model) == kept
-    assert isinstance(model.head.weight, DTensor) == (form == "compiled")
-    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
     loss.backward()
-    assert numel(model) == 0
     model.zero_grad()
     model.set_reshard_after_forward(False)
     loss = net_loss(model, rank, 0)
     whole = sum(p.numel() for p in model.parameters())
     assert numel(model) == (whole if form == "eager" else 0)
+    assert isinstance(model.head.weight, DTensor)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
     for each in model.modules():
         if isinstance(each, autoshard.ShardedModule):
             each.reshard()
@@ -262,11 +258,18 @@ def test_whole_parameters_in_the_wrong_hands(rank: int, form: str) -> None:
     assert not any(p.requires_grad for p in model.parameters())
     model.requires_grad_(True)
     if form == "eager":
-        model.set_reshard_after_forward(False, recurse=False)
+        model.set_reshard_after_forward(False)
+        inputs = list(model.parameters())
+        loss = net_loss(model, rank, 0)
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(loss, list(model.parameters()))
+        loss.backward(inputs=inputs)
+        assert all(p.grad is not None for p in inputs)
+        model.zero_grad()
         loss = net_loss(model, rank, 0)
         with torch.no_grad():
             next(model.parameters()).zero_()
-        with pytest.raises(RuntimeError, match=r"embed\.weight.*written to"):
+        with pytest.raises(RuntimeError, match=r"embed\.weight.*written to between"):
             loss.backward()
 
 
