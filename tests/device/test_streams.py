@@ -50,7 +50,7 @@ def test_parity(device: str) -> None:
 @on_each_device
 def test_a_wait_that_is_missing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is seen: `test_parity` would fail."""
-    monkeypatch.setattr(collectives, "wait_for", lambda works, issued: None)
+    monkeypatch.setattr(collectives, "wait_for", lambda works, *about: None)
     with pytest.raises(AssertionError, match="differ"):
         overlap.check(bench_of(device), steps=1)
 
