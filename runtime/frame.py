@@ -129,18 +129,18 @@ class Frame:
             table = tables.of([_resolved(values[position]) for position in in_table])
             # Blocks that are alike run one graph: which of them runs next has to be told, too.
             what = name if table.where == compiled_for else f"{name}, for {table.where}"
-            root = table.root
+            root, units = table.root, table.units
             if root.is_unordered:  # other ranks may run another graph, or none
                 unordered.gather_all(root)
                 root.backward_ran = False
             else:
-                course.take(root.forward_of(what, table.units), mesh)
+                course.take(root.forward_of(what, units), mesh)
             if root.post_optim_event is not None:
                 root.post_optim_event.wait()
                 root.post_optim_event = None
             kept = _kept_whole([table[number] for number in stays])
             params = [values[position] for position in positions]
-            shards = _shards(params, extended, table)
+            shards = _shards(params, extended, table, units)
             for position, shard in zip(positions, shards, strict=True):
                 values[position] = shard
             results = compiled(*values, *kept, table.tensor)
@@ -431,10 +431,12 @@ def _input_for(param: Tensor, is_extended: bool) -> Tensor:
     return graph_extensions.stand_in(shard) if is_extended else shard
 
 
-def _shards(params: list[Tensor], extended: list[bool], table: Table) -> Sequence[Tensor]:
+def _shards(
+    params: list[Tensor], extended: list[bool], table: Table, units: list[Unit]
+) -> Sequence[Tensor]:
     inputs = list(map(_input_for, params, extended))
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, inputs, *params)
+        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, units, inputs, *params)
         return shards
     return inputs
 
@@ -454,11 +456,11 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, table: Table, inputs: list[Tensor], *params: Tensor
+        ctx: Any, table: Table, units: list[Unit], inputs: list[Tensor], *params: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.table = table  # backward looks things up in it
         ctx.use = Use(table.members, ctx)
-        for unit in table.units:
+        for unit in units:
             unit.uses.add(ctx.use)
         ctx.sharded = [resolve(param) for param in params]
         ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
@@ -503,4 +505,4 @@ class _LocalShards(torch.autograd.Function):
                 steps.close_compiled(owner)
         for unit in {sharded.unit for sharded in used}:
             reduce.fill_unused(unit, used)
-        return None, None, *handed_on
+        return None, None, None, *handed_on
