@@ -182,7 +182,8 @@ def _pack(step: Step, tensor: Tensor) -> Any:
         int(local.storage_offset()),
         source.param.stamp,
         tensor._spec if isinstance(tensor, DTensor) else None,
-        local._version,
+        # A part of a subclass counts versions of its own: the memory is what is looked at again.
+        local._version if held is None or held.memory is None else held.memory._version,
         held,
     )
 
