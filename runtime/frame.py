@@ -476,6 +476,8 @@ class _LocalShards(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.use.end()
+        for unit in ctx.table.units:
+            unit.shows_whole = False
         left_out.note_backward()
         ctx.table.root.backward_ran = True
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):

@@ -78,7 +78,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         unit = _unit(self)
         if unit.kept is None or unit.kept.is_stale:
             unit.kept = Whole(unit)
-        unit.is_unsharded_by_user = True
+        unit.is_unsharded_by_user = unit.shows_whole = True
         unit.describe()
         handle = UnshardHandle(unit)
         if async_op:
@@ -101,13 +101,14 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """What stands in the modules: DTensors, or whole tensors where those are there.
 
-        That is so between `unshard()` and `reshard()`; and of a unit of `fully_shard` that was told
-        `reshard_after_forward=False`, after an eager forward with gradients, until backward. A
-        parameter with a gradient is given sharded all the same. They are copies: gradients of what
-        is computed from them go to the sharded parameters, writes to them raise RuntimeError
-        later, and optimizers refuse them. What was computed before doesn't depend on them: inputs
-        of `torch.autograd.grad`, or of a backward, have to be taken before the forward. Inside of
-        a forward it gives sharded ones. `parameters()` is the same without names.
+        That is so from `unshard()` to `reshard()` or the next backward; and of a unit of
+        `fully_shard` that was told `reshard_after_forward=False`, after an eager forward with
+        gradients, until backward. A parameter with a gradient is given sharded all the same. They
+        are copies: gradients of what is computed from them go to the sharded parameters, writes to
+        them raise RuntimeError later, and optimizers refuse them. What was computed before doesn't
+        depend on them: inputs of `torch.autograd.grad`, or of a backward, have to be taken before
+        the forward. Inside of a forward it gives sharded ones. `parameters()` is the same without
+        names.
         """
         named = super().named_parameters(prefix, recurse, remove_duplicate)
         return named if torch.compiler.is_compiling() else access.named_registered(named)

@@ -476,6 +476,7 @@ class Step:
             return  # another step of this backward has
         self.owner.reduced_in = self._task
         for unit in units_below(self.owner):
+            unit.shows_whole = False
             self._hold_arrived(unit)
             self._reduce_waiting(unit)  # used in earlier backwards, and not in this one
         for reduction in self._reduces:
@@ -613,7 +614,7 @@ def registered(param: ShardedParam) -> Tensor:
     if open_step() is not None or _torch.in_backward() or param.param.grad is not None:
         return param.param
     if unit.is_unsharded_by_user:
-        is_there = unit.kept is not None and not unit.kept.is_stale
+        is_there = unit.shows_whole and unit.kept is not None and not unit.kept.is_stale
         return lend(param, read_unsharded(param)) if is_there else param.param
     step = unit.last_step
     lent = None if step is None else step.lent(unit)

@@ -96,6 +96,7 @@ class Unit:
     is_last_backward: bool = True
     carried: list[Reduction] = field(default_factory=list)
     closed_in: int = -1  # the latest backward that ran compiled code of its model
+    shows_whole: bool = False  # to `parameters()`, from `unshard()` to the next backward
     strict_order: bool = True  # see unordered.py
     is_by_fsdp2: bool = True  # made by `fully_shard`, not by `shard` with a strategy
     reduced_in: int = -1  # the latest backward at whose end all of its units were reduced
