@@ -397,8 +397,7 @@ class Step:
     def _join_arrived(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
         """Add to `grads` what came before in this backward, and take out those that are to come
         again; see uses.py."""
-        known = self._tokens.get(unit)
-        tokens = None if known is None else known()
+        tokens = self._made_tokens(unit)
         if tokens is not None:
             tokens.use.end()
         may_repeat = uses.may_repeat(unit)
@@ -472,7 +471,7 @@ class Step:
         self._callback_queued = False
         if self.owner.is_unordered and self._is_nested:
             return  # the backward around it is what all ranks have
-        if self.owner.is_unordered and self.owner.reduced_in == self._task:
+        if self.owner.is_unordered and self.owner.reduced_in == self._task != -1:
             return  # another step of this backward has
         self.owner.reduced_in = self._task
         for unit in units_below(self.owner):
