@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoshard import _torch
 
 
 def lower_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A boxed callable: it takes the inputs as a list, and empties the list."""
+    """A boxed callable: it takes the inputs as a list, and empties the list.
+
+    A view becomes a reshape. Strides that torch traced are not always those that its kernels give
+    (those of `softplus_backward`, in 2.11 to 2.15), and then it has to copy.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     return _torch.boxed(gm)

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
@@ -140,14 +140,39 @@ def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]
 
 
 def _make_apply(original: type) -> Callable[..., nn.Module]:
-    def apply(module: nn.Module, *args: Any, **named: Any) -> Any:
-        """`to()`, `double()` and their like: the dtype is known before a forward is traced."""
-        result = original._apply(module, *args, **named)  # type: ignore[attr-defined]
+    def apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`to()`, `double()` and their like: the dtype is known before a forward is traced.
+
+        A forward may convert a module to the dtype that it has. Parameters are left alone then:
+        torch would put new tensors into those that autograd knows already.
+        """
+        if _changes_nothing(module, convert):
+            if recurse:
+                for child in module.children():
+                    child._apply(convert)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = convert(buffer)
+            return module
+        result = original._apply(module, convert, recurse)  # type: ignore[attr-defined]
         for sharded in module.__dict__.get(PARAMS, {}).values():
             sharded.refresh()
         return result
 
     return apply
+
+
+def _changes_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> bool:
+    """Whether `convert` gives back each of `module`'s own parameters, all of them sharded."""
+    for param in module._parameters.values():
+        if param is not None:
+            if not isinstance(param, DTensor):
+                return False
+            with torch.no_grad():
+                shard = param.to_local()
+                if convert(shard) is not shard:
+                    return False
+    return True
 
 
 def _make_load(original: type) -> Callable[..., None]:

@@ -226,3 +226,36 @@ def test_a_float_that_changes(rank: int, lowering: str) -> None:
     call = torch.compile(model, backend="autoshard", options={**OPTIONS, "lowering": lowering})
     train(call, scaled_loss, sgd(model))
     assert_same(model, want)
+
+
+class Router(nn.Module):
+    """Converts its layer in each forward, to the dtype that it has, as Switch Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.classifier = self.classifier.to(torch.float32)
+        return x + self.classifier(x)
+
+
+class Routers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Router(), Router()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@in_both_forms
+@on_ranks(2)
+def test_a_forward_that_converts_to_what_is_there(rank: int, form: str) -> None:
+    want, _ = replicated(Routers, pair_loss)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Routers()), form)
+    train(model, pair_loss, adamw(model))
+    assert_same(model, want)

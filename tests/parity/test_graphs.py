@@ -12,9 +12,10 @@ import torch
 from support.models import Net, net_loss
 from support.programs import events_of
 from support.ranks import on_ranks
-from support.training import adamw, train
-from torch import fx
+from support.training import adamw, assert_same, in_form, replicated, train
+from torch import Tensor, fx, nn
 
+import autoshard
 from autoshard import _torch, backend
 from autoshard.passes.match import is_launch, is_wait
 from autoshard.runtime.param import find
@@ -95,3 +96,29 @@ def test_what_a_graph_launches_it_waits_for(rank: int, strategy: str) -> None:
             assert launched == sorted(bucket for what, bucket in found if what == "wait")
     reduces = events_of(graphs[-1], "reduce")
     assert len(reduces) == 2 * 4
+
+
+class Turned(nn.Module):
+    """The gradient of its softplus comes transposed: torch traces other strides than it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.softplus(self.layer(x)).transpose(1, 2).contiguous()
+
+
+def turned_loss(model: Any, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(2, 12, 6, generator=generator)).square().sum()
+
+
+@on_ranks(2)
+def test_strides_other_than_traced(rank: int) -> None:
+    """`aot_eager` raises here: "view size is not compatible with input tensor's size"."""
+    want, _ = replicated(Turned, turned_loss)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Turned()), "compiled")
+    train(model, turned_loss, adamw(model))
+    assert_same(model, want)
