@@ -186,6 +186,14 @@ def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return joined
 
 
+def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of one axis over all ranks of the axes `names` of `mesh`."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    flat: DeviceMesh = mesh[names]._flatten("_".join(names))
+    return flat
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Cut along `dim`, where `split_factor` ranks of later axes had cut before."""
     return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)

@@ -152,14 +152,15 @@ class Frame:
 
 def _watch_backward(results: Any, table: Table) -> None:
     """When the backward of `results` begins, look at what gradients they have: `table` is told of
-    those that have none, and one that is a DTensor is an error."""
+    those that have none, and one that is a DTensor is an error, if no result is one."""
     node = _torch.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
         return
     positions = _torch.tangent_positions(node)
+    has_dtensors = any(isinstance(result, DTensor) for result in results)
 
     def note(grads: Sequence[Tensor | None]) -> None:
-        for grad in grads:
+        for grad in grads if not has_dtensors else ():
             outside.refuse_dtensor(grad)
         unused = (number for number, at in enumerate(positions) if grads[at] is None)
         table.unused_outputs = frozenset(unused)

@@ -7,6 +7,7 @@ import gc
 import os
 import weakref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from autoshard import _torch
 from autoshard.passes import groups
 from autoshard.passes.layout import Member
 from autoshard.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -97,16 +101,35 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 @dataclass(frozen=True)
+class FullMesh:
+    """The mesh on which a whole model lies, and the names of its data-parallel axes.
+
+    All parameters are DTensors on it, replicated over those axes.
+    """
+
+    mesh: DeviceMesh
+    data_names: frozenset[str]
+
+    @property
+    def data_axes(self) -> tuple[int, ...]:
+        """Positions of the data-parallel axes."""
+        names = enumerate(self.mesh.mesh_dim_names or ())
+        return tuple(axis for axis, name in names if name in self.data_names)
+
+
+@dataclass(frozen=True)
 class Axes:
     """A mesh, and what its axes are for.
 
     shard: the axis over which parameters are cut; None if every rank has them whole.
     replicate: the axis whose ranks hold copies of each other's shards; None if there is none.
+    full: what these are axes of, if parameters are DTensors on that.
     """
 
     mesh: DeviceMesh
     shard: DeviceMesh | None
     replicate: DeviceMesh | None
+    full: FullMesh | None = None
 
     @property
     def shard_world(self) -> int:
@@ -192,6 +215,37 @@ def axes_of(mesh: DeviceMesh, what: str) -> Axes:
         )
     replicate, shard = mesh.mesh_dim_names
     return Axes(mesh, mesh[shard], mesh[replicate])
+
+
+def axes_by_name(mesh: DeviceMesh, dims: DataParallelMeshDims, what: str) -> Axes:
+    """Those of `mesh` that `dims` names; several for one purpose are flattened into one.
+
+    Raises ValueError for a mesh without these names, or if `dims` names one twice, or none.
+    """
+    check_is_mesh(mesh, what)
+    names = (*dims.replicate_names, *dims.shard_names)
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            f"{what} got dp_mesh_dims, and a mesh {mesh} without names: name its axes, as in "
+            'init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+        )
+    for name in names:
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(
+                f"{what} got dp_mesh_dims with {name!r}, which is no axis of the mesh: expected "
+                f"some of {mesh.mesh_dim_names}"
+            )
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"{what} got {dims}: expected at least one of shard and replicate, and each axis once"
+        )
+    replicate, shard = (
+        _torch.flatten_mesh(mesh, axes) if axes else None
+        for axes in (dims.replicate_names, dims.shard_names)
+    )
+    meshes = [each for each in (replicate, shard) if each is not None]
+    own = meshes[0] if len(meshes) == 1 else _torch.join_meshes(meshes)
+    return Axes(own, shard, replicate, FullMesh(mesh, frozenset(names)))
 
 
 def replicate_axes(mesh: DeviceMesh, what: str) -> Axes:

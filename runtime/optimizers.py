@@ -19,7 +19,7 @@ from autoshard.passes.layout import part_of
 from autoshard.runtime import access, left_out
 from autoshard.runtime.local_step import STEP, stand_in_of
 from autoshard.runtime.mesh import world_size
-from autoshard.runtime.param import ShardedParam, find, is_ignored, lent_by
+from autoshard.runtime.param import ShardedParam, check_wanted, find, is_ignored, lent_by
 from autoshard.runtime.reduce import is_waiting
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -173,6 +173,7 @@ def _before_step(
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
+    check_wanted()
     plain: list[nn.Parameter] = []
     has_sharded = False
     for group in optimizer.param_groups:

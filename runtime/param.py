@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from autoshard import _torch
 from autoshard.passes import groups
@@ -26,7 +26,7 @@ from autoshard.passes.layout import Member, part_of, show_members
 from autoshard.passes.ops import FROM_HOST
 from autoshard.runtime.errors import UnsupportedError
 from autoshard.runtime.extensions import has_methods, is_extended
-from autoshard.runtime.mesh import Axes, mesh_device
+from autoshard.runtime.mesh import Axes, FullMesh, mesh_device
 from autoshard.runtime.unit_policies import CPUOffloadPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
@@ -71,23 +71,43 @@ class Hooks:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter was laid out before it was sharded: it is its local tensor that is cut."""
+    """How a parameter was laid out before it was sharded: it is its local tensor that is cut.
+
+    size: of the whole.
+    data_axes: those over which gradients are left to our reduce, as `dp_mesh_dims` names them.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    size: tuple[int, ...]  # of the whole
+    size: tuple[int, ...]
+    data_axes: tuple[int, ...] = ()
 
     def wrap(self, local: Tensor) -> DTensor:
         """The parameter as the model computes with it; gradients go to `local`."""
-        stride = torch.empty(self.size, device="meta").stride()
+        keywords: dict[str, Any] = {}
+        if self.data_axes:
+            keywords["grad_placements"] = [
+                Partial() if axis in self.data_axes else placement
+                for axis, placement in enumerate(self.placements)
+            ]
         return DTensor.from_local(
             local,
             self.mesh,
             self.placements,
             run_check=False,
             shape=torch.Size(self.size),
-            stride=stride,
+            stride=torch.empty(self.size, device="meta").stride(),
+            **keywords,
         )
+
+    def without(self, axes: tuple[int, ...]) -> TensorParallel | None:
+        """The same over the mesh's other axes; None if there are none."""
+        names = self.mesh.mesh_dim_names or ()
+        left = [axis for axis in range(self.mesh.ndim) if axis not in axes]
+        if not left:
+            return None
+        placements = tuple(self.placements[axis] for axis in left)
+        return TensorParallel(self.mesh[tuple(names[axis] for axis in left)], placements, self.size)
 
 
 @dataclass(frozen=True)
@@ -110,6 +130,7 @@ class Layout:
 
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
     """Of `member` cut over `axes`, after it was laid out as `tp` says."""
+    tp = None if tp is None else tp.without(tp.data_axes)
     if tp is None:
         return Layout(axes.mesh, axes.placements(member), member.size)
     cut_before = [
@@ -305,8 +326,9 @@ def shard_parameter(
     for a non-contiguous parameter.
     """
     tp, whole = None, param.detach()
+    data_axes = _data_axes(name, whole, axes.full)
     if isinstance(whole, DTensor):
-        tp = TensorParallel(whole.device_mesh, whole.placements, tuple(whole.shape))
+        tp = TensorParallel(whole.device_mesh, whole.placements, tuple(whole.shape), data_axes)
         whole = local_tensor(whole)
         if tp.mesh.device_type != axes.mesh.device_type:
             raise ValueError(
@@ -337,6 +359,29 @@ def shard_parameter(
     remember_origin(param, made)
     remember(made)
     return made
+
+
+def _data_axes(name: str, whole: Tensor, full: FullMesh | None) -> tuple[int, ...]:
+    """The axes of `full` over which parameter `name` is cut or copied.
+
+    Raises ValueError if it is not replicated over them, or lies elsewhere.
+    """
+    if full is None:
+        return ()
+    if not isinstance(whole, DTensor) or whole.device_mesh != full.mesh:
+        where = f"a DTensor on {whole.device_mesh}" if isinstance(whole, DTensor) else "no DTensor"
+        raise ValueError(
+            f"parameter {name} is {where}: with dp_mesh_dims, all parameters should be DTensors on "
+            f"the mesh given, {full.mesh}, as distribute_module() makes them"
+        )
+    names = full.mesh.mesh_dim_names or ()
+    for axis in full.data_axes:
+        if not isinstance(whole.placements[axis], Replicate):
+            raise ValueError(
+                f"parameter {name} is placed as {whole.placements[axis]} over the data-parallel "
+                f"axis {names[axis]!r}: expected Replicate()"
+            )
+    return full.data_axes
 
 
 def local_tensor(param: Tensor) -> Tensor:
@@ -387,10 +432,26 @@ def find(param: object) -> ShardedParam | None:
 def lend(sharded: ShardedParam, whole: Tensor) -> Tensor:
     """`whole`, which is given out for `sharded`: an optimizer that holds it is refused."""
     setattr(whole, _LENT_BY, sharded.name)
+    _lent[id(whole)] = whole
     return whole
 
 
 _LENT_BY = "_autoshard_lent_by"  # tensor attribute: the parameter that it is a copy of
+_lent: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def check_wanted() -> None:
+    """Raise RuntimeError if a backward was to give a gradient to what was lent, and is held still.
+
+    `backward(inputs=...)` marks it, and runs nothing of ours: no graph leads there.
+    """
+    for whole in list(_lent.values()):
+        if whole.retains_grad:
+            raise RuntimeError(
+                f"backward(inputs=...) was given a gathered copy of parameter {lent_by(whole)}, "
+                "which parameters() gives between forward and backward, so no gradient came to its "
+                "shards: pass as inputs what parameters() gave before the forward"
+            )
 
 
 def lent_by(tensor: Tensor) -> str | None:

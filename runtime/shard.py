@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoshard import _torch
 from autoshard.runtime import access, init, outside
-from autoshard.runtime.errors import UsageError
+from autoshard.runtime.errors import UnsupportedError, UsageError
 from autoshard.runtime.init import Ignored
 from autoshard.runtime.mesh import (
     Axes,
+    axes_by_name,
     axes_of,
     check_is_mesh,
     default_mesh,
@@ -37,6 +38,9 @@ from autoshard.runtime.watchdog import watch_as_told
 from autoshard.runtime.wrap import find_units, log_mixed_units, override_mixed_precision
 from autoshard.runtime.wrap_policies import Overrides, Policy
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
 log = logging.getLogger(__name__)
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -54,6 +58,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Shard the parameters of `module` that no nested unit has, as one unit, in place.
 
@@ -73,6 +78,9 @@ def fully_shard(
         than 0 must divide evenly.
     mp_policy, offload_policy: in which dtypes it works, and where its shards live.
     ignored_params: parameters to leave alone.
+    dp_mesh_dims: torch's `DataParallelMeshDims`, since 2.13: which axes of `mesh`, on which the
+        whole model lies, shard and replicate. Each parameter is a DTensor on `mesh`, replicated
+        over them. Several axes for one purpose are flattened into one.
 
     Returns `module`, of a class that is also a `ShardedModule`.
     Raises TypeError or ValueError, naming the module or parameter, for a container
@@ -80,7 +88,11 @@ def fully_shard(
     NotImplementedError for a non-contiguous parameter.
     """
     modules = _check_modules(module, "fully_shard")
-    axes = None if mesh is None else axes_of(mesh, "fully_shard")
+    axes: Axes | None = None
+    if dp_mesh_dims is not None:
+        axes = _named_axes(mesh, dp_mesh_dims, reshard_after_forward)
+    elif mesh is not None:
+        axes = axes_of(mesh, "fully_shard")
     ignored = init.find_ignored(modules[0], None, ignored_params)
     _check_reshard(reshard_after_forward, axes)
     init.check_parameters(modules, ignored, moves=False)
@@ -90,13 +102,25 @@ def fully_shard(
     _make_unit(
         modules,
         axes=axes,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=reshard_after_forward if axes.shard is not None else False,
         mp_policy=_read_mp_policy(mp_policy),
         offload_policy=_read_offload_policy(offload_policy),
         placement_fn=shard_placement_fn,
         ignored=ignored,
     )
     return module
+
+
+def _named_axes(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims, reshard: bool | int | None
+) -> Axes:
+    if mesh is None:
+        raise ValueError("fully_shard got dp_mesh_dims, and no mesh: pass the mesh of all axes")
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise UnsupportedError(
+            f"reshard_after_forward={reshard} can't be had with dp_mesh_dims: pass True or False"
+        )
+    return axes_by_name(mesh, dims, "fully_shard")
 
 
 @torch.inference_mode(False)

@@ -156,10 +156,11 @@ _INIT: tuple[Row, ...] = (
     (
         "`dp_mesh_dims`: the full mesh, of which names are data-parallel (since 2.13)",
         (
-            "not offered: pass the data-parallel axes as `mesh`, tensor-parallel parameters as "
-            "DTensors on the others"
+            "the same; a gradient is the sum over those axes divided by their size, also where "
+            "FSDP2 leaves one that is not partial as it is"
         ),
-        "test_tensor_parallel::test_parity",
+        "test_tensor_parallel::test_a_model_on_one_mesh "
+        "test_tensor_parallel::test_axes_by_wrong_names",
     ),
     (
         "`fully_shard` on tensor-parallel parameters: a DTensor over both meshes",

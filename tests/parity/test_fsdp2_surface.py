@@ -275,6 +275,28 @@ def test_whole_parameters_in_the_wrong_hands(rank: int, form: str) -> None:
 
 @in_both_forms
 @on_ranks(2)
+def test_gathered_copies_as_inputs_of_backward(rank: int, form: str) -> None:
+    """No gradient comes to the shards, so the optimizer says it; those of before do work. Compiled,
+    these are what `parameters()` gives at all times."""
+    torch.manual_seed(0)
+    model = in_form(fully_shard(Net(tied=False), reshard_after_forward=False), form)
+    optimizer = adamw(model)
+    before = list(model.parameters())
+    loss = net_loss(model, rank, 0)
+    copies = list(model.parameters())
+    loss.backward(inputs=copies)
+    if form == "eager":
+        with pytest.raises(RuntimeError, match=r"a gathered copy of parameter embed\.weight"):
+            optimizer.step()
+    del copies
+    optimizer.zero_grad()
+    net_loss(model, rank, 0).backward(inputs=before)
+    assert all(param.grad is not None for param in before)
+    optimizer.step()
+
+
+@in_both_forms
+@on_ranks(2)
 def test_fsdp_module(rank: int, form: str) -> None:
     """Sharded modules are `FSDPModule`s; parts of a sharded container are not."""
     model = in_form(build(), form)

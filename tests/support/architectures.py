@@ -37,6 +37,7 @@ class Architecture:
     batch:  the arguments of forward, drawn with a generator of the rank's and the step's. None is
             our DiT's own, which is to find noise in images.
     config: that of the model, or what its constructor takes where the library is `diffusers`.
+    ordered: whether all ranks run the same parts in the same order, whatever their data.
     """
 
     family: str
@@ -44,6 +45,7 @@ class Architecture:
     batch: Callable[[Random], Values] | None
     config: Values
     library: str = "transformers"
+    ordered: bool = True
 
 
 # Batches.
@@ -422,7 +424,8 @@ ARCHITECTURES = {
         "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1}),
     "gpt_oss": A("experts", "GptOssForCausalLM", text, {**GROUPED, **EXPERT, "sliding_window": 8}),
     "switch_transformers": A("experts", "SwitchTransformersForConditionalGeneration", pair, {
-        **T5, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}),
+        **T5, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        ordered=False),
     # Recurrences, alone and between attentions.
     "mamba": A("recurrent", "MambaForCausalLM", text, {**SMALL, "state_size": 4}),
     "falcon_mamba": A("recurrent", "FalconMambaForCausalLM", text, {**SMALL, "state_size": 4}),
