@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from support.architectures import ARCHITECTURES, architecture_loss, without_dropout
 from support.issue import kinds
 from support.models import Net, tokens
 from support.ranks import on_ranks
@@ -18,6 +20,8 @@ from support.training import (
     average_gradients,
     in_both_forms,
     in_form,
+    replicated,
+    train,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -158,6 +162,56 @@ def test_what_is_sent(rank: int, form: str) -> None:
     assert kinds(losses[0].backward) == ["reduce"] * 4
     unit = model.layers[0].__dict__["_autoshard_unit"]
     assert unit.kept is None  # nothing stays whole after backward
+
+
+def dropping() -> nn.Module:
+    """A model of Hugging Face's whose encoder and decoder leave out layers, as by default."""
+    torch.manual_seed(0)
+    line = ARCHITECTURES["time_series_transformer"]
+    config = transformers.TimeSeriesTransformerConfig(**line.config)
+    assert config.encoder_layerdrop == config.decoder_layerdrop == 0.1
+    return without_dropout(transformers.TimeSeriesTransformerForPrediction(config)).train()
+
+
+def forecast_loss(model: Any, rank: int, step: int) -> Tensor:
+    torch.manual_seed(10 * step + rank)  # from which layers are drawn
+    return architecture_loss(model, "time_series_transformer", rank, step)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_layers_that_are_dropped_by_default(rank: int, form: str) -> None:
+    """Of some 40 layers and steps, four are left out: by one rank, or by both."""
+    torch._dynamo.config.recompile_limit = 64
+    # AOTAutograd rounds some of its gradients otherwise than eager torch.
+    backend = None if form == "eager" else "aot_eager"
+    want, _ = replicated(dropping, forecast_loss, steps=12, backend=backend)
+    model: Any = in_form(autoshard.shard(dropping(), strict_order=False), form, strict=False)
+    train(model, forecast_loss, adamw(model), steps=12)
+    assert_same(model, want)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_a_backward_finalized_by_hand(rank: int, form: str) -> None:
+    """As pipelines do it: what this rank did not run is reduced then, too."""
+    torch._dynamo.config.recompile_limit = 64
+    torch.manual_seed(0)
+    want = Branches()
+    torch.manual_seed(0)
+    model: Any = in_form(autoshard.shard(Branches(), strict_order=False), form)
+    optimizers = adamw(want), adamw(model)
+    for step in range(3):
+        branches_loss(want, rank, step).backward()
+        average_gradients(want)
+        model.set_requires_gradient_sync(False)
+        branches_loss(model, rank, step).backward()
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, want)
 
 
 @on_ranks(2)
