@@ -21,12 +21,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from autoshard.passes.layout import DTYPE_NAMES, DTYPES
 from autoshard.passes.meta import SOURCE
+from autoshard.passes.sizes import read_size
 
 _CONSTANTS: dict[str, object] = {
     **{str(dtype): dtype for dtype in DTYPES.values()},
@@ -55,14 +55,24 @@ def render(graph: fx.Graph, *, axes: Mapping[str, str] | None = None) -> str:
 
 
 def parse(text: str) -> fx.Graph:
-    """Inverse of `render`. Raises ValueError naming the line that it can't read."""
+    """Inverse of `render`. A text is data: nothing that it names is run.
+
+    Raises ValueError, naming the line that it can't read.
+    """
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), 1):
         try:
             reader.read_line(line)
-        except (SyntaxError, LookupError, AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"line {number}: {line!r}: {error}") from error
+        except _UNREADABLE as error:
+            shown = line if len(line) <= 200 else f"{line[:200]}..."
+            raise ValueError(f"line {number}: {shown!r}: {error}") from error
     return reader.graph
+
+
+_UNREADABLE = (
+    *(SyntaxError, LookupError, AttributeError, TypeError, ValueError),
+    *(ArithmeticError, RuntimeError, MemoryError),  # of what is too deep, or too large
+)
 
 
 def _show_node(node: fx.Node, axes: Mapping[str, str]) -> str:
@@ -136,6 +146,8 @@ class _Reader:
         self._sizes: dict[str, Any] = {}
 
     def read_line(self, line: str) -> None:
+        if len(line) > _MAX_LINE:
+            raise ValueError(f"a line of {len(line)} characters is too long: at most {_MAX_LINE}")
         line, source = _split_comment(line)
         if line.startswith("return "):
             self.graph.output(self._value(line.removeprefix("return ")))
@@ -145,7 +157,10 @@ class _Reader:
         if line.startswith("in "):
             node = self.graph.placeholder(name)
         elif body.startswith("get_attr("):
-            node = self.graph.create_node("get_attr", ast.literal_eval(body[9:-1]), name=name)
+            path = ast.literal_eval(body[9:-1])
+            if not isinstance(path, str) or not _PATH.fullmatch(path):
+                raise ValueError(f"{path!r} is no attribute's path")
+            node = self.graph.create_node("get_attr", path, name=name)
         else:
             op, _, rest = body.partition("(")
             args, kwargs = self._value(f"_call({rest}")
@@ -168,6 +183,8 @@ class _Reader:
             case ast.Call(func=ast.Name(id="device"), args=[ast.Constant(value=str(where))]):
                 return torch.device(where)
             case ast.Call(func=ast.Name(id="_call"), args=args, keywords=keywords):
+                if any(keyword.arg is None for keyword in keywords):
+                    raise ValueError("an argument should be a value, or a name and a value")
                 named = {str(keyword.arg): self._build(keyword.value) for keyword in keywords}
                 return tuple(map(self._build, args)), named
             case ast.Name(id=name) if name.startswith("p__"):
@@ -180,13 +197,17 @@ class _Reader:
                 return [self._build(element) for element in elements]
         return ast.literal_eval(node)
 
-    def _type(self, text: str) -> Any:
+    def _type(self, text: str, depth: int = 0) -> Any:
         if text.startswith("("):
-            return [self._type(part) for part in _split(text[1:-1])]
+            if depth == _MAX_DEPTH:
+                raise ValueError(f"a type is nested deeper than {_MAX_DEPTH}")
+            return [self._type(part, depth + 1) for part in _split(text[1:-1])]
         if text.startswith("sym("):
             return self._size(text[4:-1])
         if match := re.fullmatch(r"(\w+)\[(.*)\](?:@(\w+))?", text):
             sizes = [self._size(size) for size in _split(match[2])]
+            if len(sizes) > _MAX_DIMS:
+                raise ValueError(f"{len(sizes)} dims are too many: at most {_MAX_DIMS}")
             with self._fake, self._shapes.suppress_guards():
                 return torch.empty(sizes, dtype=DTYPES[match[1]], device=match[3] or "cpu")
         values = {"NoneType": None, "bool": False, "int": 0, "float": 0.0, _OPAQUE: object()}
@@ -198,7 +219,7 @@ class _Reader:
         if text.lstrip("-").isdigit():
             return int(text)
         if text not in self._sizes:
-            expression = _read_expression(text)
+            expression = read_size(text)
             for symbol in expression.free_symbols - self._shapes.var_to_range.keys():
                 self._declare(symbol)
             self._sizes[text] = self._shapes.create_symintnode(expression, hint=None)
@@ -214,36 +235,32 @@ class _Reader:
         self._shapes.add_backed_var_to_val(symbol, _FIRST_HINT + len(self._shapes.var_to_range))
 
 
-_MODULES = ("torch", "math")  # whose functions FX graphs call by themselves
-_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Call)
+_FUNCTIONS = {  # that FX graphs call by themselves, on symbolic sizes
+    "math": ("ceil", "floor", "trunc", "sqrt"),
+    "torch": (
+        "sym_float",
+        "sym_int",
+        "sym_ite",
+        "sym_max",
+        "sym_min",
+        "sym_not",
+        "sym_sum",
+        "_sym_sqrt",
+    ),
+    "operator": (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "invert", "not_", "is_"),
+        *("lshift", "rshift"),
+    ),
+}
+_MAX_LINE = 1 << 20  # characters
+_MAX_DIMS = 64
+_MAX_DEPTH = 16  # of tuples in a type
+_PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")  # of an attribute: FX writes it into code
 _FIRST_HINT = 1 << 10  # of a symbol's value: none is 0 or 1, and no two are equal
 _STRING = r"'(?:[^'\\]|\\.)*'" + "|" + r'"(?:[^"\\]|\\.)*"'
 _LINE = re.compile(rf"((?:{_STRING}|[^'\"])*?)(?:  # (.*))?")
 _NODE = re.compile(rf"({_STRING})|%(\w+)")
-
-
-def _read_expression(text: str) -> sympy.Expr:
-    """A size such as `s0 + 2*((s1//3))`: Python's `//` is torch's FloorDiv, not sympy's floor."""
-    tree = ast.fix_missing_locations(_FloorDivs().visit(ast.parse(text, mode="eval")))
-    for node in ast.walk(tree):
-        if not isinstance(node, (*_ARITHMETIC, ast.Name, ast.Constant, ast.expr_context)):
-            raise ValueError(f"{text!r} is no size")
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    symbols = {
-        name: sympy.Symbol(name, integer=True, **({} if name[0] == "u" else {"positive": True}))
-        for name in names
-        if re.fullmatch(r"[su]\d+", name)
-    }
-    known = {name: getattr(functions, name) for name in names - symbols.keys()}
-    return sympy.sympify(eval(compile(tree, text, "eval"), {"__builtins__": {}}, known | symbols))
-
-
-class _FloorDivs(ast.NodeTransformer):
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        self.generic_visit(node)
-        if not isinstance(node.op, ast.FloorDiv):
-            return node
-        return ast.Call(ast.Name("FloorDiv", ast.Load()), [node.left, node.right], [])
 
 
 def _split_comment(line: str) -> tuple[str, str]:
@@ -265,18 +282,20 @@ def _split(text: str) -> list[str]:
 
 
 def _read_op(text: str) -> Any:
+    """Operator, or function of sizes, that `text` names. Raises ValueError for any other thing."""
     if text == "getitem":
         return operator.getitem
     namespace, _, rest = text.partition(".")
-    if namespace == "hop":
-        return getattr(torch.ops.higher_order, rest)
-    if namespace == "operator":
-        return getattr(operator, rest)
-    if namespace == "python":
-        module, _, name = rest.rpartition(".")
-        if module.partition(".")[0] not in _MODULES:
-            raise ValueError(f"{text!r} is no function of {' or '.join(_MODULES)}")
+    if namespace in ("python", "operator"):
+        module, _, name = (rest if namespace == "python" else text).rpartition(".")
+        if name not in _FUNCTIONS.get(module, ()):
+            raise ValueError(f"{text!r} is no function of sizes")
         return getattr(importlib.import_module(module), name)
-    name, *overload = rest.split(".")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    return getattr(packet, overload[0] if overload else "default")
+    if namespace == "hop":
+        found = getattr(torch.ops.higher_order, rest)
+    else:
+        name, _, overload = rest.partition(".")
+        found = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    if not isinstance(found, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        raise ValueError(f"{text!r} is no operator")
+    return found
