@@ -476,9 +476,13 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.pattern_matcher import stable_topological_sort
 
     class JointPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
+            # Inductor's own passes before it, as that which finds attention, leave nodes that are
+            # read before they are defined; it puts them in order after this one.
+            stable_topological_sort(graph)
             assert graph.owning_module is not None
             joint_pass(graph.owning_module)
 

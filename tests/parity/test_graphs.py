@@ -122,3 +122,34 @@ def test_strides_other_than_traced(rank: int) -> None:
     model = in_form(autoshard.shard(Turned()), "compiled")
     train(model, turned_loss, adamw(model))
     assert_same(model, want)
+
+
+class Attention(nn.Module):
+    """Attention written out, which Inductor finds in the joint graph and replaces by one op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x).view(2, -1, 2, 4).permute(0, 2, 1, 3) for layer in self.layers
+        )
+        weights = (query @ key.transpose(-1, -2) / 2.0).softmax(dim=-1)
+        return weights @ value
+
+
+def attention_loss(model: Any, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(2, 6, 8, generator=generator)).square().sum()
+
+
+@on_ranks(2)
+def test_attention_that_inductor_replaces(rank: int) -> None:
+    """Its replacement is read before it is defined, until Inductor sorts the graph at the end."""
+    want, _ = replicated(Attention, attention_loss, backend="inductor")
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = in_form(autoshard.shard(Attention()), "compiled", lowering="inductor")
+    train(model, attention_loss, adamw(model))
+    assert_same(model, want)
