@@ -1,4 +1,4 @@
-"""Every private torch name that autoshard uses, and where it moved.
+"""Private torch names that autoshard uses, all of them, and where they moved.
 
 Everything else imports from here, so that a torch upgrade is a change to one
 file. Each name was tried on torch 2.11.0, 2.13.0 and 2.15.0; a name that is
@@ -76,21 +76,23 @@ DATA_PARALLEL = ("fully_shard", "replicate")
 
 
 def enter_contract(module: torch.nn.Module) -> None:
-    """Have those functions leave `module` alone: around it they pass it by, and given it they raise
-    AssertionError."""
+    """Have torch's `fully_shard` and `replicate` leave `module` alone.
+
+    Given a module around it they skip it; given `module` itself they raise AssertionError.
+    """
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     for name in DATA_PARALLEL:
         registry.setdefault(name, RegistryItem())
 
 
 def contracts(module: torch.nn.Module) -> list[str]:
-    """Which of those functions `module` was given to."""
+    """Names of torch's functions `fully_shard` and `replicate`, if `module` was given to them."""
     registry = module.__dict__.get(REGISTRY_KEY, {})
     return [name for name in DATA_PARALLEL if name in registry]
 
 
 def checkpoint_name(model: torch.nn.Module, name: str) -> str:
-    """What a parameter of `model` is called in a checkpoint: no wrapper's prefix is in it."""
+    """Name of a parameter of `model` in a checkpoint: no wrapper's prefix is in it."""
     (found,) = _checkpoint._get_fqns(model, name)
     return str(found)
 
@@ -105,7 +107,7 @@ reduce_scatter_flat: Callable[..., Any] = (
 
 
 def is_gloo_on_cpu(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of `group` on `device`, a CPU, are gloo's."""
+    """Tell whether collectives of `group` on `device` are gloo's, on a CPU."""
     return device.type == "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo)
 
 
@@ -114,7 +116,8 @@ def all_gather_grouped(
 ) -> list[dist.Work]:
     """Begin to gather each tensor of `send` into that of `receive`, in one call of the backend.
 
-    In one each on devices for which gloo has no such call. Returns what to wait for, all of it.
+    gloo has such a call on CPUs only: on other devices there is one call a tensor. Returns the
+    works, all of which have to be waited for.
     """
     device = receive[0].device
     if device.type != "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo):
@@ -130,7 +133,7 @@ _APPLY_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def pretend_ranks(world_size: int) -> None:
-    """Make a default process group of that many ranks, of which only this one exists.
+    """Make a default process group of `world_size` ranks, of which only this one exists.
 
     Collectives over it are done at once and change nothing.
     """
@@ -140,7 +143,7 @@ def pretend_ranks(world_size: int) -> None:
 
 
 class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
-    """Raised by a backend: trace this frame again, the module it reads has changed.
+    """Exception by which a backend has Dynamo trace the frame again: a module it reads has changed.
 
     The first base makes Dynamo's frame conversion restart; the second is the one
     that `call_user_compiler` lets through unwrapped.
@@ -148,13 +151,13 @@ class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
 
 
 def disable(function: _Function) -> _Function:
-    """`function`, and all that it calls, never seen by Dynamo."""
+    """Wrap `function` so that Dynamo sees neither it nor what it calls."""
     disabled: _Function = torch.compiler.disable(function)
     return disabled
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, which torch leaves untyped."""
+    """Call `function.apply(*args)`, which torch leaves untyped."""
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
@@ -166,14 +169,14 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def dtensor_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], size: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """Of a DTensor of whole, contiguous `size`."""
+    """Make the spec of a contiguous DTensor of global `size`."""
     whole = torch.empty(size, dtype=dtype, device="meta")
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def dtensor_of_spec(local: torch.Tensor, spec: Any) -> DTensor:
-    """The DTensor of `spec` whose part on this rank is `local`, where it is.
+    """Return the DTensor of `spec` whose part on this rank is `local`, which is not moved.
 
     `DTensor.from_local` would move `local` to the mesh's device.
     """
@@ -181,13 +184,16 @@ def dtensor_of_spec(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh of the axes of `meshes`, all of them slices of one. Raises RuntimeError if not."""
+    """Join `meshes`, slices of one mesh, into one mesh of all their axes.
+
+    Raises RuntimeError if they are no slices of one.
+    """
     joined: DeviceMesh = DeviceMesh._concatenate(meshes)
     return joined
 
 
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of one axis over all ranks of the axes `names` of `mesh`."""
+    """Return a mesh of one axis over all ranks of the axes `names` of `mesh`."""
     if len(names) == 1:
         return mesh[names[0]]
     flat: DeviceMesh = mesh[names]._flatten("_".join(names))
@@ -195,35 +201,39 @@ def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Cut along `dim`, where `split_factor` ranks of later axes had cut before."""
+    """Placement that cuts along `dim` after `split_factor` ranks of later mesh axes have cut it."""
     return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
 
 
 def graph_task() -> int:
-    """A number for the backward that this thread is inside, or -1."""
+    """Number of the backward that this thread is inside, or -1."""
     return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward."""
+    """Tell whether this thread is inside a backward."""
     return graph_task() != -1
 
 
 def in_functorch() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) runs."""
+    """Tell whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def outside_functorch() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no transform of torch.func sees what is done: tensors that are made are constants to
-    it, with a graph of autograd's own."""
+    """Hide what is done in this context from transforms of torch.func.
+
+    Tensors made inside are constants to them, with a graph of autograd's own.
+    """
     context: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
     return context
 
 
 def in_nested_backward() -> bool:
-    """Whether a node of another backward has started the running one, as a reentrant checkpoint
-    does."""
+    """Tell whether a node of another backward has started the running one.
+
+    A reentrant checkpoint does so.
+    """
     calls, outermost = 0, sys._getframe()
     frame: FrameType | None = outermost
     while frame is not None:
@@ -234,18 +244,18 @@ def in_nested_backward() -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the running backward runs `node`, or has done so."""
+    """Tell whether the running backward runs the autograd node `node`, or has done so."""
     # torch's type information puts it on another class, here and below.
     return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
 
 
 def accumulates_gradient(leaf: Any) -> bool:
-    """Whether the running backward will fill `.grad` at `leaf`, a node that accumulates."""
+    """Tell whether the running backward will fill `.grad` at `leaf`, a node that accumulates."""
     return _leaf_use(leaf) is True
 
 
 def returns_gradient(leaf: Any) -> bool:
-    """Whether the running backward is a `torch.autograd.grad` that may want `leaf`'s gradient."""
+    """Tell whether the running backward is a `torch.autograd.grad` that may want `leaf`'s."""
     return _leaf_use(leaf) is None
 
 
@@ -257,7 +267,7 @@ def _leaf_use(leaf: Any) -> bool | None:
 
 
 def compiled_node(outputs: Sequence[Any]) -> Any:
-    """AOTAutograd's node behind `outputs`, of a compiled forward; None if it has no backward.
+    """Find AOTAutograd's node behind `outputs` of a compiled forward; None if it has no backward.
 
     Behind a view that was made of an output it is one step further.
     """
@@ -271,8 +281,10 @@ def compiled_node(outputs: Sequence[Any]) -> Any:
 
 
 def tangent_positions(node: Any) -> list[int]:
-    """Where each tangent of the joint graph, in their order, is among the gradients that `node`, of
-    AOTAutograd, is given."""
+    """Positions of the joint graph's tangents, in their order, among the gradients given to `node`.
+
+    node: AOTAutograd's, of a compiled backward.
+    """
     metadata = type(node)._forward_cls.metadata
     known: list[int] | None = getattr(metadata, _POSITIONS, None)
     if known is None:
@@ -301,7 +313,7 @@ def _tangent_positions(metadata: Any) -> Iterator[int]:
 
 
 def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The (pack, unpack) pair that autograd would call now, or None."""
+    """Return the (pack, unpack) pair of hooks that autograd would call now, or None."""
     pair: Any = _autograd._top_saved_tensors_default_hooks(False)
     return None if pair is None else (pair[0], pair[1])
 
@@ -312,7 +324,7 @@ def group_size(name: str) -> int:
 
 
 def group_rank(name: str) -> int:
-    """This process's rank in the process group registered under `name`."""
+    """Rank of this process in the process group registered under `name`."""
     return int(resolve_group(name).rank())
 
 
@@ -324,7 +336,11 @@ def group_ranks(name: str) -> list[int]:
 def group_allocator(
     name: str, device: torch.device
 ) -> Callable[[int, torch.dtype, torch.device], torch.Tensor] | None:
-    """What gives memory of the backend's own of that group; None if it has none."""
+    """Return a function that allocates memory of the backend's own, of the group called `name`.
+
+    Its arguments are the number of elements, the dtype and the device. None if the backend has no
+    such memory.
+    """
     backend = resolve_group(name)._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         return None
@@ -336,8 +352,12 @@ def symmetric_memory(
 ) -> tuple[
     Callable[[int, torch.dtype, torch.device], torch.Tensor], Callable[[torch.Tensor, Any], object]
 ]:
-    """What gives symmetric memory, and what has to be called with each buffer, and the group,
-    before it is used. All ranks of the group call it."""
+    """Return two functions for symmetric memory over the group called `name`.
+
+    The first allocates: its arguments are the number of elements, the dtype and the device. The
+    second has to be called with each buffer, and the group, before the buffer is used. All ranks of
+    the group call all of this.
+    """
     import torch.distributed._symmetric_memory as symmetric
 
     set_backend: Callable[[str], None] = symmetric.set_backend  # type: ignore[assignment]
@@ -352,7 +372,7 @@ def symmetric_memory(
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long `group` waits for a collective; torch's default where its backend doesn't say."""
+    """Timeout of collectives of `group`; torch's default if its backend doesn't have one."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -362,17 +382,17 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:
-    """Whether `pack` is what non-reentrant `torch.utils.checkpoint` installs."""
+    """Tell whether `pack` is a hook that non-reentrant `torch.utils.checkpoint` installs."""
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
 
 def is_recomputation_hook(pack: Callable[..., Any]) -> bool:
-    """Whether it is what it installs when it runs a part of forward again."""
+    """Tell whether `pack` is such a checkpoint's hook while it runs a part of forward again."""
     return is_checkpoint_hook(pack) and pack.__qualname__.startswith("_recomputation_hook.")
 
 
 def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """`gm`'s generated code, taking its inputs as a list that it empties.
+    """Return the generated code of `gm` as a function of a list of inputs, which it empties.
 
     Boxed, an input dies after its last use; passed one by one, the caller's frame
     would keep every saved activation alive through the whole backward.
@@ -386,13 +406,16 @@ def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`call`, which AOTAutograd is to give a list."""
+    """Mark `call`, and return it, so that AOTAutograd gives it a list of inputs."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
 def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """One that generates code once that is wanted. Inductor wants it only to hash the graph."""
+    """Make a graph module whose code is generated when it is first needed.
+
+    Inductor needs the code only to hash the graph.
+    """
     from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):
@@ -400,12 +423,15 @@ def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Graph
 
 
 def rename(node: torch.fx.Node, name: str) -> None:
-    """Call `node` `name`, or, if another node of its graph is called that, `name` with a number."""
+    """Rename `node` to `name`, with a number added if another node of its graph is called that."""
     node._rename(name)
 
 
 def inductor_settings(**wanted: object) -> dict[str, object]:
-    """Those of `wanted`, Inductor config keys with `__` for a dot, that this torch has."""
+    """Select the settings of `wanted` that this version of torch has.
+
+    wanted: keys of Inductor's config, with `__` for a dot.
+    """
     from torch._inductor import config
 
     known = config.get_config_copy()
@@ -415,14 +441,14 @@ def inductor_settings(**wanted: object) -> dict[str, object]:
 
 @contextlib.contextmanager
 def aot_settings(*, is_cached: bool = False) -> Iterator[None]:
-    """What compilations need of AOTAutograd.
+    """Set up AOTAutograd for a compilation in this context.
 
-    Its cache skips our passes on a hit, so it is used only by who knows what they would say. And
-    torch would put off a backward that can't be compiled to the first
-    backward, when it is too late to fall back. And what is saved for a backward is not written to
-    in it: with `retain_graph=True` there may be another one, which nobody knows of when it is
-    compiled. (Left to itself, torch compiles it when it runs first, and fails if a later one
-    retains what the first did not.)
+    - Its cache skips our passes on a hit: `is_cached` is for callers that know what they would do.
+    - A backward is compiled with its forward. torch would put off one that can't be compiled to the
+      first backward, when it is too late to fall back.
+    - Tensors saved for a backward are not written to in it: with `retain_graph=True` there may be
+      another one, unknown at compile time. (By default torch compiles backward when it first
+      runs, and fails if a later one retains what the first did not.)
     """
     with (
         torch._functorch.config.patch(
@@ -435,9 +461,10 @@ def aot_settings(*, is_cached: bool = False) -> Iterator[None]:
 
 
 def caches_frames() -> bool:
-    """Whether AOTAutograd's cache can be used for frames of ours: not where entries have their
-    graphs in them, so that these have no name, nor where ranks of the user's wait for each other in
-    passes that a hit skips.
+    """Tell whether AOTAutograd's cache can be used for frames of ours.
+
+    It can't if its entries contain their graphs, which then have no name, or if ranks are
+    configured to wait for each other in passes that a hit skips.
     """
     functorch, dynamo = torch._functorch.config, torch._dynamo.config
     return bool(functorch.enable_autograd_cache) and not (
@@ -449,7 +476,10 @@ def caches_frames() -> bool:
 
 
 def ambient_dtypes() -> list[tuple[object, ...]]:
-    """What dtypes of a graph depend on besides its inputs, as torch 2.11's cache forgets."""
+    """List the settings, besides a graph's inputs, that its dtypes depend on.
+
+    The key of torch 2.11's cache lacks them.
+    """
     devices = torch._C._autocast_supported_devices()
     return [
         (torch.get_default_dtype(),),
@@ -466,10 +496,12 @@ def compile_with_inductor(
     mode: str | None,
     key: str | None,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """Inductor's whole pipeline, with `joint_pass` last over the joint graph before it is
-    partitioned, and `inner_compile` in place of its compiler of single graphs.
+    """Compile `gm` with Inductor's whole pipeline, changed at two places.
 
-    key: all that these two depend on besides the graph; None: nothing is cached of the frame.
+    inner_compile: takes the place of Inductor's compiler of single graphs.
+    joint_pass: runs last over the joint graph, before it is partitioned.
+    key: all that these two depend on besides the graph; None: nothing of the frame is cached.
+
     Returns the compiled frame, and the names in Inductor's cache of the graphs in it.
     """
     from torch._inductor import list_mode_options
@@ -515,8 +547,10 @@ def compile_with_inductor(
 
 @contextlib.contextmanager
 def tracing_again(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """Inside, a graph with inputs like `example_inputs`, which are fake, can be lowered, though the
-    compilation that it is of is over."""
+    """Allow a graph to be lowered in this context, though the compilation that it is of is over.
+
+    example_inputs: fake, like the graph's inputs.
+    """
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
     with tracing(TracingContext(detect_fake_mode(example_inputs))):
@@ -524,15 +558,17 @@ def tracing_again(example_inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def fresh_inductor_cache() -> contextlib.AbstractContextManager[Any]:
-    """No kernel of earlier compilations is found, and those of later ones are removed at exit."""
+    """Use an empty Inductor cache in this context; kernels made in it are removed at exit."""
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()
 
 
 def cpu_allocations(profile: torch.profiler.profile) -> list[int]:
-    """What was allocated on the CPU while `profile`, with `profile_memory`, ran: bytes, in the
-    order of time, less than 0 where they were freed."""
+    """List the bytes allocated on the CPU while `profile`, with `profile_memory`, ran.
+
+    They are in the order of time, less than 0 where they were freed.
+    """
     found = []
     assert profile.profiler is not None  # it has run
     results: Any = profile.profiler.kineto_results
@@ -547,8 +583,10 @@ def cpu_allocations(profile: torch.profiler.profile) -> list[int]:
 
 
 def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) -> None:
-    """Have `torch.distributed.fsdp.fully_shard` know a state of `module` that calls `finish` to
-    reduce gradients: up to 2.13, torch.distributed.pipelining asks it for the state of a stage.
+    """Have `torch.distributed.fsdp.fully_shard` find a state of `module`, to reduce gradients with.
+
+    Up to 2.13, torch.distributed.pipelining asks it for the state of a stage.
+    finish: what the state calls to reduce.
     """
     from torch.distributed._composable.contract import STATE_KEY
     from torch.distributed.fsdp import fully_shard
@@ -562,19 +600,22 @@ def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) ->
 
 
 def overlap_gathers(module: torch.nn.Module) -> None:
-    """Have `module`, of FSDP2, go on while it gathers on a CPU, as it does on a GPU."""
+    """Have FSDP2's `module` go on while it gathers on a CPU, as it does on a GPU."""
     module._set_unshard_async_op(True)  # type: ignore[operator]
 
 
 def inductor_cache_folder() -> str:
-    """Where Inductor keeps kernels. Makes it; raises OSError where that can't be."""
+    """Path of the folder where Inductor keeps kernels, made if missing.
+
+    Raises OSError if it can't be made.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
 def is_to_local(node: torch.fx.Node) -> bool:
-    """Whether `node`, of a graph that Dynamo made, is `DTensor.to_local()`.
+    """Tell whether `node`, of a graph that Dynamo made, is `DTensor.to_local()`.
 
     2.11 calls a function made for the arguments; later versions call the method.
     """
@@ -585,9 +626,10 @@ def is_to_local(node: torch.fx.Node) -> bool:
 
 @contextlib.contextmanager
 def more_inputs(graph: torch.fx.Graph, examples: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, `graph`, which Dynamo made, has more inputs behind the others, by their names.
+    """Add inputs to `graph`, which Dynamo made, for as long as the context lasts.
 
-    Dynamo, whose variables are behind the others, is not to see them.
+    examples: example values of the inputs, by name. They come behind the other inputs, which all
+    stand for variables of Dynamo's; as these do not, Dynamo must not see them.
     """
     last = graph.find_nodes(op="placeholder")[-1]
     added: list[torch.fx.Node] = []
@@ -604,7 +646,7 @@ def more_inputs(graph: torch.fx.Graph, examples: Mapping[str, torch.Tensor]) -> 
 
 
 def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Locals and globals, as it started, of the frame that Dynamo is tracing now."""
+    """Locals and globals of the frame that Dynamo is tracing now, as they were when it started."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output = InstructionTranslator.current_tx().output
@@ -612,7 +654,7 @@ def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def traced_code() -> str:
-    """A name for the frame that Dynamo is tracing now, without a path: "Net.forward:12"."""
+    """Name of the frame that Dynamo is tracing now, without a path: "Net.forward:12"."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     code = InstructionTranslator.current_tx().f_code
@@ -620,7 +662,7 @@ def traced_code() -> str:
 
 
 def graph_break() -> tuple[str, str] | None:
-    """(place, reason) of the graph break that ends the graph being compiled now, if one does."""
+    """Return (place, reason) of the graph break that ends the graph being compiled now, or None."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     reason = getattr(InstructionTranslator.current_tx().output, "compile_subgraph_reason", None)
@@ -632,10 +674,10 @@ def graph_break() -> tuple[str, str] | None:
 
 
 def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
-    """From now on, `torch.compile(fn, backend=backend)` returns `callback(fn, compiled, options)`.
+    """Have `torch.compile(fn, backend=backend)` return `callback(fn, compiled, options)` in future.
 
-    fn: what was compiled: a module; or a function, or a method, also `forward` of the wrapper
-    that torch.compile made of a module, for which this is called a second time.
+    fn: what was compiled: a module, a function or a method. For a module there is a second call,
+    with the `forward` of the wrapper that torch.compile made of it.
     """
     from torch._dynamo.eval_frame import OptimizeContext
 
@@ -654,7 +696,7 @@ def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], A
 
 
 def _find_backend(context: Any) -> Any:
-    """The `_TorchCompileWrapper` of a Dynamo context: the backend's name, mode and options."""
+    """Find the `_TorchCompileWrapper` of a Dynamo context: the backend's name, mode and options."""
     found: Any = getattr(context, "callback", None)
     while found is not None and not hasattr(found, "compiler_name"):
         found = getattr(found, "_torchdynamo_orig_backend", None)

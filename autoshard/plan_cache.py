@@ -1,10 +1,10 @@
-"""Plans beside the graphs that they were compiled to, in torch's caches.
+"""Plans of compiled graphs, stored beside the graphs in torch's caches.
 
-AOTAutograd's cache gives back a frame's compiled graphs, and none of our passes run. What they had
-decided is in a file for each graph, by the name that Inductor's cache has for it; that name depends
-on the plan, too (`lower_inductor.KeepOrder`). Which frames are alike is told by `frame_key`: all
-that passes depend on, but for the graph and its inputs, and torch's own settings, which
-AOTAutograd sees itself.
+On a hit, AOTAutograd's cache returns the compiled graphs of a frame, and none of our passes run.
+The plans that they made are in one file for each graph, named by the graph's key in Inductor's
+cache; that key depends on the plan, too (`lower_inductor.KeepOrder`). Two frames are alike if they
+have the same `frame_key`, which covers all that passes depend on, except for the graph and its
+inputs, and torch's own settings: AOTAutograd compares these itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_PLAN = "null"  # of a graph without collectives
 
 
 def frame_key(facts: Sequence[object]) -> str:
-    """A digest of `facts`, by their text, and of this package's source."""
+    """Digest of `facts`, as text, and of this package's source."""
     return hashlib.sha256(f"{_sources()} {list(facts)!r}".encode()).hexdigest()
 
 
@@ -40,7 +40,7 @@ def _sources() -> str:
 
 
 def save(graph_key: str, plan: Plan | None) -> None:
-    """Keep `plan` beside the graph of that name. Where it can't be written, it isn't found."""
+    """Store `plan` for the graph with the key `graph_key`; if that fails, `load` finds no plan."""
     text = plan.to_json() if plan is not None and plan.buckets else NO_PLAN
     try:
         path = _path(graph_key)
@@ -56,7 +56,10 @@ def save(graph_key: str, plan: Plan | None) -> None:
 
 
 def load(graph_keys: Sequence[str]) -> list[Plan] | None:
-    """The plans of graphs of those names; None if one is not there."""
+    """Load the plans of the graphs of these keys, those without collectives left out.
+
+    None if the file of one is missing, or can't be read.
+    """
     plans = []
     for graph_key in graph_keys:
         try:

@@ -1,4 +1,4 @@
-"""Tell who waits for a long compilation that it goes on."""
+"""Log lines about the progress of a long compilation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ INTERVAL = 10.0  # seconds between lines; a compilation shorter than that has no
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Inside, rank 0 logs a line now and then: `compiling <what>: backward, 2 of 2, 30 s elapsed`.
+    """Log a line on rank 0 now and then: `compiling <what>: backward, 2 of 2, 30 s elapsed`.
 
-    Gives what is to be called with the name of each graph of `total`, when its turn comes.
+    Yields a function to call with the name of each graph of `total`, when its turn comes.
     """
     begun: list[str] = []
     is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""Graph to graph, in the order listed here. See README.md for the law."""
+"""Graph passes, in the order in which they run. See README.md for the rules of a pass."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from autoshard.passes.use_kept import use_kept as use_kept
 
 
 def joint(kept: Collection[int] = ()) -> tuple[Pass, ...]:
-    """Forward and backward in one graph, before it is partitioned.
+    """Passes over the joint graph, forward and backward in one, before it is partitioned.
 
-    kept: numbers of parameters that are kept whole for backward, whatever their units say.
+    kept: numbers of parameters that stay unsharded for backward, whatever their units say.
     """
     return (
         use_kept,  # what is there already is not gathered, nor recomputed
@@ -54,7 +54,7 @@ def pipeline(
     prices: Prices | None = None,
     known: Sequence[Plan] = (),
 ) -> tuple[Pass, ...]:
-    """The passes over one graph after partitioning: "forward", "backward" or "inference"."""
+    """Passes over one graph after partitioning; `graph` is "forward", "backward" or "inference"."""
     decide = partial(plan_buckets, graph=graph, bucketing=bucketing, prices=prices, known=known)
     return (
         *preparation(table),
@@ -64,7 +64,7 @@ def pipeline(
 
 
 def preparation(table: Sequence[ParamInfo]) -> tuple[Pass, ...]:
-    """The passes of the pipeline before anything is decided."""
+    """Passes of `pipeline` that run before buckets and their schedule are decided."""
     return (
         use_kept,  # an inference graph comes here without having been through joint()
         merge_markers,  # nor has it been through this

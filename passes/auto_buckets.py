@@ -1,9 +1,9 @@
-"""Decide by simulated time: buckets, launches and waits of one graph, under a memory budget.
+"""Decide buckets, launches and waits of one graph by simulated time, under a memory budget.
 
-The graph becomes a `planner.Problem`, numbers alone; `planner.search` finds a decision; that
-becomes a plan. One bucket a unit, one unit ahead, is among what is compared: a plan is never slower
-than that under the model, and without a budget needs no more memory, for the batch that it was
-found with.
+The graph becomes a `planner.Problem`, which is numbers alone; `planner.search` finds a decision,
+which becomes a plan. It is compared with one bucket a unit, gathered one unit ahead: in simulation
+a plan is slower than that only where a smaller memory budget asks for it. Without a budget it needs
+no more memory either, for the batch that it was found with.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autoshard.passes.prices import Prices
 
 
 class PricedGraph:
-    """A graph with markers, in numbers.
+    """Graph with markers, as a planner sees it: times and bytes in place of nodes.
 
     kind: "forward", "backward" or "inference".
     """
@@ -73,7 +73,7 @@ class PricedGraph:
 
     @property
     def candidates(self) -> frozenset[str]:
-        """Names of parameters that forward may keep whole for backward."""
+        """Names of parameters that may stay unsharded from forward to backward."""
         return frozenset(
             item.name
             for marker, item in self.items.items()
@@ -83,7 +83,11 @@ class PricedGraph:
     def decide(
         self, drafts: Sequence[Draft], events: Sequence[Event]
     ) -> tuple[list[Draft], list[Event]]:
-        """Buckets and events that take less time than `drafts` and `events`, or these."""
+        """Return buckets and events that are better than `drafts` and `events`, or these.
+
+        Fewer bytes beyond the budget are better, then less time. Nothing is searched for in a graph
+        that copies from or to the host, or reads reduced gradients.
+        """
         if self.is_reduced_read or any(draft.is_loaded or draft.is_stored for draft in drafts):
             return list(drafts), list(events)
         known = self.replay(drafts, events)
@@ -95,8 +99,11 @@ class PricedGraph:
         return decided, [Event(what, number, at) for what, number, at in found.order]
 
     def follow(self, plan: Plan) -> tuple[list[Draft], list[Event]] | None:
-        """Buckets and events of `plan`, in its order, made of this graph for other shapes or by
-        another rank; None if it is not one of such a graph."""
+        """Return buckets and events of `plan`, in its order, for this graph.
+
+        plan: of this graph for other shapes, or by another rank. Returns None if it is of another
+            graph.
+        """
         found = markers_of(plan.buckets, self.items)
         if plan.graph != self.problem.graph or found is None:
             return None
@@ -110,8 +117,8 @@ class PricedGraph:
         return None if events is None else (drafts, events)
 
     def _placed(self, plan: Plan, drafts: Sequence[Draft]) -> list[Event] | None:
-        """The events of `plan`, about where they are there: with symbolic sizes a graph may have
-        some ops more. None if they can't stand in that order."""
+        """Return the events of `plan` at about the same places in this graph, which may have some
+        more ops where sizes are symbolic. None if they can't stand in that order."""
         scale = self.problem.num_ops / max(1, plan.num_ops)
         earliest: list[int] = []
         latest: list[int] = []
@@ -129,7 +136,8 @@ class PricedGraph:
         ]
 
     def figures(self, drafts: Sequence[Draft], events: Sequence[Event]) -> Figures:
-        """What `drafts`, gathers first, take if they are launched and waited for by `events`."""
+        """Predict figures of `drafts`, gathers first, that are launched and waited for by
+        `events`."""
         timeline, bound = self.replay(drafts, events), lower_bound(self.problem)
         return Figures(
             makespan_us=timeline.time_us,
@@ -145,7 +153,7 @@ class PricedGraph:
         )
 
     def replay(self, drafts: Sequence[Draft], events: Sequence[Event]) -> Timeline:
-        """The timeline of buckets and events as they are."""
+        """Simulate `drafts`, launched and waited for by `events`, as they are."""
         buckets = [self._bucket(draft) for draft in drafts]
         gathers = [bucket for bucket in buckets if bucket.kind == "gather"]
         reduces = [bucket for bucket in buckets if bucket.kind == "reduce"]
@@ -206,5 +214,5 @@ def _item(
 
 
 def _carrier(marker: fx.Node) -> str:
-    """Its kind, and what a collective can carry together with it."""
+    """Name of a marker's carrier (see `Item`): kind, group, dtype and place."""
     return " ".join(map(str, (kind_of(marker), *carrier_of("", marker)[1:])))

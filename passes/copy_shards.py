@@ -1,11 +1,11 @@
-"""Where shards live on the host, copy them to the device, and gradients back.
+"""Copy shards that live on the host to the device, and their gradients back.
 
 before: w' = unshard(w, ..., reduce='from_host:cuda f32[7]^host 0')
         dw = reduce_grad(g, 'f32[7]^host', ...)
 after:  d = to_device(w, 'cuda'); w' = unshard(d, ...)
         dd = reduce_grad(g, 'f32[7]', ...); dw = to_host(dd)
 
-Each runs as it stands, and is waited for at once. Those beside a gather or a reduce are
+Each copy runs as it stands, and is waited for at once. Copies beside a gather or a reduce are later
 launched and waited for as the plan says, like collectives (`insert_collectives`).
 """
 
@@ -28,7 +28,7 @@ from autoshard.passes.match import (
 
 
 def copy_shards(gm: fx.GraphModule) -> fx.GraphModule:
-    """Put copies before the markers of host shards, and behind those of their gradients.
+    """Insert copies before the markers of host shards, and after those of their gradients.
 
     Numerics: unchanged, bit for bit.
     """

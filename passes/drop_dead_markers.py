@@ -1,4 +1,4 @@
-"""Remove the markers that nothing reads: a parameter looked at but not computed with."""
+"""Remove markers whose result nothing reads: the parameter is looked at but not computed with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from autoshard.passes.match import is_preparation, is_unshard
 
 
 def drop_dead_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove `unshard` markers without users, and what only they ask for. A gradient's reduce is
-    never dropped here: it is an output of the graph, and another rank would wait for it.
+    """Remove `unshard` markers without users, and the ops that prepare them alone.
 
+    A gradient's reduce is never dropped here: it is an output of the graph, and another rank would
+    wait for it.
     Numerics: unchanged, bit for bit.
     """
     for node in reversed(list(gm.graph.nodes)):

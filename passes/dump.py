@@ -1,4 +1,4 @@
-"""Write each graph as text after each pass: a folder a graph, a file a pass."""
+"""Write each graph as text after each pass: one folder for each graph, one file for each pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.passes.text import render
 
 
 class Dump:
-    """An observer of `run()` that writes `<folder>/<number>_<pass>.txt`, and the plan."""
+    """Observer for `run()`: writes `<folder>/<number>_<pass>.txt` after each pass, and the plan."""
 
     def __init__(self, folder: Path, axes: Mapping[str, str]) -> None:
         self._folder = folder

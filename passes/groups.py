@@ -1,11 +1,11 @@
-"""Whom a collective reaches, as ops carry it: the names under which c10d registered groups.
+"""Groups of collectives as ops carry them, made of the names under which c10d registers groups.
 
 "0"      the ranks that share the shards of a parameter
-"0+1"    of a reduce: those, then the ranks that hold copies of this one's shards
-"+1"     copies alone: parameters are not cut
-""       nobody else
-"0*"     of a reduce, any of these: and the user's settings of the unit (hooks, a number to divide
-         by, sums that wait for their all-reduce) have a say, when it is launched
+"0+1"    of a reduce: those, then the ranks that hold replicas of this one's shards
+"+1"     replicas alone: parameters are not cut
+""       no other rank
+"0*"     of a reduce, any of these: the user's settings of the unit (hooks, a divide factor, sums
+         that wait for their all-reduce) apply when it is launched
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from autoshard.passes.layout import Member
 
 
 def join(shard_group: str, replicate_group: str) -> str:
-    """The group of a reduce over both; "" for none."""
+    """Group of a reduce over `shard_group`, then `replicate_group`; either may be "", for no
+    group."""
     return f"{shard_group}+{replicate_group}" if replicate_group else shard_group
 
 
 def customized(group: str) -> str:
-    """`group`, of a reduce in which the user's settings have a say."""
+    """Mark `group`, of a reduce, as one to which the user's settings of the unit apply."""
     return f"{group}*"
 
 
 def is_custom(group: str) -> bool:
-    """Whether a reduce does not simply give the mean over `group`."""
+    """Tell whether a reduce over `group` follows the user's settings, rather than give the mean."""
     return group.endswith("*")
 
 
@@ -38,23 +39,23 @@ def replicate_part(group: str) -> str:
 
 
 def size(group: str) -> int:
-    """Over how many ranks a gradient is averaged, or a parameter gathered."""
+    """Number of ranks over which a gradient is averaged, or a parameter gathered."""
     return shards(group) * _size(replicate_part(group))
 
 
 def shards(group: str) -> int:
-    """Into how many shards a parameter is cut."""
+    """Number of shards that a parameter is cut into."""
     return _size(shard_part(group))
 
 
 def shard_rank(group: str) -> int:
-    """Which of them is this rank's."""
+    """Number of this rank's shard: its rank in the group that shares the shards."""
     name = shard_part(group)
     return _torch.group_rank(name) if name else 0
 
 
 def local_size(member: Member, group: str) -> tuple[int, ...]:
-    """The size of what this rank holds of `member`."""
+    """Size of this rank's shard of `member`."""
     return member.local_size(shards(group), shard_rank(group))
 
 

@@ -1,12 +1,11 @@
-"""Act: replace markers by the launches and waits of the graph's plan.
+"""Replace markers by the launches and waits of the graph's plan.
 
 before: w1' = unshard(w1); b1' = unshard(b1); y = addmm(b1', x, w1')
 after:  t = launch_gather([w1, b1], ...)
         w = wait_gather(t, ...); w1' = w[0]; b1' = w[1]; y = addmm(b1', x, w1')
 
-Gathers and reduces alike: a bucket's markers become one launch, where the plan says,
-one wait, where the plan says, and one `getitem` a member. Right before the launch of a
-reduce its gradients are packed.
+The markers of a bucket, a gather's or a reduce's, become one launch and one wait, both where the
+plan says, and one `getitem` a member. Right before a reduce is launched, its gradients are packed.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _RESULT = {"gather": "whole", "reduce": "grad"}
 
 
 def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
-    """Put the plan's collectives in, and take the markers out. Nothing to do without
-    a plan, or where they are in already.
+    """Insert the plan's collectives, and remove the markers. A graph without a plan, or without
+    markers, is left as it is.
 
     Metadata: reads PLAN; writes SOURCE on what it inserts.
     Numerics: unchanged, bit for bit.
@@ -89,7 +88,7 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _prepare(members: list[fx.Node], before: fx.Node) -> None:
-    """Put what is asked of the members' shards right before their first launch."""
+    """Move the `before_gather` of each member, with its results, right before its first launch."""
     for member in members:
         asked = asked_of(member.all_input_nodes[0])
         if asked is not None and not _has_launch(asked):
@@ -124,7 +123,7 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
 
 
 def _follow(graph: fx.Graph, op: Any, ticket: fx.Node, name: str, bucket: Bucket) -> fx.Node:
-    """`op` on `ticket`, which gives another."""
+    """Insert a call of `op` on `ticket`, which returns another ticket."""
     follower = _call(graph, op, (ticket, *ticket.args[1:4]), name, bucket)
     follower.meta["val"] = ticket.meta["val"].new_empty(1)
     return follower
@@ -174,7 +173,7 @@ def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], name: str, bucket: Bu
 
 
 def _unpack(waited: fx.Node, values: list[fx.Node], bucket: Bucket, prefix: str) -> None:
-    """Let what `waited` returns, one a member, stand for `values`."""
+    """Replace `values` by what `waited` returns, one tensor for each member."""
     graph = waited.graph
     waited.meta["val"] = [value.meta["val"] for value in values]
     for index, (value, name) in enumerate(zip(values, bucket.names, strict=True)):
@@ -190,5 +189,5 @@ def _unpack(waited: fx.Node, values: list[fx.Node], bucket: Bucket, prefix: str)
 
 
 def _identifier(name: str) -> str:
-    """A module or parameter name as a node may be called."""
+    """Turn a module's or parameter's name into the name of a node."""
     return re.sub(r"\W", "_", name)

@@ -8,8 +8,8 @@ the parameter is the first R rows of them.
 
     7 rows over 4 ranks:  | 0 1 | 2 3 | 4 5 | 6 . |
 
-A scalar is one row that every rank holds: each sends its own, and what is gathered of it is the
-first rank's, so that all compute with one value whatever the order in which each has summed.
+A scalar is one row that every rank holds. In a gather each rank sends its own, and all use the
+first rank's, so that all compute with one value, in whatever order each rank has summed.
 
 No torch.distributed here: a bucket's arithmetic is the same on every rank.
 """
@@ -51,12 +51,12 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter in a bucket: its dtype, its whole, unsharded size, and the dim it is cut along.
+    """Parameter in a bucket: its dtype, its unsharded size, and the dim that it is cut along.
 
     Rows are its slices along `dim`. Along a dim other than the first they divide evenly. A scalar,
     of size (), is not cut.
     shard_dtype: of what comes out of a reduce, if that is not the dtype in which it is summed.
-    on_host: whether that is to lie in host memory, as the shard of its parameter does.
+    on_host: whether the result of a reduce is to lie in host memory, as the parameter's shard does.
     """
 
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Member:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes of the whole parameter."""
+        """Bytes of the unsharded parameter."""
         return math.prod(self.size) * self.dtype.itemsize
 
     def chunk_rows(self, world: int) -> int:
@@ -98,11 +98,11 @@ class Member:
         return self.chunk_rows(world) * self.row_numel
 
     def local_rows(self, world: int, rank: int) -> int:
-        """Rows that `rank` really holds."""
+        """Rows that `rank` holds, without padding."""
         return 1 if self.is_scalar else local_rows(self.rows, world, rank)
 
     def local_size(self, world: int, rank: int) -> tuple[int, ...]:
-        """The size of what `rank` holds."""
+        """Size of the shard on `rank`."""
         if self.is_scalar:
             return ()
         rows = self.local_rows(world, rank)
@@ -110,12 +110,12 @@ class Member:
 
 
 def part_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
-    """A copy of the rows of `whole`, which `member` describes, that `rank` holds; contiguous."""
+    """Copy the rows of `whole`, which `member` describes, that `rank` holds; contiguous."""
     return rows_of(whole, member, world, rank).clone(memory_format=torch.contiguous_format)
 
 
 def rows_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
-    """Those rows, as a view."""
+    """View of the rows of `whole`, which `member` describes, that `rank` holds."""
     if member.is_scalar:
         return whole
     start = first_row(member.rows, world, rank)
@@ -123,7 +123,7 @@ def rows_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
 
 
 def chunk_rows(rows: int, world: int) -> int:
-    """Rows in every rank's padded piece.
+    """Rows in one rank's piece of `rows` rows, padding included.
 
     >>> chunk_rows(7, 4)
     2
@@ -142,7 +142,7 @@ def local_rows(rows: int, world: int, rank: int) -> int:
 
 
 def first_row(rows: int, world: int, rank: int) -> int:
-    """The first row that `rank` holds; `rows` if it holds none.
+    """Index of the first row that `rank` holds; `rows` if it holds none.
 
     >>> [first_row(5, 4, rank) for rank in range(4)]
     [0, 2, 4, 5]

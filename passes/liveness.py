@@ -1,4 +1,4 @@
-"""How long values of a graph live, and how much memory that is at each op of a plan."""
+"""Lifetimes of a graph's values, and the memory that they take at each compute node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from autoshard.passes.roofline import base_of, num_bytes_of, tensors_of
 
 
 def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
-    """By node with memory of its own: the last position at which that is read, by any name.
+    """Map each node with memory of its own to the last position at which it, or a view of it, is
+    read.
 
     position: of the compute nodes.
     end: position of the output. Markers, which a plan moves, don't count as readers.
@@ -42,11 +43,12 @@ def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dic
 
 @dataclass(frozen=True)
 class Live:
-    """Memory in use at each compute node, what markers give and what they reduce apart.
+    """Bytes in use at each compute node, without what markers return and gradients that wait for
+    them.
 
-    parameters:  shards and whole parameters that the graph is given.
-    inputs:      what else it is given and lives longer: the user's inputs, buffers.
-    activations: what forward makes for backward or for the user, and backward was given.
+    parameters:  shards and unsharded parameters among the graph's inputs.
+    inputs:      other inputs that live longer than the graph: the user's inputs, buffers.
+    activations: values that forward makes for backward or for the user, and that backward is given.
     temporaries: the rest.
     """
 
@@ -62,10 +64,10 @@ class Live:
 
 
 def live_bytes(graph: fx.Graph, kind: str) -> Live:
-    """What lives at each compute node of `graph`.
+    """Bytes in use at each compute node of `graph`.
 
-    kind: "forward", "backward" or "inference". What backward was given to read it once is freed
-        after that; parameters and the user's inputs live all the time.
+    kind: "forward", "backward" or "inference". Inputs that backward alone reads are freed after
+        their last use; parameters and the user's inputs live all the time.
     """
     num_ops = sum(map(is_compute, graph.nodes))
     given = {"parameters": 0, "inputs": 0}
@@ -87,8 +89,8 @@ def live_bytes(graph: fx.Graph, kind: str) -> Live:
 
 
 def count_between(graph: fx.Graph) -> tuple[int, ...]:
-    """How many values of a backward graph live on after each compute node, parameters apart: what
-    sizes say may differ by rank, as batches do."""
+    """Number of values of a backward graph that live on after each compute node, parameters and the
+    user's inputs apart. It is the same on all ranks; sizes may differ by rank, as batches do."""
     num_ops = sum(map(is_compute, graph.nodes))
     change = [0] * (num_ops + 1)
     for node, begin, end in _lives(graph):
@@ -99,8 +101,9 @@ def count_between(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
-    """Each node with memory of its own, but markers and what only they read, with the positions of
-    the compute nodes that make it (0 for an input) and that read it last."""
+    """Yield each node with memory of its own, with the positions of the compute nodes that make it
+    (0 for an input) and that read it last. Markers, and gradients that they alone read, are left
+    out."""
     computed = [node for node in graph.nodes if is_compute(node)]
     position = {node: number for number, node in enumerate(computed)}
     last = last_uses(graph, position, end=len(computed))
@@ -117,8 +120,8 @@ def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """What `node` takes. Of shards, whose rows differ by rank, what the largest one takes: a plan
-    must not."""
+    """Bytes that `node` takes. A shard, whose rows differ by rank, counts as the largest one: plans
+    must not differ by rank."""
     if is_hold_grad(node):
         return 0  # it stands for nothing
     for marker in (node, *node.users):
@@ -130,10 +133,10 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Whether an input of a backward graph outlives it: the user's, a shard, a table."""
+    """Tell whether an input of a backward graph outlives it: the user's, a shard, a table."""
     return _is_parameter(node) or node.name.startswith("primals") or node.name == TABLE
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Whether an input is a shard."""
+    """Tell whether an input is a shard."""
     return any(map(is_planned, node.users))

@@ -1,7 +1,7 @@
 """Run a planned graph as it stands: FX's own generated code, one kernel a node.
 
-The plain lowering. Its results are bit for bit those of the eager runtime, as both
-call the same kernels in the same order of summation.
+Results are bit for bit those of the eager runtime, as both call the same kernels in the same order
+of summation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoshard import _torch
 
 
 def lower_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A boxed callable: it takes the inputs as a list, and empties the list.
+    """Return a boxed callable that runs `gm`: it takes the inputs as a list, and empties the list.
 
     A view becomes a reshape. Strides that torch traced are not always those that its kernels give
     (those of `softplus_backward`, in 2.11 to 2.15), and then it has to copy.

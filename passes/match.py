@@ -1,4 +1,4 @@
-"""Predicates on nodes, nothing else."""
+"""Predicates on FX nodes, and look-ups of what our ops carry in their arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def is_hold_grad(node: fx.Node) -> bool:
 
 
 def is_gradient(node: fx.Node) -> bool:
-    """Whether `node` says what becomes of a parameter's whole gradient."""
+    """Tell whether `node` takes a parameter's unsharded gradient: a `reduce_grad` or
+    `hold_grad`."""
     return is_reduce_grad(node) or is_hold_grad(node)
 
 
@@ -62,32 +63,35 @@ _EVENTS: dict[object, str] = {
 
 
 def event_of(node: fx.Node) -> str | None:
-    """What `node` is to a plan, "launch" or "wait" for instance; None for any other node."""
+    """Name of the plan's event that `node` is, "launch" or "wait" for instance; None for other
+    nodes."""
     return _EVENTS.get(node.target) if node.op == "call_function" else None
 
 
 def forward_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of `graph` that forward has; in a joint graph the gradients' come after them."""
+    """Inputs of `graph` that forward has; in a joint graph the outputs' gradients come after
+    them."""
     placeholders = graph.find_nodes(op="placeholder")
     return [node for node in placeholders if not node.name.startswith("tangents")]
 
 
 def tangents(graph: fx.Graph) -> list[fx.Node]:
-    """The gradients of a joint graph's outputs, inputs of its backward."""
+    """Inputs of a joint graph's backward: the gradients of the graph's outputs."""
     placeholders = graph.find_nodes(op="placeholder")
     return [node for node in placeholders if node.name.startswith("tangents")]
 
 
 def outputs_of(node: fx.Node) -> list[int]:
-    """The numbers of forward's outputs that a `reduce_grad` or `hold_grad` has its gradient from;
-    none if that is all of them, or can't be told."""
+    """Numbers of the forward's outputs that a `reduce_grad` or `hold_grad` has its gradient from;
+    none if that is all of them, or unknown."""
     outputs = node.kwargs.get("outputs", [])
     assert isinstance(outputs, (list, tuple))
     return [int(number) for number in outputs if isinstance(number, int)]
 
 
 def table_of(node: fx.Node) -> fx.Node | None:
-    """The table that a `reduce_grad` or `hold_grad` looks its parameter up in, if any yet."""
+    """Table that a `reduce_grad`, `hold_grad` or `before_gather` looks its parameter up in; None if
+    it has none yet."""
     table = node.kwargs.get("table")
     assert table is None or isinstance(table, fx.Node)
     return table
@@ -97,22 +101,25 @@ AGAIN = "again"
 
 
 def stays_whole(node: fx.Node) -> bool:
-    """Whether the runtime has what an `unshard` marker wants, and keeps it."""
+    """Tell whether the runtime has the parameter of an `unshard` marker unsharded, and keeps it
+    so."""
     return "stay" in ops.flags(_reduce_of(node))
 
 
 def is_again(node: fx.Node) -> bool:
-    """Whether an `unshard` marker gathers over fewer ranks what was cut in forward."""
+    """Tell whether an `unshard` marker gathers, over fewer ranks, what forward has cut for
+    these."""
     return AGAIN in ops.flags(_reduce_of(node))
 
 
 def smaller_group(node: fx.Node) -> str:
-    """The group over which backward is to gather what an `unshard` marker wants; "" for its own."""
+    """Group of fewer ranks over which backward is to gather an `unshard` marker's parameter; "" if
+    it is the marker's own group."""
     return ops.flag(_reduce_of(node), "cut:")
 
 
 def asks_shard(node: fx.Node) -> bool:
-    """Whether the shard of an `unshard` marker says itself what is gathered for it."""
+    """Tell whether the shard of an `unshard` marker says itself what is gathered for it."""
     return bool(ops.flag(_reduce_of(node), "ask:"))
 
 
@@ -121,7 +128,8 @@ def is_before_gather(node: fx.Node) -> bool:
 
 
 def asked_of(node: fx.Node) -> fx.Node | None:
-    """The `before_gather` that `node`, a marker's input, is a piece of, if it is one."""
+    """Return the `before_gather` that `node`, a marker's input, is a result of; None if it is
+    none."""
     if node.op != "call_function" or node.target is not operator.getitem:
         return None
     source = node.args[0]
@@ -129,8 +137,9 @@ def asked_of(node: fx.Node) -> fx.Node | None:
 
 
 def is_made_here(member: fx.Node) -> bool:
-    """Whether what `member`, a marker, gathers is a piece or a copy, whose memory a compiler may
-    use again before the gather is over: it is copied then."""
+    """Tell whether `member`, a marker, gathers what the graph has made: a result of
+    `before_gather`, or a copy from the host. A compiler may reuse that memory before the gather is
+    over, so the gather copies it first."""
     return member.all_input_nodes[0].target is operator.getitem
 
 
@@ -143,19 +152,22 @@ def is_to_host(node: fx.Node) -> bool:
 
 
 def device_of_host_shard(node: fx.Node) -> str:
-    """Where an `unshard` marker gathers a shard that lives on the host; "" for any other."""
+    """Device on which an `unshard` marker gathers a shard that lives on the host; "" for other
+    shards."""
     return ops.flag(_reduce_of(node), ops.FROM_HOST)
 
 
 def is_preparation(node: fx.Node) -> bool:
-    """Whether `node` is done for a launch, before it: no compute that a plan counts."""
+    """Tell whether `node` prepares a launch (a copy to the device, a `before_gather` or its
+    result); a plan does not count it as compute."""
     if is_to_device(node):
         return any(map(is_unshard, node.users))
     return is_before_gather(node) or asked_of(node) is not None
 
 
 def begun_by(node: fx.Node) -> fx.Node | None:
-    """What began the copy that `node`, the wait for one, waits for."""
+    """Return the launch of the copy that `node` waits for; None if it takes no launch of its
+    kind."""
     begun = node.args[0]
     if not isinstance(begun, fx.Node) or begun.target not in (ops.launch_load, ops.launch_store):
         return None
@@ -164,7 +176,8 @@ def begun_by(node: fx.Node) -> fx.Node | None:
 
 
 def is_planned(node: fx.Node) -> bool:
-    """Whether a plan says what becomes of `node`: a marker, what it takes and who takes it."""
+    """Tell whether a plan decides about `node`: a marker, what prepares it, or a gradient's copy to
+    the host."""
     if is_to_host(node):
         return is_reduce_grad(node.all_input_nodes[0])
     return is_marker(node) or is_preparation(node)
@@ -176,9 +189,11 @@ _GROUP_ARGUMENTS = ("group", "group_name", "process_group", "pg")
 
 
 def is_barrier(node: fx.Node) -> bool:
-    """Whether no collective of a plan may be under way across `node`: an op with an effect, or one
-    that says it communicates, by an argument for a group, and is neither ours nor torch's
-    functional collective; or an op over a graph that has such a one.
+    """Tell whether no collective of a plan may be under way across `node`.
+
+    A barrier is an op with an effect, but for checks and lines of text; or one that says that it
+    communicates, by an argument for a group, and is neither ours nor a functional collective of
+    torch; or an op over a graph that has a barrier.
     """
     if node.op != "call_function":
         return False
@@ -191,7 +206,7 @@ def is_barrier(node: fx.Node) -> bool:
 
 
 def _called(node: fx.Node) -> object:
-    """The op behind what lets it have its effect, or gives it copies to write to."""
+    """Op that `node` calls, seen through the wrappers for effects and for functionalized writes."""
     if node.target is _torch.with_effects:
         return node.args[1]
     return node.args[0] if node.target in _torch.FUNCTIONALIZED else node.target
@@ -208,7 +223,7 @@ def _takes_group(op: object) -> bool:
 
 
 def graphs_of(node: fx.Node) -> list[fx.Graph]:
-    """Those that `node`, an operator over graphs, takes."""
+    """Graphs that `node` takes, if it is a higher-order operator."""
     owner = node.graph.owning_module
     if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
@@ -218,7 +233,7 @@ def graphs_of(node: fx.Node) -> list[fx.Graph]:
 
 
 def op_of(node: fx.Node) -> str:
-    """The op that `node` calls, or lets have its effect, as generated code has it."""
+    """Name in generated code of the op that `node` calls, seen through wrappers."""
     op = _called(node)
     if isinstance(op, torch._ops.HigherOrderOperator):
         return f"higher_order.{op.name()}"
@@ -226,7 +241,7 @@ def op_of(node: fx.Node) -> str:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a plan counts `node`, and leaves it where it is."""
+    """Tell whether a plan counts `node`, and leaves it where it is."""
     return node.op not in ("placeholder", "output") and not is_planned(node)
 
 
@@ -238,17 +253,17 @@ _GATHERS = (ops.unshard, ops.launch_load, ops.wait_load, ops.launch_gather, ops.
 
 
 def kind_of(node: fx.Node) -> str:
-    """ "gather" or "reduce", of a marker, a pack, or a node that is an event."""
+    """Kind, "gather" or "reduce", of a marker, a pack, or a node that is an event."""
     return "gather" if node.target in _GATHERS else "reduce"
 
 
 def members_of(node: fx.Node) -> str:
-    """The members argument of a marker, pack, launch, all-reduce or wait."""
+    """Members argument of a marker, pack, launch, all-reduce or wait."""
     return str(node.args[1])
 
 
 def group_of(node: fx.Node) -> str:
-    """Whom a marker, pack, launch, all-reduce or wait reaches; see `groups.py`."""
+    """Group argument of a marker, pack, launch, all-reduce or wait; see `groups.py`."""
     return str(node.args[2])
 
 
@@ -256,19 +271,19 @@ _COPIES = (ops.launch_load, ops.wait_load, ops.launch_store, ops.wait_store)
 
 
 def bucket_of(node: fx.Node) -> int:
-    """The bucket number of a node that is an event, or a pack."""
+    """Bucket number of a node that is an event, or of a pack."""
     bucket = node.args[-1] if node.target in _COPIES else node.args[3]
     assert isinstance(bucket, int)
     return bucket
 
 
 def param_of(node: fx.Node) -> int:
-    """The parameter number of a marker."""
+    """Parameter number of a marker, `hold_grad` or `before_gather`."""
     param = node.args[-1]
     assert isinstance(param, int)
     return param
 
 
 def is_kept(node: fx.Node) -> bool:
-    """Whether an `unshard` marker asks that its result be kept for backward."""
+    """Tell whether an `unshard` marker asks that its result be kept for backward."""
     return bool(node.args[3])

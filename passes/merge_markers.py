@@ -1,12 +1,12 @@
-"""One marker per parameter and graph, however often the model reads it.
+"""Leave one marker per parameter and graph, however often the model reads the parameter.
 
 before: w' = unshard(w); ...; w'' = unshard(w)      dw = add(reduce_grad(a), reduce_grad(b))
 after:  w' = unshard(w)                             dw = reduce_grad(add(a, b))
 
-A parameter that is read twice (tied, or used by two modules) leaves two markers in
-the joint graph, and autograd adds two reduced gradients. A reduction is linear, so
-the sum may be reduced instead: one gather, one reduce. The sum is then taken over
-whole gradients on each rank, as the eager runtime and an unsharded model take it.
+A parameter that is read twice (tied, or used by two modules) leaves two markers in the joint graph,
+and autograd adds two reduced gradients. A reduction is linear, so the sum may be reduced instead:
+one gather, one reduce. The sum is then taken over unsharded gradients on each rank, as in the eager
+runtime and in an unsharded model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Merge equal `unshard` markers, what shards are asked for them, and sums of `reduce_grad`, or
+    """Merge equal `unshard` markers, equal `before_gather` calls, and sums of two `reduce_grad`, or
     `hold_grad`, of one parameter.
 
     Shapes:   unchanged.

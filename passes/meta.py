@@ -1,4 +1,4 @@
-"""Every metadata key that autoshard writes on a node or a graph, typed.
+"""Metadata keys that autoshard writes on a node or a graph, each with the type of its value.
 
 Values are immutable: FX copies `node.meta` shallowly, so a list in it would be the
 same list in both graphs. FX's own keys (`val`, `recompute`) are read as they are.
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Key(Generic[T]):
-    """A name in `meta`, and the type of what is there."""
+    """Key of `meta`, with the type of its value."""
 
     name: str
 
@@ -38,13 +38,14 @@ class Key(Generic[T]):
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What a pass may know of the parameter behind a marker.
+    """Facts that passes may use about the parameter behind a marker.
 
     name: from the root module, "layers.3.mlp.w1".
-    unit: its unit's name, unique in one compilation.
-    axis: the mesh axis that it is sharded over.
-    reduce_axis: those that its gradient is averaged over, "shard" or "shard+replicate".
-    layout: of a bucket of its gather that nobody has decided about: grouped if that of one is.
+    unit: name of its unit, unique in one compilation.
+    axis: mesh axis that it is sharded over.
+    reduce_axis: mesh axes that its gradient is averaged over, "shard" or "shard+replicate".
+    layout: of its gather's bucket, if no planner decides; a bucket is grouped if a member's layout
+        is.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Put a copy between two markers, so that each stands beside something computed.
+"""Insert a copy between two markers, so that each stands beside something computed.
 
 before: w' = unshard(w); dw = reduce_grad(w')
 after:  w' = unshard(w); g = clone(w'); dw = reduce_grad(g)
 
-The gradient of w * w / 2 is w itself. A plan counts positions by compute nodes, and a
-reduce of a gathered parameter has none in between.
+For instance, the gradient of w * w / 2 is w itself. A plan counts positions by compute nodes, and
+there is none between a gathered parameter and its own reduce.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CLONE = torch.ops.aten.clone.default
 
 
 def part_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Clone what a `reduce_grad` reads straight from another marker.
+    """Clone the input of each `reduce_grad` that reads another marker directly.
 
     Numerics: unchanged, bit for bit.
     """

@@ -1,21 +1,21 @@
-"""Decide: which markers share a collective, and when each is launched and waited for.
+"""Decide which markers share a collective, and when each is launched and waited for.
 
     forward    launch(1) launch(2) wait(1) ops of 1 | launch(3) wait(2) ops of 2 | ...
     backward   the same for gathers;  ... last gradient of 3 | wait(r4) launch(r3) ...
 
-One bucket a unit and dtype. A gather is launched one unit ahead of its first use, so that it
-runs while the unit before is computed with, and waited for at its first use. A
-reduce is launched as soon as its last gradient is there, but behind the pointwise ops that come
-next, which take no time to speak of, if they free a value; and waited for when the
-next one is about to be: the send buffer of one more would be held, for the time that it
-takes to pack the next. With copies, it is
-all-reduced when the next one is launched, beside that one's reduce-scatter, and waited
-for when the one after that is about to be.
+Each unit has one bucket for each group and dtype. A gather is launched one unit ahead of its first
+use, so that it runs while the unit before computes, and is waited for at its first use. A reduce is
+launched as soon as its last gradient is there; if the pointwise ops that come next free a value, it
+is launched after them, as they take next to no time. It is waited for right before the next reduce
+is launched: any later, one more send buffer would be held while the next one is packed. With
+replicas, a reduce is all-reduced when the next one is launched, beside that one's reduce-scatter,
+and waited for right before the one after that is launched.
 
-Shards that live on the host are sent for a unit before their gather is launched. Gradients
-are sent back there as soon as they are reduced, and waited for where they are read.
+For shards that live on the host, the copies to the device are launched one unit before their
+gather. Gradients are copied back as soon as they are reduced, and these copies are waited for where
+the gradients are read.
 
-With "auto", all of this is left to `auto_buckets.py`, which has prices to decide by.
+With "auto", `auto_buckets.py` decides all of this by predicted costs.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def plan_buckets(
     prices: Prices | None = None,
     known: Sequence[Plan] = (),
 ) -> fx.GraphModule:
-    """Write the plan of `gm`; nothing is moved or inserted yet. No markers, no plan.
+    """Write the plan of `gm` into its metadata; no node is moved or inserted. No markers, no plan.
 
     graph: "forward", "backward" or "inference", for the plan's text.
-    bucketing: "per_unit", one bucket a unit, group and dtype; "none", one a parameter;
-        lists of module names, one bucket a list, what none names by unit; "auto", what takes the
-        least simulated time. That needs prices, and neither copies from and to the host nor
-        gradients that the graph itself reads: without the one or with the other it is "per_unit".
-    prices: what the plan's figures are made from; without them it has none.
-    known: plans that "auto" follows where one is of such a graph, for other shapes or by another
-        rank: ranks must launch alike, whatever batches they see.
+    bucketing: "per_unit", one bucket a unit, group and dtype; "none", one a parameter; lists of
+        module names, one bucket a list, and parameters that no list names by unit; "auto", the
+        buckets with the least simulated time. Without prices, with copies from and to the host, or
+        with gradients that the graph itself reads, "auto" is "per_unit".
+    prices: costs from which the plan's figures are predicted; without them it has none.
+    known: earlier plans. "auto" follows the first that is of such a graph, for other shapes or by
+        another rank: ranks must launch alike, whatever batches they see.
     Metadata: reads PARAM; writes PLAN on the module, and PRICED.
     Numerics: unchanged, bit for bit.
     """
@@ -152,9 +152,11 @@ def _gather_events(drafts: list[Draft]) -> list[_Placed]:
 def _behind_what_frees(
     graph: fx.Graph, ops: Sequence[fx.Node], drafts: list[Draft], gathered: list[_Placed]
 ) -> list[int]:
-    """Where to launch each reduce: its gradients are packed then, and lie in memory twice.
+    """Positions at which to launch the reduces, one for each of `drafts`.
 
-    No launch moves past another one: what is freed, and when, may differ by rank.
+    A launch packs gradients, which are then in memory twice: it is moved behind views and pointwise
+    ops that free values. No launch moves past another one: what is freed, and when, may differ by
+    rank.
     """
     if not drafts:
         return []
@@ -176,7 +178,7 @@ def _behind_what_frees(
 
 
 def _reduce_events(drafts: list[Draft], launched: list[int], *, first: int) -> list[_Placed]:
-    """launched: positions, one a draft."""
+    """Events of reduces, each with its place. launched: position of each draft's launch."""
     placed: list[_Placed] = []
 
     def put(what: str, number: int, position: int, rank: int) -> None:

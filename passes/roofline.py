@@ -1,10 +1,12 @@
 """Microseconds and bytes of a graph's nodes, without running them.
 
-A node takes the longer of its floating-point operations at the device's rate and its bytes at its
-memory's, and never less than a kernel does. What Inductor fuses is not counted twice: a value that
-passes from one pointwise node to the next is neither written nor read; such a chain is one kernel.
+A node takes the longer of its floating-point operations at the device's rate and its bytes at the
+memory's rate, and never less than the smallest kernel. What Inductor fuses is not counted twice: a
+value that passes from one pointwise node to the next is neither written nor read; such a chain is
+one kernel.
 
-A topology may have measured times instead; of pointwise ops that are fused they say nothing.
+A topology may have measured times of ops, which are used instead, but not for pointwise ops that
+are fused.
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009; the
 operations of each op are those of `torch.utils.flop_counter`.
@@ -26,7 +28,7 @@ from autoshard.passes.planner.topology import Topology
 
 
 def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
-    """What `node` takes; 0 for views and what else moves nothing.
+    """Microseconds that `node` takes; 0 for views and other nodes that move nothing.
 
     is_fused: whether the graph is lowered with Inductor.
     """
@@ -61,8 +63,9 @@ def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
 
 
 def op_key(target: object, arguments: object) -> str:
-    """`aten.mm.default(f32[64, 32], f32[32, 8])`: an op and the sizes of the tensors among its
-    `arguments`; symbolic sizes are their hints."""
+    """Key of an op in a topology's measured times, `aten.mm.default(f32[64, 32], f32[32, 8])`: the
+    op, and dtypes and sizes of the tensors among its `arguments`; symbolic sizes are their
+    hints."""
     tensors = [each for each in pytree.tree_leaves(arguments) if isinstance(each, Tensor)]
     texts = (
         f"{DTYPE_NAMES.get(each.dtype, each.dtype)}{[hint_of(size) for size in each.shape]}"
@@ -72,7 +75,7 @@ def op_key(target: object, arguments: object) -> str:
 
 
 def num_flops(node: fx.Node) -> int:
-    """Floating-point operations of `node`, by torch's table; 0 for what is not in it."""
+    """Floating-point operations of `node`, by torch's table; 0 for ops that are not in it."""
     packet = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(packet) if packet is not None else None
     if count is None:
@@ -82,7 +85,7 @@ def num_flops(node: fx.Node) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether `node` only names memory that is there."""
+    """Tell whether `node` only names memory that is there."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -94,7 +97,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether Inductor makes `node` part of its neighbours' kernel."""
+    """Tell whether Inductor makes `node` part of its neighbours' kernel."""
     if is_view(node):
         return bool(node.all_input_nodes) and is_fusible(base_of(node))
     target = node.target
@@ -104,26 +107,26 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether something outside the kernel of `node` reads what it gives, itself or by a view."""
+    """Tell whether something outside of the kernel of `node` reads its result, or a view of it."""
     return any(is_written(user) if is_view(user) else not is_fusible(user) for user in node.users)
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` names: itself, if it is no view."""
+    """Node whose memory `node` names: itself, if it is no view."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def tensors_of(node: fx.Node) -> Sequence[Tensor]:
-    """The tensors that `node` gives."""
+    """Tensors that `node` returns."""
     value = node.meta.get("val")
     values: Iterable[object] = value if isinstance(value, (list, tuple)) else (value,)
     return [each for each in values if isinstance(each, Tensor)]
 
 
 def num_bytes_of(tensor: Tensor) -> int:
-    """Of its elements; of a symbolic size, by its hint."""
+    """Bytes of the elements of `tensor`; a symbolic size counts as its hint."""
     numel = 1
     for size in tensor.shape:
         numel *= hint_of(size)
@@ -131,7 +134,7 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def _shape_of(node: fx.Node) -> Any:
-    """What `node` gives, as tensors that have a shape alone; symbolic sizes are their hints."""
+    """Results of `node` as meta tensors of the same shapes; symbolic sizes are their hints."""
 
     def without_symbols(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -146,7 +149,7 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """What a symbolic size was when the graph was traced."""
+    """Value of a symbolic size when the graph was traced; 1 if it has none."""
     if isinstance(size, int):
         return size
     hint = size.node.hint

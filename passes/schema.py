@@ -1,4 +1,4 @@
-"""What JSON may hold where a dataclass is expected: its fields are the schema."""
+"""Read JSON into dataclasses, whose fields are the schema."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 def read_as(kind: type[T], data: Any, where: str) -> T:
-    """`data`, as `json.loads` gave it, as the dataclass `kind`.
+    """Convert `data`, as `json.loads` gave it, to the dataclass `kind`.
 
-    where: what it is of, for messages. Fields with a default may be missing.
+    where: name of what `data` describes, for messages. Fields with a default may be missing.
     Raises ValueError, naming the field, for one that is missing, unknown, or of another type.
     """
     value: T = _read(kind, data, where)

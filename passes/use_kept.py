@@ -1,10 +1,10 @@
-"""A parameter that the runtime keeps whole, from micro-batch to micro-batch, is an input.
+"""Read parameters that the runtime keeps unsharded between microbatches from inputs of the graph.
 
 before: in %primals_9: f32[7]; w' = unshard(w, ..., 3, reduce='stay f32[7] 0'); y = x * w'
 after:  in %primals_9: f32[7]; y = x * %primals_9
 
-Those inputs stand before the last one, which is the table of parameters, in the order of
-the numbers of their parameters. Their gradients are reduced as ever.
+These inputs stand before the last one, which is the table of parameters, in the order of the
+numbers of their parameters. Their gradients are reduced as usual.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoshard.passes.match import forward_inputs, is_unshard, param_of, stays_w
 
 
 def use_kept(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace the markers of parameters that stay whole.
+    """Replace the markers of parameters that stay unsharded by the inputs that hold these.
 
     Numerics: unchanged, bit for bit.
     """

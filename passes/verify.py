@@ -1,4 +1,4 @@
-"""What must hold between passes, beyond `graph.lint()`."""
+"""Invariants of a graph between passes, beyond `graph.lint()`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from autoshard.passes.meta import PLAN
 
 
 def verify(gm: fx.GraphModule) -> None:
-    """Raise ValueError, naming the node, unless
+    """Raise ValueError, naming the node, unless all of these hold:
 
-    - every launch has exactly one wait, for the same kind, members, group and bucket, by way of
-      an all-reduce where the group has a part for copies, and only there;
-    - a reduce is launched of what was packed, of the same members, group and bucket;
-    - a ticket goes there and nowhere else;
+    - every launch has exactly one wait, for the same kind, members, group and bucket, through an
+      all-reduce where the group has a part for replicas, and only there;
+    - a reduce launches what was packed for it alone, of the same members, group and bucket;
+    - the ticket of a launch goes to its all-reduce or wait, and nowhere else;
     - bucket numbers are unique;
-    - every copy that is begun has exactly one wait, with the same tensors;
+    - every copy that is launched has exactly one wait, with the same tensors;
     - no collective is under way where a barrier stands: see `is_barrier`;
-    - launches and waits stand in the order of the graph's plan, if it has one and
-      its buckets are in place.
+    - launches and waits stand in the order of the graph's plan, if it has one and its buckets are
+      in place.
     """
     events: list[tuple[str, int]] = []
     nodes: list[fx.Node] = []

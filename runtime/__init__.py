@@ -1,3 +1,3 @@
-"""Units, parameters, gather and reduce. See README.md for the nouns."""
+"""Runtime: units, parameters, gathers and reduces. See README.md for the terms."""
 
 from autoshard.runtime import kernels as kernels  # gives the ops their implementations
