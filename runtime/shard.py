@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -40,6 +41,8 @@ from autoshard.runtime.wrap_policies import Overrides, Policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
+else:
+    DataParallelMeshDims = getattr(fsdp, "DataParallelMeshDims", Any)  # since 2.13
 
 log = logging.getLogger(__name__)
 
