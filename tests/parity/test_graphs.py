@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,14 +130,17 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            layer(x).view(2, -1, 2, 4).permute(0, 2, 1, 3) for layer in self.layers
+            layer(x).view(2, -1, 2, 4).permute(0, 2, 1, 3) for layer in self.layers[:3]
         )
-        weights = (query @ key.transpose(-1, -2) / 2.0).softmax(dim=-1)
-        return weights @ value
+        weights = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(4)
+        mixed = torch.matmul(nn.functional.softmax(weights, dim=-1), value)
+        mixed = mixed.permute(0, 2, 1, 3).contiguous().view(2, -1, 8)
+        out: Tensor = self.layers[3](mixed)
+        return out
 
 
 def attention_loss(model: Any, rank: int, step: int) -> Tensor:
