@@ -62,15 +62,14 @@ def autoshard(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile one captured graph; Dynamo calls this, found through the entry point.
+    """Compile one graph that Dynamo captured; Dynamo finds this function by the entry point.
 
-    A model that nobody has sharded is sharded here, in place, on its first graph.
+    A model that is not sharded yet is sharded here, in place, on its first graph.
     mode: one of Inductor's, "max-autotune" for instance.
     options: see `CompileOptions`.
-    Raises ValueError for a wrong option; RuntimeError where ranks have other options, or compile
-    other collectives; anything else that goes wrong in tracing, a pass or
-    the lowering only with `strict`: otherwise it is one warning, and the frame runs on
-    the eager runtime.
+    Raises ValueError for a wrong option; RuntimeError if ranks have other options, or compile
+    other collectives. Anything else that goes wrong in tracing, a pass or the lowering is raised
+    only with `strict`: otherwise it is one warning, and the frame runs on the eager runtime.
     """
     settings = CompileOptions.read(options)
     params = plain_parameters(example_inputs)
@@ -121,7 +120,10 @@ def _compile(
 
 
 class _Attempt:
-    """A compilation, done or failed. reason: why it can't be used, here or on another rank."""
+    """Compilation of a frame, done or failed.
+
+    reason: why it can't be used, here or on another rank; None if it can.
+    """
 
     compilation: Compilation
     compiled: Callable[..., Any]
@@ -153,7 +155,7 @@ class _Attempt:
 
     @property
     def outcome(self) -> Outcome:
-        """What the other ranks are to know."""
+        """Outcome of the compilation, for the other ranks."""
         return Outcome(
             self.reason,
             tuple(plan.digest for plan in self.plans),
@@ -161,7 +163,7 @@ class _Attempt:
         )
 
     def explained(self, error: PlansDiffer, name: str, mesh: DeviceMesh) -> PlansDiffer:
-        """`error`, with the first collective that differs; all ranks of `mesh` call this."""
+        """Add the first collective that differs to `error`; all ranks of `mesh` call this."""
         lines = [line for plan in self.plans for line in plan.launches()]
         difference = first_difference(name, lines, error.ranks[0], mesh)
         return PlansDiffer(f"{error}. Collective {difference}", error.ranks)
@@ -175,12 +177,13 @@ def _agreed_attempt(
     params: Sequence[ShardedParam],
     code: str,
 ) -> _Attempt:
-    """A compilation that all ranks have done alike, or none can use.
+    """Compile a frame so that all ranks have the same plans, or none can use the result.
 
-    What plans are searched for by depends on the batch at hand, which may be another on each rank,
-    or in a later call on one rank alone. So plans that ranks have agreed on are kept for the frame;
-    and where ranks found different ones, all trace it again and follow the first rank's. So it is
-    with what is kept for backward, which is decided once, before anything else.
+    A search for plans depends on the batch at hand, which may differ from rank to rank, or in a
+    later call on one rank alone. So plans that ranks have agreed on are kept for the frame; and if
+    ranks found different ones, all trace the frame again and follow the first rank's. The same
+    holds for the parameters that are kept for backward, which are chosen once, before anything
+    else.
     """
     unit = params[0].unit
     name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
@@ -218,8 +221,10 @@ def _agreed_attempt(
 
 
 def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]) -> bool:
-    """Whether a frame with those inputs has a backward, and all parameters that the model shards:
-    what several frames keep would add up, and none knows of the others."""
+    """Tell whether a frame with these inputs has a backward, and all parameters of the model.
+
+    Otherwise parameters that several frames keep would add up, and no frame knows of the others.
+    """
     own = {id(param.param) for param in params}
     sharded = (each for each in access.root_of(params[0]).parameters() if find(each) is not None)
     return _has_backward(example_inputs) and all(id(each) in own for each in sharded)
@@ -233,8 +238,11 @@ def _has_backward(inputs: Sequence[Any]) -> bool:
 def _worth_keeping(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
 ) -> Sequence[str]:
-    """Names of the parameters that forward should keep whole for backward, as far as this rank can
-    tell. `gm` is used up."""
+    """Names of parameters that forward should keep unsharded for backward, as far as this rank
+    knows.
+
+    `gm` is used up.
+    """
     drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:
         draft = Draft(make_frame(gm, example_inputs), drawn, mode)
@@ -247,8 +255,10 @@ def _worth_keeping(
 
 
 def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
-    """Warn once where nothing keeps to the memory that is allowed, or where a batch is larger than
-    the one that a plan was found with."""
+    """Warn once if the plan exceeds the memory budget.
+
+    That is so if no plan keeps to it, or a batch is larger than the one a plan was found with.
+    """
     compilation = attempt.compilation
     prices = compilation.prices
     if compilation.options.bucketing != "auto" or not attempt.plans:
@@ -267,7 +277,7 @@ def _warn_beyond_budget(attempt: _Attempt, code: str) -> None:
 
 
 def _check_bucketing(settings: CompileOptions, param: ShardedParam) -> None:
-    """Raise ValueError if a list of module names has one that the model of `param` has not."""
+    """Raise ValueError if a list of module names has one that the model of `param` lacks."""
     if isinstance(settings.bucketing, str):
         return
     root = access.root_of(param)
@@ -298,7 +308,7 @@ _watchers: list[Watcher] = []
 
 @contextlib.contextmanager
 def watch_lowered(watcher: Watcher) -> Iterator[None]:
-    """Have `watcher` look at every graph that is compiled inside; none comes from a cache."""
+    """Call `watcher` with every graph that is compiled in the context; none comes from a cache."""
     _watchers.append(watcher)
     try:
         yield
@@ -315,10 +325,10 @@ def _watched(
 
 
 class Compilation:
-    """The compilation of one frame: its graphs share a table of parameters and the options.
+    """Compilation of one frame: its graphs share a table of parameters and the options.
 
     known: plans that "auto" follows where one is of such a graph.
-    kept: names of parameters that are kept whole for backward, whatever their units say.
+    kept: names of parameters that are kept unsharded for backward, however their units reshard.
     """
 
     _numbers = itertools.count()
@@ -350,8 +360,9 @@ class Compilation:
         self._begins: Callable[[str], None] = lambda graph: None
 
     def _prices(self) -> Prices | None:
-        """From sizes, options and the kind of device: the same on every rank. None where nothing is
-        known of costs.
+        """Prices to plan with, from sizes, options and the kind of device: the same on every rank.
+
+        None if no topology is known.
         """
         params, budget = self.frame.params, self.options.memory_budget
         topology = self.options.topology_for(params[0].device) if params else None
@@ -365,7 +376,7 @@ class Compilation:
         return Prices(topology, self.options.lowering == "inductor", budget)
 
     def compile(self) -> Callable[..., Any]:
-        """A callable with the inputs and outputs of the frame's graph."""
+        """Compile the frame's graph to a callable with the same inputs and outputs."""
         code = _torch.traced_code()
         begins = progress(code, self._num_graphs())
         with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
@@ -374,7 +385,7 @@ class Compilation:
             return self._compile_inductor()
 
     def _num_graphs(self) -> int:
-        """Forward and backward, or one for inference."""
+        """Number of graphs to compile: forward and backward, or one for inference."""
         return 2 if _has_backward(self.frame.inputs) else 1
 
     def _compile_eagerly(self) -> Callable[..., Any]:
@@ -437,7 +448,10 @@ class Compilation:
         return call
 
     def _cache_key(self) -> str | None:
-        """What passes depend on, for AOTAutograd's cache; None where they have to run."""
+        """Key of the frame in AOTAutograd's cache: all that passes depend on.
+
+        None if passes have to run.
+        """
         params = self.frame.params
         if _watchers or not (self.is_cached and params and _torch.caches_frames()):
             return None
@@ -472,7 +486,10 @@ class Compilation:
         return _torch.min_cut_rematerialization_partition(self._joint(gm), joint_inputs, **kwargs)
 
     def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Before partitioning, in place: the partitioner's caller holds this very module."""
+        """Run the joint passes on `gm`, which is about to be partitioned, in place.
+
+        In place, as the partitioner's caller holds this very module.
+        """
         kept = {number for number, info in enumerate(self.table) if info.name in self.kept}
         for transform in passes.joint(kept):
             gm = passes.run_one(gm, transform)
@@ -485,11 +502,11 @@ class Compilation:
     def lower_inductor(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Any:
-        """What Inductor makes of `gm`, whose passes have run."""
+        """Lower `gm`, whose passes have run, by Inductor."""
         return lower_inductor(gm, example_inputs, **kwargs)
 
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
-        """Run the pipeline over one of the frame's graphs; its plan is logged."""
+        """Run the pipeline over one of the frame's graphs, and log its plan."""
         self._begins(graph)
         transforms = passes.pipeline(
             self.table,
@@ -510,7 +527,10 @@ class Compilation:
         return gm
 
     def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
-        """gm: None if it comes from a cache, lowered."""
+        """Log `plan` and add it to `plans`.
+
+        gm: the planned graph; None if it comes from a cache, lowered.
+        """
         self.plans.append(plan)
         log.info("graph %d, %s", self.number, plan.text())
         name = f"autoshard_{self.number}_{plan.graph}"
@@ -531,12 +551,15 @@ class Compilation:
 
 
 class Draft(Compilation):
-    """Graphs that are planned to be looked at; what is compiled gives the right numbers, slowly."""
+    """Compilation for its plans only; the code that it makes gives the right numbers, slowly."""
 
     is_cached = False
 
     def worth_keeping(self) -> tuple[str, ...]:
-        """Names of parameters; none without a budget, or where nothing is gathered again."""
+        """Names of the parameters that are worth keeping unsharded for backward.
+
+        None without a budget, or if nothing is gathered again.
+        """
         forward, backward = self.priced.get("forward"), self.priced.get("backward")
         if forward is None or backward is None or forward.budget_bytes is None:
             return ()
@@ -550,16 +573,17 @@ class Draft(Compilation):
         return lower_eagerly(gm)
 
     def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
-        """Nobody needs to know of it."""
+        """Do nothing: the plan of a draft is not reported."""
 
 
 @contextlib.contextmanager
 def _old_objects_stay() -> Iterator[None]:
-    """Look for garbage among young objects only, and rarely.
+    """Have Python look for garbage among young objects only, and rarely, in this context.
 
-    Graphs are many objects that live, and Python looks through all of them again whenever they have
-    become a quarter more: a twentieth of a compilation, and more for more layers. Among the young
-    it would look whenever there are 700 more.
+    Graphs are many objects that live, and Python scans all of them again whenever they have
+    grown by a quarter: that is a twentieth of a compilation, and more for more layers. Young
+        objects
+    would be scanned whenever there are 700 more.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(max(young, MANY), middle, NEVER)
@@ -570,14 +594,14 @@ def _old_objects_stay() -> Iterator[None]:
 
 
 def _hints(value: object) -> list[int]:
-    """Of a graph's input: its sizes as they are now, symbolic ones too."""
+    """Current sizes of a graph's input, also where they are symbolic."""
     if isinstance(value, torch.Tensor):
         return list(map(hint_of, value.shape))
     return [hint_of(value)] if isinstance(value, torch.SymInt) else []
 
 
 def _shard_bytes(param: ShardedParam) -> int:
-    """On the rank that has most."""
+    """Bytes of the shard of `param` on the rank that has most."""
     return param.member.chunk_numel(param.world) * param.member.dtype.itemsize
 
 

@@ -1,4 +1,4 @@
-"""Access is gather: reading a parameter in forward gives the whole parameter.
+"""Access is gather: reading a parameter in forward gives the unsharded parameter.
 
 A sharded module's class is replaced by a subclass with one property per parameter.
 The property reads the module's DTensor and answers by where it is read:
@@ -48,7 +48,7 @@ _classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref
 
 
 def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
-    """Register `param` at `module.attribute`, and make reads of it gathers."""
+    """Register `param` at `module.attribute`, so that a read of it in forward gathers it."""
     module._parameters[attribute] = param.param
     bound = module.__dict__.setdefault(PARAMS, {})
     bound[attribute] = param
@@ -58,7 +58,7 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
 
 
 def head(module: nn.Module, unit: Unit, mixin: type) -> None:
-    """Make `module` the head of `unit`: its forward opens and closes the unit's use."""
+    """Make `module` the head of `unit`: hooks on its forward begin and end the unit's use."""
     module.__dict__[UNIT] = unit
     heads.add(module)
     _torch.enter_contract(module)
@@ -69,7 +69,7 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
 
 
 def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
-    """`named`, of a module's parameters, with whole ones where those are in their places."""
+    """Yield the pairs of `named`, with the unsharded copy of each parameter that has one now."""
     for name, param in named:
         sharded = None if _asks_for_shards.get() else find(param)
         stands_there = sharded is not None and sharded.param is param
@@ -81,7 +81,10 @@ _asks_for_shards: ContextVar[bool] = ContextVar("_asks_for_shards", default=Fals
 
 @contextlib.contextmanager
 def as_sharded() -> Iterator[None]:
-    """Inside, a module's `named_parameters()` gives the sharded ones, whatever is gathered."""
+    """Have `named_parameters()` of modules give sharded parameters in this context.
+
+    It does so whatever is gathered.
+    """
     token = _asks_for_shards.set(True)
     try:
         yield
@@ -90,20 +93,21 @@ def as_sharded() -> Iterator[None]:
 
 
 def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of `module` and below, each once: those that optimizers train."""
+    """List the parameters of `module` and below by name, each once, as optimizers train them:
+    sharded."""
     with as_sharded():
         return list(module.named_parameters())
 
 
 def root_of(param: ShardedParam) -> nn.Module:
-    """The outermost sharded module that `param` is in."""
+    """Return the outermost sharded module that `param` is in."""
     wanted = param.places[0][0]
     around = [head for head in heads if any(each is wanted for each in head.modules())]
     return max(around, key=lambda head: sum(1 for _ in head.modules()))
 
 
 def original_class(module: nn.Module) -> type:
-    """The class that the user wrote."""
+    """Return the class that the user wrote, behind the subclass that sharding has made."""
     cls = type(module)
     original: type = cls.__dict__.get("_autoshard_original", cls)
     return original
@@ -141,7 +145,8 @@ def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]
 
 def _make_apply(original: type) -> Callable[..., nn.Module]:
     def apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """`to()`, `double()` and their like: the dtype is known before a forward is traced.
+        """Convert `module`, as `to()` and `double()` do, and follow its dtype before forward is
+        traced.
 
         A forward may convert a module to the dtype that it has. Parameters are left alone then:
         torch would put new tensors into those that autograd knows already.
@@ -163,7 +168,7 @@ def _make_apply(original: type) -> Callable[..., nn.Module]:
 
 
 def _changes_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Whether `convert` gives back each of `module`'s own parameters, all of them sharded."""
+    """Tell whether `convert` gives back each of `module`'s own parameters, all of them sharded."""
     for param in module._parameters.values():
         if param is not None:
             if not isinstance(param, DTensor):
@@ -215,7 +220,8 @@ def _make_property(name: str) -> property:
 
 
 def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
-    """A marker, under torch.compile, of a parameter for which there is more to ask."""
+    """Gather a parameter under torch.compile, by a marker, where tensor parallelism or eval mode
+    matter."""
     in_full = sharded.follows_mode and sharded.unit.asks_for_full_precision
     members, group, keep, reduce = sharded.asked_in_full if in_full else sharded.asked
     whole = torch.ops.autoshard.unshard(param.to_local(), members, group, keep, -1, reduce=reduce)
@@ -231,7 +237,7 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
 
 
 def _read(module: nn.Module, name: str) -> Any:
-    """See the top of this file."""
+    """Read a parameter of `module` eagerly; what it gives is at the top of this file."""
     try:
         param = module._parameters[name]
     except KeyError:
@@ -260,8 +266,11 @@ def _read(module: nn.Module, name: str) -> Any:
 
 @dataclass
 class _LateForward:
-    """A forward for which no hook has opened a step: it had begun when its model was sharded, or
-    modules of the model are called by another method of it, or by themselves."""
+    """Forward for which no hook has opened a step.
+
+    It had begun when its model was sharded, or modules of the model are called by another method
+    of it, or by themselves.
+    """
 
     frame: FrameType
     units: frozenset[Unit]
@@ -272,10 +281,10 @@ _late: list[_LateForward] = []
 
 
 def began_before(root: nn.Module) -> bool:
-    """`root` has just been sharded; if its forward is on the stack, reads in it are gathers too.
+    """Have reads gather in a forward of `root` that began before `root` was sharded.
 
-    Returns whether it is. That is so when Dynamo gave up on the root's frame and met the
-    backend further in.
+    Returns whether there is such a forward. That is so when Dynamo gave up on the root's frame and
+    met the backend further in.
     """
     frame: FrameType | None = sys._getframe()
     outermost = None
@@ -291,7 +300,7 @@ def began_before(root: nn.Module) -> bool:
 
 
 def _open_late(root: nn.Module, frame: FrameType) -> steps.Step:
-    """A step for what `frame` reads of `root`, which heads a unit."""
+    """Open a step for what `frame` reads of `root`, which heads a unit."""
     unit = unit_of(root)
     assert unit is not None
     units = frozenset(filter(None, map(unit_of, root.modules())))
@@ -302,9 +311,12 @@ def _open_late(root: nn.Module, frame: FrameType) -> steps.Step:
 
 
 def _step_for_method(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
-    """A step for a read in the forward of `module`, or of one around it, that was called outside of
-    the forward of what is sharded: for as long as the outermost method of the model runs. None
-    where nobody computes, as in a function that initialises."""
+    """Open a step for a read in a method other than the forward of what is sharded.
+
+    The read is in the forward of `module`, or of a module around it. The step stays open for as
+    long as the outermost method of the model runs. None where nothing computes, as in a function
+    that initialises.
+    """
     reader = None
     outermost = None
     inside: set[nn.Module] = set()
@@ -331,7 +343,7 @@ def _late_step(unit: Unit) -> steps.Step | None:
 
 
 def _close_late() -> None:
-    """Close the steps of frames that have returned."""
+    """Close the steps of late forwards whose frames have returned."""
     if not _late:
         return
     frames = set()
@@ -389,7 +401,8 @@ def _leave(module: nn.Module, output: Any) -> Any:
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Have `module.name(...)`, a method other than `forward`, gather parameters as forward does.
 
-    Nothing to do for a module that heads no unit. Raises ValueError if it has no such method.
+    A module that heads no unit is left alone. Raises ValueError if it heads one and has no such
+    method.
     """
     if unit_of(module) is None:
         return
@@ -425,7 +438,8 @@ def _read_flat_weights(rnn: Any) -> list[Any]:
 
 
 def _ignore_flat_weights(rnn: Any, value: list[Any]) -> None:
-    """`nn.RNNBase` assigns its cache when parameters change; ours is made on reading."""
+    """Ignore what `nn.RNNBase` assigns to its cache when parameters change; ours is made on
+    reading."""
 
 
 def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The one-line form: shard a plain model in place, and move its optimizers over.
+"""Form of one line: shard a plain model in place, and move its optimizers over.
 
 A compiled module is sharded at its first call (`first_call.py`). Where a function was
 compiled, the backend gets a graph over plain parameters, finds the modules that hold
@@ -36,7 +36,7 @@ from autoshard.runtime.shard import shard
 
 
 def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
-    """Those inputs of a captured graph that are parameters which nobody has sharded."""
+    """Parameters among the inputs of a captured graph that are neither sharded nor ignored."""
     return [
         value
         for value in example_inputs
@@ -60,10 +60,11 @@ def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
 
 
 def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
-    """Shard `root` unless it, part of it, or what it is part of, is; move its optimizers over.
+    """Shard `root` and move its optimizers over; returns whether it was sharded.
 
-    Outside of a forward of `root`'s, nothing needs the old parameters any more: whatever is
-    done with one from now on is an error.
+    It is not if it, a part of it, or a module around it is sharded already. Unless a forward of
+    `root` is running, nothing needs the old parameters any more: any use of one is an error
+    from now on.
     """
     if access.unit_of(root) is not None:  # also one without parameters
         return False
@@ -85,7 +86,10 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
 
 
 def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
-    """The compiled modules that hold `params`: one, or several that a function calls."""
+    """Find the compiled modules that hold `params`: one, or several that a function calls.
+
+    Raises RuntimeError if a parameter is in none.
+    """
     missing = dict.fromkeys(params)
     roots: list[nn.Module] = []
     for candidate in (*_compiled_modules(), *_running_modules(), *_modules_in_scope()):
@@ -125,7 +129,7 @@ def _running_modules() -> list[nn.Module]:
 
 
 def _stack() -> list[FrameType]:
-    """Python's frames, outermost first."""
+    """Frames of Python's stack, outermost first."""
     frames = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -135,14 +139,15 @@ def _stack() -> list[FrameType]:
 
 
 def _modules_in_scope() -> list[nn.Module]:
-    """Modules that the frame being traced can name, those that hold others first."""
+    """Modules that the frame being traced can name, those with the most modules inside first."""
     local, outer = _torch.traced_scope()
     found = _modules_in((*local.values(), *outer.values()))
     return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
 
 
 def modules_named_by(function: Any) -> list[nn.Module]:
-    """Modules that `function` can name: its globals, closure and defaults, and what is bound."""
+    """Modules that `function` can name: in its globals, closure and defaults, and what it is
+    bound to."""
     code = getattr(function, "__code__", None)
     outer = getattr(function, "__globals__", {})
     named = [outer.get(name) for name in code.co_names] if code is not None else []
@@ -168,7 +173,8 @@ def _closure(value: Any) -> Iterable[Any]:
 
 
 class _StaleParameter(nn.Parameter):
-    """A parameter from before sharding: no longer what the model computes with."""
+    """Parameter from before sharding, which the model no longer computes with: any use of it
+    raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +189,10 @@ class _StaleParameter(nn.Parameter):
 
 
 def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
-    """See [Note: parameters from before sharding]."""
+    """Reduce a gradient that arrives at `old` into `sharded`.
+
+    See [Note: parameters from before sharding].
+    """
     if not old.requires_grad:
         return
     stamp = sharded.stamp

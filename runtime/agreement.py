@@ -1,18 +1,19 @@
-"""Ranks compare notes over the store before their next collective.
+"""Agreement of ranks: they compare over the store what each is about to launch.
 
-Never by a collective: a rank that does something else, or failed, would leave the
+Not by a collective: a rank that does something else, or failed, would leave the
 others in it. Compared are:
 
     agree          the collectives of a frame, when it is compiled
     compare_lines  the model, before it is sent to other ranks
-    Course         which compiled graph, or eager forward, runs next, and what its units were told
+    Course         which compiled graph, or eager forward, runs next, and how its units are
+                   configured
     Order          the next collective of an eager step
 
-A rank for which nothing is new waits for nobody. So steps that repeat cost nothing, and
-a batch shape that only one rank has seen does not stop the others. A rank that goes a
-way of its own waits in vain: it raises, after the group's timeout, before it launches
-what would meet another collective of its peers. Two ranks that wait for each other at different
-places see that in the store, and raise within seconds.
+A rank for which nothing is new does not wait. So steps that repeat cost nothing, and a batch
+shape that only one rank has seen does not stop the others. A rank that runs something else than
+the others waits in vain: it raises, after the group's timeout, before it launches a collective
+that would meet another one of its peers. Two ranks that wait for each other at different places
+see that in the store, and raise within seconds.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ LEAVING_S = 3.0  # for the others to have read what a rank that is about to rais
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has to say of a compilation.
+    """Outcome of a compilation on one rank.
 
     error:    why it can't be used; None if it can.
     digests:  of its plans.
-    options:  what it was told, as text.
+    options:  those that it was compiled with, as text.
     """
 
     error: str | None
@@ -58,9 +59,9 @@ class Outcome:
 
 
 class _Sessions:
-    """Over one store.
+    """Sessions over one store: prefixes of the keys that ranks use in it.
 
-    store:   to ask it by.
+    store:   the client to ask it by.
     own:     a number of this process, that no other has, nor one that lived before it.
     by_mesh: the session of each mesh, by name.
     """
@@ -73,8 +74,11 @@ class _Sessions:
         self._told = False
 
     def _tell_of_collective(self, store: Any) -> None:
-        """Say in `store` which collective the thread of this rank waits for, if it does so for
-        long: others may wait here, in vain, for a rank that waits there."""
+        """Note in `store` which collective this rank's thread waits for, if it has done so for
+        long.
+
+        Other ranks may wait here, in vain, for a rank that waits there.
+        """
         waiting = collectives.waiting.get(self._thread)
         is_long = waiting is not None and time.monotonic() - waiting.since > PATIENCE_S
         if not is_long and not self._told:
@@ -89,7 +93,7 @@ class _Sessions:
 
 
 class _Local(threading.local):
-    """By thread, as ranks may be threads of one process."""
+    """State of one rank, by thread, as ranks may be threads of one process."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, int] = {}  # topic -> how often ranks compared notes on it
@@ -101,7 +105,8 @@ class _Local(threading.local):
         return number
 
     def sessions_of(self, mesh: DeviceMesh) -> _Sessions:
-        """Of the default store, which is to answer within the timeout of the group of `mesh`."""
+        """Return the sessions over the default store, which is to answer within the timeout of
+        `mesh`."""
         store = _torch.default_store()
         if store not in self.sessions:
             self.sessions[store] = _Sessions(store)
@@ -114,7 +119,7 @@ _local = _Local()
 
 
 class PlansDiffer(RuntimeError):
-    """Ranks compiled different collectives for one frame. All of them are told.
+    """Error on all ranks when they compiled different collectives for one frame.
 
     ranks: those that have others than this one.
     """
@@ -132,7 +137,7 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
     """Exchange outcomes with all ranks of `mesh`; returns an error if any of them has one.
 
     frame: a name for what was compiled, the same on every rank.
-    agreed: what need not be compared any more; added to.
+    agreed: what need not be compared any more; this outcome is added to it.
     Raises PlansDiffer, naming the ranks, if they compiled different collectives, and RuntimeError
     if a rank has other options, or does not answer in time.
     """
@@ -178,9 +183,11 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
 
 
 def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
-    """Raise RuntimeError, with the first difference, unless `lines` are those of all of `mesh`.
+    """Raise RuntimeError, with the first difference, unless all ranks of `mesh` have the same
+    `lines`.
 
-    what: for people, "the model to shard".
+    topic: tells the comparison from others, the same on every rank.
+    what: the same in words, "the model to shard".
     """
     if _is_alone(mesh):
         return
@@ -202,7 +209,10 @@ _SAME_OPTIONS = (
 
 
 def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
-    """Between `lines` here and those on rank `other`, in words; all ranks of `mesh` call this."""
+    """Describe the first difference between `lines` here and on rank `other`.
+
+    All ranks of `mesh` call this.
+    """
     sessions, rank = _local.sessions_of(mesh), dist.get_rank()
     store, session = sessions.store, sessions.by_mesh[_name(mesh)]  # they have compared notes
     topic = f"{session}/differing/{topic}/{_name(mesh)}"
@@ -219,7 +229,7 @@ def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceM
 
 
 def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) -> str:
-    """What the first rank of `mesh` has to say of `frame`; all of them call this.
+    """Return the `text` of the first rank of `mesh` about `frame`; all of its ranks call this.
 
     is_first: whether nothing of `frame` was compared before: ranks may be a compilation apart.
     """
@@ -240,14 +250,14 @@ def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) ->
 
 @dataclass
 class Order:
-    """The collectives that one phase of a unit's steps launches, the same on every rank.
+    """Order of the collectives of one phase of a unit's steps, the same on every rank.
 
-    What came next in each of the latest steps that began like this one is taken for granted;
-    anything else is compared with what the other ranks are about to launch. As all ranks start
-    with nothing, they have the same steps before, and none can leave them unnoticed.
+    A collective that came next in each of the latest steps that began like this one is not
+    compared; any other is, with what the other ranks are about to launch. As all ranks start with
+    nothing, they remember the same steps, and none can leave them unnoticed.
 
     key:   tells it from other orders, the same on every rank.
-    topic: for people, "the forward of layers.3".
+    topic: the same in words, "the forward of layers.3".
     """
 
     key: str
@@ -259,12 +269,13 @@ class Order:
     """Those of `_known` that may be running again, and where in them."""
 
     def take(self, event: str) -> None:
-        """`event` is about to be launched. Raises RuntimeError if other ranks launch another."""
+        """Note that `event` is about to be launched. Raises RuntimeError if other ranks launch
+        another."""
         self._check(event)
         self._taken.append(event)
 
     def end(self) -> None:
-        """The phase is over. Raises RuntimeError if it goes on for other ranks."""
+        """Note that the phase is over. Raises RuntimeError if it goes on for other ranks."""
         if self._taken:
             self._check(_END)
             others = [known for known in self._known if known and known != self._taken]
@@ -272,7 +283,7 @@ class Order:
         self._start()
 
     def forget(self) -> None:
-        """The phase broke off: what it took until then is all that the next one may expect."""
+        """Note that the phase broke off: the next may expect only what was launched until then."""
         self._known = [self._taken]
         self._start()
 
@@ -299,7 +310,7 @@ _END = "the end"
 
 
 class Course(threading.local):
-    """What this process runs: compiled graphs and eager forwards, one after the other.
+    """Course of this rank: the compiled graphs and eager forwards that it runs, one after another.
 
     They issue different collectives, and Dynamo may choose between them (past its recompile
     limit it runs a frame without its graph), on one rank and not on another.
@@ -310,7 +321,8 @@ class Course(threading.local):
         self._after: dict[tuple[str, str], str] = {}
 
     def take(self, event: str, mesh: DeviceMesh) -> None:
-        """`event` begins. Raises RuntimeError if something else does on other ranks of `mesh`."""
+        """Note that `event` begins. Raises RuntimeError if another one does on other ranks of
+        `mesh`."""
         name = _name(mesh)
         before = name, self._last.get(name, "")
         if self._after.get(before) != event:
@@ -319,9 +331,10 @@ class Course(threading.local):
         self._last[name] = event
 
     def meet(self, event: str, mesh: DeviceMesh, *, hint: str) -> None:
-        """As `take`, for what is rare and each time worth the comparison; it leaves no trace.
+        """Compare `event`, which is rare, with the other ranks of `mesh`, and remember nothing of
+        it.
 
-        hint: what to do if other ranks of `mesh` come to something else.
+        hint: what to do if they come to something else, which raises RuntimeError.
         """
         _compare("program", "the program", event, mesh, hint=hint)
 
@@ -359,8 +372,7 @@ _imagined = {"fake"}  # backends
 
 
 def imagine(backend: str) -> None:
-    """Compare no notes over groups of `backend`: of their ranks one exists, and the others do what
-    it does."""
+    """Compare nothing over groups of `backend`, of whose ranks only this one exists."""
     _imagined.add(backend)
 
 
@@ -369,14 +381,14 @@ def _is_alone(mesh: DeviceMesh) -> bool:
 
 
 def _name(mesh: DeviceMesh) -> str:
-    """Tells `mesh` from others, the same on all its ranks."""
+    """Name that tells `mesh` from others, the same on all its ranks."""
     if mesh.ndim == 1:
         return str(mesh.get_group().group_name)
     return f"{tuple(mesh.shape)} at {mesh.mesh.flatten().tolist()[0]}"
 
 
 def group_timeout(mesh: DeviceMesh) -> timedelta:
-    """How long ranks of `mesh` wait for each other in a collective, as the user set it."""
+    """Timeout of collectives over `mesh`, as the user set it."""
     return _torch.group_timeout(mesh.get_group(0))
 
 
@@ -390,10 +402,12 @@ def _exchange(
     hint: str,
     may_differ: bool = False,
 ) -> dict[int, str]:
-    """Everybody's answer, by global rank. `failed` and `hint`: what to say if some don't come.
+    """Exchange answers with the ranks of `mesh`; returns those of all, by global rank.
 
-    may_differ: whether ranks go on though they do. Else one that reads another answer than its own
-        is about to raise, and leaves once all have read them, as it may be the one with the store.
+    failed, hint: words for the error if some ranks don't answer.
+    may_differ: whether ranks go on if answers differ. Otherwise a rank that reads another answer
+        than its own is about to raise, and leaves once all have read them, as it may be the one
+        with the store.
     """
     with _store_may_end(failed, hint):
         answers, place = _answers(topic, answer, mesh, timeout, failed=failed, hint=hint)
@@ -415,7 +429,7 @@ def _store_may_end(failed: str, hint: str) -> Iterator[None]:
 
 
 def _leave_together(store: Store, place: str, ranks: Iterable[int]) -> None:
-    """Wait until all `ranks` are here, for a few seconds, or the store is gone."""
+    """Wait until all `ranks` are here, for at most LEAVING_S, or until the store is gone."""
     keys = {rank: f"{place}/leaves/{rank}" for rank in ranks}
     with contextlib.suppress(dist.DistError):
         store.set(keys[dist.get_rank()], "1")
@@ -425,7 +439,8 @@ def _leave_together(store: Store, place: str, ranks: Iterable[int]) -> None:
 def _answers(
     topic: str, answer: str, mesh: DeviceMesh, timeout: timedelta, *, failed: str, hint: str
 ) -> tuple[dict[int, str], str]:
-    """Everybody's, and where in the store they are."""
+    """Exchange answers with all ranks of `mesh`; returns them by rank, and their place in the
+    store."""
     sessions, rank = _local.sessions_of(mesh), dist.get_rank()
     store = sessions.store
     ranks: list[int] = mesh.mesh.flatten().tolist()
@@ -461,11 +476,12 @@ def _session(
     failed: str,
     hint: str,
 ) -> str:
-    """The beginning of all keys of `ranks`, which only their processes that live now know.
+    """Return the prefix of all keys of `ranks`, which only their processes that live now know.
 
-    torchrun's store outlives a restart (torch 2.11 to 2.15), and what ranks put there before would
-    be taken for what they say now. So every rank puts up a number of its own; the first one answers
-    each with the session, under a key with that number, until all have taken note of it.
+    torchrun's store outlives a restart (torch 2.11 to 2.15), and answers that ranks put there
+    before would be taken for new ones. So every rank puts up a number of its own; the first one
+    answers each with the session, under a key with that number, until all have confirmed it. Raises
+    RuntimeError if some ranks do not within `timeout`.
     """
     if mesh in sessions.by_mesh:
         return sessions.by_mesh[mesh]
@@ -494,7 +510,8 @@ def _session(
 def _answer_all(
     store: Store, mesh: str, session: str, others: Sequence[int], deadline: float
 ) -> list[int]:
-    """Tell `others` the session until each has taken note; those that had not by the deadline."""
+    """Send the session to `others` until each has confirmed it; returns those that had not in
+    time."""
     here = f"autoshard/session/{mesh}"
     keys = {other: f"{session}/{mesh}/has/{other}" for other in others}
     answered: dict[int, str] = {}
@@ -527,7 +544,7 @@ def _wait_and_look(
     what: str,
     hint: str,
 ) -> None:
-    """Wait for all, and look at what the ranks that lack wait for themselves.
+    """Wait for all ranks, and look at what those that are missing wait for themselves.
 
     A rank that waits at another place, to which this one has not come, would do so for ever: both
     raise RuntimeError. So does a rank that has waited for `timeout`.
@@ -558,8 +575,11 @@ def _wait_and_look(
 
 
 def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
-    """Whether `other` waits where `rank`, which waits elsewhere, has not come to: at another place
-    in the store, or for a collective."""
+    """Tell whether `other` waits for `rank` at a place to which that one, waiting elsewhere, has
+    not come.
+
+    That may be another place in the store, or a collective.
+    """
     place = _notice(store, session, other).get("place")
     if place is not None:
         return not store.check([f"{place}/{rank}"])
@@ -568,13 +588,14 @@ def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
 
 
 def _what(store: Store, session: str, other: int) -> str:
-    """What `other` has come to, in words."""
+    """Describe where `other` waits."""
     notice = _notice(store, session, other) or _read(store, _collective_key(session, other))
     return str(notice.get("what", f"rank {other}"))
 
 
 def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
-    """Give the ranks `stuck` the time to see this one's notice."""
+    """Wait until the ranks `stuck` have given up, too, or for 3 * LOOK_S, while they see our
+    notice."""
     deadline = time.monotonic() + 3 * LOOK_S
     while time.monotonic() < deadline:
         if all(_notice(store, session, rank).get("gives_up", True) for rank in stuck):
@@ -583,7 +604,8 @@ def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
 
 
 def _notice(store: Store, session: str, rank: int) -> dict[str, Any]:
-    """At which place in the store `rank` waits; {} if at none."""
+    """Notice of `rank` in the store: what it waits for, and where; {} if it waits at no place
+    there."""
     return _read(store, _notice_key(session, rank))
 
 

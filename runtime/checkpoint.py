@@ -1,13 +1,13 @@
-"""Checkpoints that are complete, or not there.
+"""Checkpoints that are either complete or not there.
 
     folder/step_00000040/         as torch.distributed.checkpoint writes it
-        .metadata  __0_0.distcp   the model, the optimizer, and what each rank has of its own
-        complete.json             written last: which files there are, how large, and of which run
-    folder/.writing_00000045/     one that is being written, or that a rank was killed over
+        .metadata  __0_0.distcp   the model, the optimizer, and each rank's own states
+        complete.json             written last: the files, their sizes, and the run they are of
+    folder/.writing_00000045/     one that is being written, or whose writing was broken off
 
-A checkpoint is written aside, checked, and renamed. The one before is there until then; so whatever
-happens when, one of the two can be loaded. Nothing that is loaded can run code: files are read as
-weights only, and of the pickle that torch has for the index only known types are made.
+A checkpoint is written to a folder of its own, checked, and renamed. The one before is there until
+then, so that at any time one of the two can be loaded. Loading runs no code: files are read as
+weights only, and torch's pickled index may only have types that belong there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GROUPS = f"{_OPTIMIZER}param_groups."
 
 
 class Stateful(Protocol):
-    """Has a state of its own: a data loader, a learning rate's schedule, a GradScaler."""
+    """Object with a state of its own: a data loader, a learning-rate schedule, a GradScaler."""
 
     def state_dict(self) -> Any: ...
 
@@ -67,7 +67,7 @@ class Stateful(Protocol):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; every rank raises it."""
+    """Error of a checkpoint that could not be written or read; every rank raises it."""
 
 
 def save_checkpoint(
@@ -81,11 +81,11 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of `step`; all ranks call this, and `folder` is one that they share.
 
-    states: by name, what else has a state: this rank's, made of tensors, numbers, text, and lists
-        and dicts of them. States of random number generators are saved, too.
+    states: other objects with a state, by name: this rank's, made of tensors, numbers, text, and
+        lists and dicts of them. States of random number generators are saved, too.
     keep: how many complete checkpoints of this run stay, this one included; older ones are deleted.
         A run is one that began without loading from `folder`, and what was resumed from it.
-    Returns where it is. Raises CheckpointError on every rank if one can't write its part: what was
+    Returns its path. Raises CheckpointError on every rank if one can't write its part: what was
     complete before stays so. Raises ValueError for a wrong `step` or `keep`.
     """
     if step < 0 or keep < 1:
@@ -123,12 +123,12 @@ def load_checkpoint(
 ) -> int | None:
     """Load the checkpoint that was saved last, or that of `step`; all ranks call this.
 
-    The number of ranks, strategies and meshes may be others than those it was saved with. Then
-    random number generators are left as they are, and `states` are given what rank 0 had of them,
-    with a warning.
-    Returns its step; None if there is none, which is an error if `step` was given. Raises
-    CheckpointError on every rank, with the first parameter or state that does not fit, before
-    anything is changed; `states` are loaded last, and what one of them raises is in it, too.
+    The number of ranks, strategies and meshes may be others than those it was saved with. If the
+    number of ranks is another, random number generators are left as they are, and `states` are
+    given what rank 0 had of them, with a warning. Returns its step; None if there is none, which is
+    an error if `step` was given. Raises CheckpointError on every rank, with the first parameter or
+    state that does not fit, before anything is changed; `states` are loaded last, and what one of
+    them raises is in it, too.
     """
     _meet(model, f"load_checkpoint(step={step})")
     root = Path(folder)
@@ -173,7 +173,7 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def _plain(state: Any) -> Any:
-    """With Python's numbers for NumPy's, which a schedule may have calculated with."""
+    """Replace NumPy's numbers, which a schedule may have calculated with, by Python's."""
     return tree_map(lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, state)
 
 
@@ -198,7 +198,11 @@ def _own_state(states: Mapping[str, Stateful]) -> Tensor:
 def _check_read(
     room: dict[str, Any], rest: Mapping[str, Any], states: Mapping[str, Stateful], world: int
 ) -> dict[str, Any]:
-    """Match groups of `rest` with those of `room`; returns what this rank had of its own."""
+    """Match groups of `rest` with those of `room`; returns this rank's own states.
+
+    Raises ValueError if they don't match, or if a state is missing or can't be loaded on so many
+    ranks.
+    """
     (saved,) = rest[_OWN].values()
     own: dict[str, Any] = torch.load(io.BytesIO(saved.numpy().tobytes()), weights_only=True)
     if "param_groups" in room["optimizer"]:
@@ -243,7 +247,10 @@ def _set_generators(own: Mapping[str, Any]) -> None:
 
 
 def _to_bytes(objects: Any, whose: str) -> Tensor:
-    """As one tensor. Raises ValueError, about `whose`, for what can't be read as weights only."""
+    """Serialise `objects` to one tensor of bytes.
+
+    whose: the beginning of the error. Raises ValueError for what can't be read as weights only.
+    """
     file = io.BytesIO()
     torch.save(objects, file)
     try:
@@ -264,9 +271,10 @@ def _found_in(error: pickle.UnpicklingError) -> str:
 def _room_for(
     reader: _Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None, source: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is to be read: the model's state and the optimizer's; and, before anything is changed,
-    the optimizer's groups, by key, and what the rank `source` had of its own.
+    """Make room to read a checkpoint into: the model's state and the optimizer's; and the rest.
 
+    The rest is read before anything is changed: the optimizer's groups, by key, and what the rank
+    `source` had of its own.
     Raises ValueError where names or sizes differ.
     """
     known = reader.read_metadata().state_dict_metadata
@@ -322,13 +330,13 @@ def _check_fits(known: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _beginnings(keys: list[str]) -> set[str]:
-    """Of "state.w.step": that, "state.w" and "state"."""
+    """Prefixes of dotted `keys`: of "state.w.step" they are that, "state.w" and "state"."""
     parts = [key.split(".") for key in keys]
     return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}
 
 
 def _read(reader: _Reader, state: dict[str, Any]) -> None:
-    """Into the tensors of `state`, and in place of other values. Raises CheckpointError."""
+    """Read into the tensors of `state`, and replace its other values. Raises CheckpointError."""
     try:
         with _quiet():
             load(state, storage_reader=reader, planner=_Planner())
@@ -351,7 +359,10 @@ def _make_room(root: Path, aside: Path) -> str:
 
 
 def _publish(root: Path, aside: Path, step: int, keep: int) -> str:
-    """Check what was written, name it, delete what is older; returns its name."""
+    """Check what was written, rename it, and delete older checkpoints; returns its name.
+
+    Raises OSError if a file is missing or too short.
+    """
     metadata = _Reader(aside).read_metadata()
     sizes: dict[str, int] = {}
     for stored in metadata.storage_data.values():
@@ -393,8 +404,11 @@ def _publish(root: Path, aside: Path, step: int, keep: int) -> str:
 
 
 def _choose(root: Path, step: int | None) -> tuple[str, int] | None:
-    """The name of the one that was saved last, of `step` if that is given, and by how many ranks;
-    None for none."""
+    """Choose the checkpoint saved last, or the last of `step` if that is given.
+
+    Returns its name, and the number of ranks that saved it; None if there is none. Raises OSError
+    if there is none of `step`, or none is complete any more.
+    """
     saved = _complete(root)
     broken = [name for name in _names(root) if name not in saved]
     if broken and not saved:
@@ -415,8 +429,11 @@ def _choose(root: Path, step: int | None) -> tuple[str, int] | None:
 
 
 def _complete(root: Path) -> dict[str, int]:
-    """Names, in the order in which they were saved, and their numbers in it: a run may have gone
-    back to an earlier step."""
+    """Names of complete checkpoints, in the order in which they were saved, and their numbers in
+    it.
+
+    Their steps may be in another order: a run may have gone back to an earlier step.
+    """
     numbers = {name: _number(root / name) for name in _names(root)}
     return dict(sorted(((k, v) for k, v in numbers.items() if v), key=lambda each: each[1]))
 
@@ -427,14 +444,18 @@ def _names(root: Path) -> list[str]:
 
 
 def _step_of(name: str) -> tuple[int, int]:
-    """And which attempt at it: a step is saved again by a run that was resumed before it."""
+    """Step of a checkpoint by its name, and the number of the attempt at that step.
+
+    A step is saved again by a run that was resumed before it.
+    """
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
 
 
 def _number(path: Path) -> int:
-    """Of a complete checkpoint, from 1; 0 for none."""
+    """Number of a complete checkpoint in the order of saving, from 1; 0 for one that is not
+    complete."""
     try:
         manifest = _manifest(path)
         sizes = manifest["files"].items()
@@ -451,7 +472,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _sync(folder: Path) -> None:
-    """A rename is on the disk once its folder is."""
+    """Have a rename in `folder` on the disk, by writing out the folder itself."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -463,7 +484,7 @@ def _sync(folder: Path) -> None:
 
 
 class _Index(pickle.Unpickler):
-    """Of a checkpoint: makes the types that one has in it, and nothing else."""
+    """Unpickler of a checkpoint's index: makes the types that belong there, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (
@@ -497,7 +518,8 @@ class _Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """torch would load it whole: it is given what could be loaded as weights only, anew."""
+        """Load `value` as weights only, and hand torch, which would load anything, a new copy of
+        that."""
         checked = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), checked)
         checked.seek(0)
@@ -508,8 +530,10 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _meet(model: nn.Module, what: str) -> None:
-    """Raise RuntimeError unless all ranks of `model` are at `what`: a rank that came here alone
-    would meet another collective of its peers."""
+    """Raise RuntimeError unless all ranks of `model` are at `what`.
+
+    A rank that came here alone would meet another collective of its peers.
+    """
     units = (access.unit_of(module) for module in model.modules())
     unit = next((unit for unit in units if unit is not None), None)
     if unit is not None:
@@ -525,7 +549,7 @@ def _world() -> int:
 
 
 def _on_first_rank(work: Callable[[], Any], what: str) -> Any:
-    """The result of `work`, which only rank 0 does. Raises CheckpointError on all if it can't."""
+    """Return the result of `work`, which rank 0 does. Raises CheckpointError on all if it can't."""
     said: list[Any] = [_attempt(work) if _rank() == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(said, src=0)
@@ -536,7 +560,8 @@ def _on_first_rank(work: Callable[[], Any], what: str) -> Any:
 
 
 def _on_each_rank(work: Callable[[], Any], what: str) -> Any:
-    """The result of `work`. Raises CheckpointError on all if one of them can't do it."""
+    """Return the result of `work` here. Raises CheckpointError on all if one of them can't do
+    it."""
     result, error = _attempt(work)
     errors = [error] * _world()
     if dist.is_initialized():
@@ -548,7 +573,7 @@ def _on_each_rank(work: Callable[[], Any], what: str) -> Any:
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Its result, or what is wrong."""
+    """Do `work`; returns its result and None, or None and the error in words."""
     try:
         return work(), None
     except Exception as error:  # whatever it is, the others wait for an answer
@@ -556,7 +581,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _reasons(error: CheckpointException) -> str:
-    """The first rank's of those that failed."""
+    """Describe the error of the first of those ranks that failed."""
     rank = min(error.failures)
     cause = error.failures[rank][0]
     return f"on rank {rank}, {type(cause).__name__}: {cause}"
@@ -564,7 +589,7 @@ def _reasons(error: CheckpointException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, torch, which warns of its own deprecated calls, finds the sharded parameters."""
+    """Ignore torch's warnings of its own deprecated calls, and have it find sharded parameters."""
     with warnings.catch_warnings(), access.as_sharded():
         warnings.simplefilter("ignore", category=FutureWarning)
         warnings.simplefilter("ignore", category=UserWarning)
