@@ -136,8 +136,7 @@ class PricedGraph:
         ]
 
     def figures(self, drafts: Sequence[Draft], events: Sequence[Event]) -> Figures:
-        """Predict figures of `drafts`, gathers first, that are launched and waited for by
-        `events`."""
+        """Predict the figures of `drafts`, gathers first, launched and waited for by `events`."""
         timeline, bound = self.replay(drafts, events), lower_bound(self.problem)
         return Figures(
             makespan_us=timeline.time_us,

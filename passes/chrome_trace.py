@@ -1,4 +1,4 @@
-"""A plan's predicted timeline as Chrome trace events: lanes for compute and each kind and axis."""
+"""Chrome trace events of a plan's predicted timeline: lanes for compute and each kind and axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 
 def trace_events(plan: Plan, figures: Figures) -> list[Event]:
-    """Compute, stalls, collectives and memory of `plan`."""
+    """Events for compute, stalls, collectives and memory of `plan`, as predicted by `figures`."""
     events = [
         _name("process_name", PREDICTED, COMPUTE, f"{plan.graph}, predicted"),
         _name("thread_name", PREDICTED, COMPUTE, "compute"),
@@ -44,7 +44,7 @@ def trace_events(plan: Plan, figures: Figures) -> list[Event]:
 
 
 def measured_events(profile: Path) -> list[Event]:
-    """The events of a profiler's trace, from time 0 on, in a process of their own.
+    """Events of a profiler's trace, moved to begin at time 0, in a process of their own.
 
     Raises ValueError, with the file's path, if it is no such trace.
     """

@@ -1,11 +1,11 @@
-"""Where a unit keeps shards over fewer ranks from forward to backward, backward gathers those.
+"""Gather over fewer ranks in backward, where a unit reshards over fewer ranks after forward.
 
 before: w' = unshard(w, ..., reduce='cut:inner f32[7] shard'); y = x * w'; dx = dy * w'
 after:  w' = unshard(w, ..., reduce='cut:inner f32[7] shard'); p = cut(w', 'f32[7]', 'inner')
         w'' = unshard(p, 'f32[7]', 'inner', ...); y = x * w''; dx = dy * w''
 
-The partitioner is told to save `p` and to compute w'' again. In forward the two markers of the
-parameter are one again, as any two are (`merge_markers`).
+The partitioner is made to save `p` and to recompute w'' (`tag_recompute`). In the forward graph the
+two markers of the parameter are merged again, as any two are (`merge_markers`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autoshard.passes.match import (
 
 
 def cut_smaller(gm: fx.GraphModule) -> fx.GraphModule:
-    """Put a cut, and a marker over fewer ranks, behind markers whose units ask for them.
+    """Insert a `cut`, and a marker over fewer ranks, after each marker whose unit asks for them.
 
-    Nothing to do in a graph that has no backward in it.
+    A graph without a backward is left as it is.
     Numerics: unchanged, bit for bit.
     """
     if len(forward_inputs(gm.graph)) == len(gm.graph.find_nodes(op="placeholder")):

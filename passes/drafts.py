@@ -42,8 +42,8 @@ Positions = Mapping[fx.Node, int]
 
 @dataclass(frozen=True)
 class Span:
-    """Where a collective may be under way: launched at `ready` or later, waited for at `used` or
-    before; in the stretch that begins behind so many barriers."""
+    """Positions between which a collective may be under way: launched at `ready` or later, waited
+    for at `used` or before. `stretch` counts the barriers before them."""
 
     ready: int
     used: int
@@ -51,8 +51,8 @@ class Span:
 
 
 def spans(graph: fx.Graph, position: Positions) -> dict[fx.Node, Span]:
-    """Of each marker of `graph`: between where what it takes is there and where it is read, and
-    between two barriers. A gather comes as late as it can, a reduce as early."""
+    """Map each marker of `graph` to its span: from where its input is there to where its result is
+    read, and between two barriers. A gather goes as late as it can, a reduce as early."""
     barriers = [at for node, at in position.items() if is_barrier(node)]
     found = {}
     for marker in filter(is_marker, graph.nodes):
@@ -68,7 +68,7 @@ def spans(graph: fx.Graph, position: Positions) -> dict[fx.Node, Span]:
 
 @dataclass
 class Draft:
-    """A bucket being filled. `ready`, `used`, `stretch`: see `Span`."""
+    """Bucket that is being filled. `ready`, `used`, `stretch`: see `Span`."""
 
     unit: str
     ready: int
@@ -78,7 +78,7 @@ class Draft:
     layout: str = PACKED
 
     def add(self, marker: fx.Node, span: Span) -> None:
-        """Take in `marker`."""
+        """Add `marker`, whose span is `span`, to the bucket."""
         self.markers.append(marker)
         self.ready, self.used = max(self.ready, span.ready), min(self.used, span.used)
         self.stretch = span.stretch
@@ -98,17 +98,17 @@ class Draft:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether its shards are sent for from the host."""
+        """Tell whether the bucket's shards are copied from the host to the device."""
         return is_to_device(self.markers[0].all_input_nodes[0])
 
     @property
     def is_stored(self) -> bool:
-        """Whether its gradients are sent back there."""
+        """Tell whether the bucket's gradients are copied back to the host."""
         return _is_stored(self.markers[0])
 
 
 def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]:
-    """Buckets of `graph`'s `unshard` markers, by first use."""
+    """Draft the buckets of `graph`'s `unshard` markers, in order of first use."""
     where = spans(graph, position)
     drafts: dict[tuple[object, ...], Draft] = {}
     for marker in sorted(filter(is_unshard, graph.nodes), key=param_of):
@@ -123,7 +123,7 @@ def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
 
 
 def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]:
-    """Buckets of `graph`'s `reduce_grad` markers, by readiness."""
+    """Draft the buckets of `graph`'s `reduce_grad` markers, in order of readiness."""
     where = spans(graph, position)
     closed: list[Draft] = []
     drafts: dict[tuple[object, ...], Draft] = {}
@@ -148,9 +148,10 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
 
 
 def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[list[fx.Node]] | None:
-    """The markers of each bucket: of several that are alike, buckets take them in order. None if
-    they don't come out even, or go over other axes, or several groups: the backward that reduces
-    over replicas is not the one whose sums wait for that.
+    """Find the markers of each bucket: of several that are alike, buckets take them in order.
+
+    Returns None if they don't come out even, or go over other axes, or several groups: the backward
+    that reduces over replicas is not the one whose sums wait for that.
     """
     waiting: dict[tuple[str, str, int, str], deque[fx.Node]] = defaultdict(deque)
     for marker in markers:
@@ -172,7 +173,7 @@ def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[li
 
 
 def _axis_of(marker: fx.Node) -> str:
-    """As plans name it."""
+    """Mesh axis of a marker's collective, as plans name it."""
     info = info_of(marker)
     if is_unshard(marker):
         return INNER if is_again(marker) else info.axis
@@ -180,14 +181,14 @@ def _axis_of(marker: fx.Node) -> str:
 
 
 def carrier_of(name: str, marker: fx.Node) -> tuple[object, ...]:
-    """What one collective can carry together: a bucket name, a group, a dtype, a place to be."""
+    """Key of all that one collective can carry together: bucket name, group, dtype and place."""
     (member,) = read_members(members_of(marker))
     place = device_of_host_shard(marker) if is_unshard(marker) else _is_stored(marker)
     return name, group_of(marker), member.dtype, place
 
 
 def ready_of(marker: fx.Node, position: Positions) -> int:
-    """The first position at which what `marker` takes is there."""
+    """First position at which the inputs of `marker` are there."""
     ready = 0
     for node in marker.all_input_nodes:
         prepared = ready_of(node, position) if is_preparation(node) else 0
@@ -196,15 +197,15 @@ def ready_of(marker: fx.Node, position: Positions) -> int:
 
 
 def first_use(marker: fx.Node, position: Positions, end: int) -> int:
-    """Where the first compute node reads `marker`, what was asked of a shard for it, or its copy
-    on the host."""
+    """Position of the first compute node that reads `marker`, the results of its `before_gather`,
+    or its copy on the host; `end` if there is none."""
     asked = asked_of(marker.all_input_nodes[0])
     read = [marker, *(asked.users if asked is not None else filter(is_to_host, marker.users))]
     return min((position.get(user, end) for node in read for user in node.users), default=end)
 
 
 def info_of(marker: fx.Node) -> ParamInfo:
-    """Whose `marker` is."""
+    """Look up the parameter of `marker`. Raises ValueError if `name_params` has not run."""
     info = PARAM.get(marker)
     if info is None:
         raise ValueError(f"%{marker.name} has no PARAM: run name_params first")

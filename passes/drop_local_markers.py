@@ -1,9 +1,9 @@
-"""Alone in its group a rank's shard is the parameter: no marker, no collective.
+"""Remove markers over groups of one rank, where the shard is the parameter.
 
 before: w' = unshard(w); dw = reduce_grad(g)
 after:  w' = w;          dw = g
 
-Where a gather or reduce would cast, casts are what is left of them.
+Where the gather or reduce would cast, a cast takes the marker's place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CAST = torch.ops.prims.convert_element_type.default  # Inductor lowers no aten 
 
 
 def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove the markers that reach no other rank.
+    """Remove the markers that reach no other rank; a cast takes their place where they would cast.
 
     Numerics: unchanged, bit for bit.
     """

@@ -1,12 +1,12 @@
-"""Let ops find the runtime's table of parameters, an input that the model itself doesn't read.
+"""Give ops the runtime's table of parameters, an input that the model itself doesn't read.
 
 before: in %primals_9: i64[1]; dw = reduce_grad(g, ..., 3)
 after:  in %primals_9: i64[1]; dw = reduce_grad(g, ..., 3, table=%primals_9)
 
-Those are what becomes of gradients, and shards that are asked what to gather for them.
+The ops are `reduce_grad`, `hold_grad` and `before_gather`, which look their parameter up in it.
 
-Backward then has the table among what is saved for it, as it does the shards. It is the
-last input of a frame's graph; AOTAutograd keeps inputs in their order.
+The table is then among what is saved for backward, as the shards are. It is the last input of a
+frame's graph; AOTAutograd keeps inputs in their order.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from autoshard.passes.layout import Member
 
 
 def join(shard_group: str, replicate_group: str) -> str:
-    """Group of a reduce over `shard_group`, then `replicate_group`; either may be "", for no
-    group."""
+    """Group of a reduce over `shard_group`, then `replicate_group`; "" stands for no group."""
     return f"{shard_group}+{replicate_group}" if replicate_group else shard_group
 
 

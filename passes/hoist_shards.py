@@ -1,11 +1,11 @@
-"""Move what makes a marker's shard out of a graph input up to the inputs.
+"""Move the ops that make a marker's shard out of graph inputs up to the inputs.
 
 before: x = relu(a); v = view(w); w' = unshard(v)
 after:  v = view(w); x = relu(a); w' = unshard(v)
 
-A gather can be launched no earlier than its shard exists. Shards are inputs, or
-views of inputs, so nothing keeps them from existing at the top. What is asked of a shard
-stays: it takes memory, and is put before the launch.
+A gather can be launched no earlier than its shard exists. Shards are inputs, or views of inputs, so
+nothing keeps them from existing at the top. A `before_gather` stays: its results take memory, and
+`insert_collectives` puts it right before the launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoshard.passes.match import is_preparation, is_unshard
 
 
 def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
-    """Put the calls between an input and an `unshard` right after the inputs.
+    """Move the calls between an input and an `unshard` right after the inputs.
 
     Numerics: unchanged, bit for bit.
     """
@@ -37,7 +37,7 @@ def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _way_from_inputs(marker: fx.Node) -> list[fx.Node]:
-    """The calls that `marker`'s shard takes, in an order that can be executed."""
+    """List the calls that make `marker`'s shard, in an order in which they can be executed."""
     way: list[fx.Node] = []
 
     def visit(node: fx.Node) -> None:

@@ -1,9 +1,9 @@
-"""Keep whole parameters from forward to backward, as if their units did not reshard.
+"""Keep gathered parameters from forward to backward, as if their units did not reshard.
 
 before: w' = unshard(w, ..., False, 3)
 after:  w' = unshard(w, ..., True, 3)
 
-Which: what `planner/keep.py` has found worth its memory.
+`planner/keep.py` finds the parameters for which this is worth its memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoshard.passes.match import (
 
 
 def keep_gathered(gm: fx.GraphModule, *, params: Collection[int]) -> fx.GraphModule:
-    """Set `keep` of the `unshard` markers of `params`, by number, where that can be decided.
+    """Set `keep` of the `unshard` markers of `params`, by number, where they can be kept.
 
     Numerics: unchanged, bit for bit.
     """
@@ -35,6 +35,6 @@ def keep_gathered(gm: fx.GraphModule, *, params: Collection[int]) -> fx.GraphMod
 
 
 def can_be_kept(marker: fx.Node) -> bool:
-    """Whether an `unshard` marker's parameter is gathered again in backward as it is in forward."""
+    """Tell whether backward would gather an `unshard` marker's parameter again as forward does."""
     is_its_own = smaller_group(marker) or asks_shard(marker) or device_of_host_shard(marker)
     return not (is_kept(marker) or stays_whole(marker) or is_its_own)

@@ -25,8 +25,7 @@ from autoshard.passes.roofline import base_of, num_bytes_of, tensors_of
 
 
 def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
-    """Map each node with memory of its own to the last position at which it, or a view of it, is
-    read.
+    """Map each node that owns memory to the last position at which it, or a view of it, is read.
 
     position: of the compute nodes.
     end: position of the output. Markers, which a plan moves, don't count as readers.
@@ -43,8 +42,7 @@ def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dic
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes in use at each compute node, without what markers return and gradients that wait for
-    them.
+    """Bytes in use at each compute node, without gathered parameters and unreduced gradients.
 
     parameters:  shards and unsharded parameters among the graph's inputs.
     inputs:      other inputs that live longer than the graph: the user's inputs, buffers.
@@ -101,9 +99,8 @@ def count_between(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
-    """Yield each node with memory of its own, with the positions of the compute nodes that make it
-    (0 for an input) and that read it last. Markers, and gradients that they alone read, are left
-    out."""
+    """Yield each node that owns memory, with the positions of the compute nodes that make it (0 for
+    an input) and that read it last. Markers, and gradients that only they read, are left out."""
     computed = [node for node in graph.nodes if is_compute(node)]
     position = {node: number for number, node in enumerate(computed)}
     last = last_uses(graph, position, end=len(computed))
@@ -120,8 +117,8 @@ def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """Bytes that `node` takes. A shard, whose rows differ by rank, counts as the largest one: plans
-    must not differ by rank."""
+    """Bytes that `node` takes. A shard, whose rows differ by rank, counts as the largest one, as
+    plans must be the same on all ranks."""
     if is_hold_grad(node):
         return 0  # it stands for nothing
     for marker in (node, *node.users):

@@ -1,12 +1,12 @@
 """Lower a planned graph with Inductor, and make it keep the plan's order.
 
-Inductor may reorder nodes three times: in its own graph passes, in its scheduler,
-and, from torch 2.14, in a pass that overlaps collectives by itself. So
+Inductor may reorder nodes three times: in its own graph passes, in its scheduler, and, from torch
+2.14, in a pass that overlaps collectives by itself. So
 
-- the passes that move collectives, or chase locality or peak memory, are switched off (SETTINGS);
-- the planned order is applied again to the last graph before lowering, and launches
-  and waits are chained by control dependencies. Compute is never chained: that would
-  cost fusion;
+- the passes that move collectives, or reorder for locality or peak memory, are switched off
+  (SETTINGS);
+- the planned order is applied again to the last graph before lowering, and launches and waits are
+  chained by control dependencies. Compute is never chained: that would cost fusion;
 - the generated code is read, and must hold the launches and waits in that order.
 """
 
@@ -49,11 +49,11 @@ SETTINGS = {
 
 
 class OrderError(RuntimeError):
-    """The lowered code does not launch and wait in the planned order."""
+    """Error for lowered code that does not launch and wait in the planned order."""
 
 
 def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile `gm`, a planned graph, with Inductor; `kwargs` as its `inner_compile` gets them.
+    """Compile `gm`, a planned graph, with Inductor; `kwargs` are those of its `inner_compile`.
 
     Raises OrderError if the generated code departs from the planned order.
     """
@@ -80,7 +80,7 @@ _ARRIVED = {"load": "loaded", "store": "stored"}
 
 
 def planned_order(graph: fx.Graph) -> Order:
-    """The launches, all-reduces, waits and copies of `graph`, and its barriers."""
+    """List the launches, all-reduces, waits, copies and barriers of `graph`, in program order."""
     found: Order = []
     for node in graph.nodes:
         what = event_of(node)
@@ -130,11 +130,13 @@ def _event(order: Order, at: int) -> str:
 
 
 class KeepOrder(CustomGraphPass):
-    """Chain each pack, launch and wait to the one before, and to the compute planned before it.
+    """Pass for Inductor that chains each pack, launch and wait to the one before, and to the
+    compute planned before it.
 
-    Inductor's cache is to know the sizes of what our ops give: a shard may have more rows on one
-    rank than on another, in graphs whose inputs are alike. And the plan, with its figures: it is
-    found again by the graph's name there (`plan_cache.py`).
+    Its `uuid` is part of the key in Inductor's cache. It covers the sizes that our ops return: a
+    shard may have more rows on one rank than on another, in graphs whose inputs are alike. And it
+    covers the plan, with its figures, which is found again by the graph's name in that cache
+    (`plan_cache.py`).
     """
 
     def __init__(self, planned: fx.Graph, plan: Plan | None) -> None:
@@ -156,10 +158,10 @@ def _namespace(node: fx.Node) -> str:
 
 
 def keep_order(graph: fx.Graph) -> None:
-    """Add control dependencies: an event comes after the event and the op before it.
+    """Add control dependencies, so that an event comes after the event and the op before it.
 
-    And before the op after it: that op reads a wait of the plan anyway, or has the
-    next event's dependency on it.
+    The op after an event needs none: it reads a wait of the plan anyway, or the next event depends
+    on it.
     """
     after: dict[fx.Node, OrderedSet[fx.Node]] = {}
     event: fx.Node | None = None
@@ -178,12 +180,16 @@ def keep_order(graph: fx.Graph) -> None:
 
 
 def _is_rewritten(node: fx.Node) -> bool:
-    """Whether Inductor looks for `node` itself, later, to write something else in its place."""
+    """Tell whether Inductor later looks for `node` itself, to write something else in its place."""
     return node.target in _torch.FUNCTIONALIZED or bool(graphs_of(node))
 
 
 def _as_tensor(event: fx.Node) -> fx.Node | None:
-    """A node to depend on: of a list the first tensor, since 2.11 does not see a list as one."""
+    """Return a node that stands for `event` in dependencies; None if there is none.
+
+    This is `event` if it gives a tensor, else the first tensor of its list, which is moved right
+    behind it: torch 2.11 does not see a list as a dependency.
+    """
     if isinstance(event.meta.get("val"), torch.Tensor):
         return event
     for user in event.users:

@@ -24,8 +24,7 @@ def is_hold_grad(node: fx.Node) -> bool:
 
 
 def is_gradient(node: fx.Node) -> bool:
-    """Tell whether `node` takes a parameter's unsharded gradient: a `reduce_grad` or
-    `hold_grad`."""
+    """Tell whether `node` is a `reduce_grad` or `hold_grad`, which take an unsharded gradient."""
     return is_reduce_grad(node) or is_hold_grad(node)
 
 
@@ -63,14 +62,12 @@ _EVENTS: dict[object, str] = {
 
 
 def event_of(node: fx.Node) -> str | None:
-    """Name of the plan's event that `node` is, "launch" or "wait" for instance; None for other
-    nodes."""
+    """Plan event that `node` is, "launch" or "wait" for instance; None for other nodes."""
     return _EVENTS.get(node.target) if node.op == "call_function" else None
 
 
 def forward_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs of `graph` that forward has; in a joint graph the outputs' gradients come after
-    them."""
+    """Inputs of forward in `graph`; in a joint graph the gradients of outputs come after them."""
     placeholders = graph.find_nodes(op="placeholder")
     return [node for node in placeholders if not node.name.startswith("tangents")]
 
@@ -101,14 +98,12 @@ AGAIN = "again"
 
 
 def stays_whole(node: fx.Node) -> bool:
-    """Tell whether the runtime has the parameter of an `unshard` marker unsharded, and keeps it
-    so."""
+    """Tell whether the runtime keeps an `unshard` marker's parameter unsharded already."""
     return "stay" in ops.flags(_reduce_of(node))
 
 
 def is_again(node: fx.Node) -> bool:
-    """Tell whether an `unshard` marker gathers, over fewer ranks, what forward has cut for
-    these."""
+    """Tell whether an `unshard` marker gathers what forward has resharded over fewer ranks."""
     return AGAIN in ops.flags(_reduce_of(node))
 
 
@@ -128,8 +123,7 @@ def is_before_gather(node: fx.Node) -> bool:
 
 
 def asked_of(node: fx.Node) -> fx.Node | None:
-    """Return the `before_gather` that `node`, a marker's input, is a result of; None if it is
-    none."""
+    """Return the `before_gather` that `node`, a marker's input, comes from; None if it does not."""
     if node.op != "call_function" or node.target is not operator.getitem:
         return None
     source = node.args[0]
@@ -152,22 +146,20 @@ def is_to_host(node: fx.Node) -> bool:
 
 
 def device_of_host_shard(node: fx.Node) -> str:
-    """Device on which an `unshard` marker gathers a shard that lives on the host; "" for other
-    shards."""
+    """Device on which an `unshard` marker gathers a shard of the host; "" for other shards."""
     return ops.flag(_reduce_of(node), ops.FROM_HOST)
 
 
 def is_preparation(node: fx.Node) -> bool:
-    """Tell whether `node` prepares a launch (a copy to the device, a `before_gather` or its
-    result); a plan does not count it as compute."""
+    """Tell whether `node` prepares a launch: a copy to the device, a `before_gather` or its result.
+    A plan does not count it as compute."""
     if is_to_device(node):
         return any(map(is_unshard, node.users))
     return is_before_gather(node) or asked_of(node) is not None
 
 
 def begun_by(node: fx.Node) -> fx.Node | None:
-    """Return the launch of the copy that `node` waits for; None if it takes no launch of its
-    kind."""
+    """Return the launch of the copy that `node` waits for; None if it takes no such launch."""
     begun = node.args[0]
     if not isinstance(begun, fx.Node) or begun.target not in (ops.launch_load, ops.launch_store):
         return None
@@ -176,8 +168,7 @@ def begun_by(node: fx.Node) -> fx.Node | None:
 
 
 def is_planned(node: fx.Node) -> bool:
-    """Tell whether a plan decides about `node`: a marker, what prepares it, or a gradient's copy to
-    the host."""
+    """Tell whether a plan places `node`: a marker, what prepares it, or its copy to the host."""
     if is_to_host(node):
         return is_reduce_grad(node.all_input_nodes[0])
     return is_marker(node) or is_preparation(node)
@@ -241,7 +232,7 @@ def op_of(node: fx.Node) -> str:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Tell whether a plan counts `node`, and leaves it where it is."""
+    """Tell whether a plan counts `node` as compute, and leaves it where it is."""
     return node.op not in ("placeholder", "output") and not is_planned(node)
 
 

@@ -1,4 +1,4 @@
-"""Say whose each marker is, and name the graph's inputs after the parameters they hold.
+"""Record the parameter of each marker, and name the graph's inputs after the parameters they hold.
 
 before: %unshard_3: f32[64,32] = autoshard.unshard(%primals_8, 'f32[64,32]', 'shard', False, 3)
 after:  %unshard_3: f32[64,32] = autoshard.unshard(%layers_0_w1, ...)  # layers.0.w1
@@ -52,5 +52,5 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
 
 
 def _identifier(name: str) -> str:
-    """A parameter's name as a node may be called: "0.in-proj" is "_0_in_proj"."""
+    """Turn a parameter's name into the name of a node: "0.in-proj" into "_0_in_proj"."""
     return re.sub(r"\W|^(?=\d)", "_", name)

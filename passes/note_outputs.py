@@ -1,12 +1,12 @@
-"""Note, of each gradient, from which of the graph's outputs it comes, if not from all of them.
+"""Record which of the graph's outputs each gradient comes from, if not from all of them.
 
 before: dw = reduce_grad(%g, ..., 0)    where %g is computed from %tangents_2 alone, of three
 after:  dw = reduce_grad(%g, ..., 0, outputs=[1])
 
 AOTAutograd fills in zeros for the gradient of an output that no loss uses, and so gives gradients
 of zeros to parameters that had none. The runtime knows which outputs have no gradient in a
-backward: a parameter that is used for those alone has none either, and an optimizer passes it by,
-as it does in eager code.
+backward: a parameter that is used for those alone has none either, and an optimizer skips it, as it
+does in eager code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autoshard.passes.match import is_gradient, tangents
 
 
 def note_outputs(gm: fx.GraphModule) -> fx.GraphModule:
-    """Set `outputs` of every `reduce_grad` and `hold_grad` that not all tangents reach.
+    """Set `outputs` of every `reduce_grad` and `hold_grad` that some tangents reach, but not all.
 
-    One that none reaches is left alone: it is there whenever backward runs.
+    A gradient that no tangent reaches is left alone: it is there whenever backward runs.
 
     Numerics: unchanged, bit for bit.
     """

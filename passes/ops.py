@@ -1,7 +1,7 @@
-"""The vocabulary of our graphs: two markers, and the launches and waits they become.
+"""Custom ops of autoshard's graphs: two markers, and the launches and waits that replace them.
 
-    full  = unshard(shard, "f32[7,15]", group, keep, param)  marker: wanted whole, here
-    shard = reduce_grad(grad, "f32[7,15]", group, param)     marker: its gradient, here
+    full  = unshard(shard, "f32[7,15]", group, keep, param)  marker: the unsharded parameter, here
+    shard = reduce_grad(grad, "f32[7,15]", group, param)     marker: its reduced gradient, here
     _     = hold_grad(grad, "f32[7,15]", group, param)       its gradient waits, here
     part  = cut(full, "f32[7,15]", group)                    this rank's part, over fewer ranks
     [piece..] = before_gather(shard, "u8[4,15] f32[1]", metadata, param)   what to gather for it
@@ -10,7 +10,7 @@
     [full..] = wait_gather(ticket, "f32[7,15] f32[7]", group, bucket)
     ticket   = pack_grads([grad, ...], "f32[7,15] f32[7]", group, bucket)
     ticket   = launch_reduce(ticket, "f32[7,15] f32[7]", group, bucket)
-    ticket   = all_reduce(ticket, "f32[7,15] f32[7]", group, bucket)   over copies, if there are any
+    ticket   = all_reduce(ticket, "f32[7,15] f32[7]", group, bucket)   over replicas, if any
     [shard.] = wait_reduce(ticket, "f32[7,15] f32[7]", group, bucket)
 
     shard = to_device(shard, device), to_host(shard)         where shards live on the host
@@ -19,17 +19,17 @@
     ticket = launch_store([shard, ...], bucket)              and so for gradients' shards
     [shard.] = wait_store(ticket, [shard, ...], bucket)
 
-The markers say *what*; passes decide *how* by replacing them. They also run, one
-collective each and waited for at once: the slowest correct form of a graph.
+The markers say *what*; passes decide *how* by replacing them. Markers can also be run: each is one
+collective that is waited for at once, the slowest correct form of a graph.
 
-A member's dtype is that on the wire: a gather casts a shard to it where it is copied in, a
-reduce casts a gradient to it there, and to the shard's ("bf16[7]->f32") where it is copied
-out. `group` names process groups, see `groups.py`. `keep` says that the whole parameter is
-kept for backward (`reshard_after_forward=False`). `reduce`, if not empty, is the member and
-the group of its gradient's reduce, where these are not those of the gather. Before them come
+A member's dtype is that on the wire: a gather casts a shard to it where it is copied in, a reduce
+casts a gradient to it there, and to the shard's ("bf16[7]->f32") where it is copied out. `group`
+names process groups, see `groups.py`. `keep` says that the unsharded parameter is kept for backward
+(`reshard_after_forward=False`). `reduce`, if not empty, is the member and the group of its
+gradient's reduce, where these are not those of the gather. Flags come before them:
 
     "hold"            its gradient is to wait
-    "stay"            the runtime has it whole, and keeps it so
+    "stay"            the runtime has the parameter unsharded, and keeps it so
     "cut:2"           backward is to gather it over the group "2"
     "ask:7"           its shard says itself what is gathered for it: a `before_gather` asks it, and
                       each piece has a marker. 7 is the runtime's number for the parameter
@@ -37,20 +37,20 @@ the group of its gradient's reduce, where these are not those of the gather. Bef
                       to go there, too: "f32[7]^host"
 
 `param` indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
-numbers the buckets of one graph. A ticket is one byte: what is packed or in flight is held
-by the runtime, where no compiler can reuse its memory. Packing is an op by itself, so that
-gradients are freed before there is room for their sum. A gather may send a shard that is an input
-of the graph as it is; others it `copies`. One that is `grouped` sends each member by itself, and
-copies none of them to or from a shared buffer, but for those that are too small for that. What a
-copy reads is an argument of its wait. No argument depends on the rank.
+numbers the buckets of one graph. A ticket is a tensor of one byte: what is packed or in flight is
+held by the runtime, where no compiler can reuse its memory. Packing is an op by itself, so that
+gradients are freed before memory for their sum is allocated. A gather may send a shard that is an
+input of the graph as it is; others it `copies`. A gather that is `grouped` sends each member by
+itself, and copies none of them to or from a shared buffer, but for those that are too small for
+that. The tensors that a copy reads are arguments of its wait, too. No argument depends on the rank.
 
-What a user may change between a graph's forward and its backward (what waits to be added
-to a gradient, hooks, the number to divide by) is no part of a graph. Reduces find it by
-`table`, i64[1], an input of the graph: the runtime's number of its table of parameters.
+Settings that a user may change between a graph's forward and its backward (sums that wait to be
+added to a gradient, hooks, the divide factor) are no part of a graph. Reduces find them by `table`,
+i64[1], an input of the graph: the runtime's number of its table of parameters.
 
-Which of forward's outputs a backward has a gradient for is known only then. A gradient that comes
-from some of them says so by `outputs`, their numbers; a pack by one entry a member, "0,2 all":
-where none of these has one the parameter has none, if no other rank has one for it.
+Only a backward itself knows for which of forward's outputs it has a gradient. A gradient that comes
+from some of them lists their numbers in `outputs`; a pack has one entry a member, "0,2 all". Where
+none of these outputs has a gradient, the parameter has none, unless another rank has one for it.
 
 Schemas and shapes are here; `runtime/kernels.py` gives the implementations.
 """
@@ -139,7 +139,7 @@ _ALL_OUTPUTS = "all"
 
 
 def show_outputs(outputs: Iterable[Sequence[int]]) -> str:
-    """The `outputs` of a `pack_grads`, of those of its members.
+    """Format the `outputs` of a `pack_grads` from those of its members; "all" for an empty one.
 
     >>> show_outputs([[0, 2], []])
     '0,2 all'
@@ -149,7 +149,7 @@ def show_outputs(outputs: Iterable[Sequence[int]]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def read_outputs(text: str) -> tuple[frozenset[int], ...]:
-    """Inverse of `show_outputs`; nothing for a member that comes from all.
+    """Read text that `show_outputs` has written; an empty set for a member that comes from all.
 
     >>> [sorted(each) for each in read_outputs("0,2 all")]
     [[0, 2], []]
@@ -162,12 +162,12 @@ FROM_HOST = "from_host:"
 
 
 def flags(reduce: str) -> list[str]:
-    """What stands before member and group in the `reduce` of an `unshard`."""
+    """Flags in the `reduce` of an `unshard`: the words before member and group."""
     return reduce.split(" ")[:-2]
 
 
 def flag(reduce: str, prefix: str) -> str:
-    """What follows `prefix` in the flag that begins with it; "" if there is none."""
+    """Rest of the flag in `reduce` that begins with `prefix`; "" if there is none."""
     found = (each.removeprefix(prefix) for each in flags(reduce) if each.startswith(prefix))
     return next(found, "")
 
@@ -208,9 +208,8 @@ def _fake_hold_grad(
 
 
 def nothing(like: Tensor, members: str, group: str) -> list[Tensor]:
-    """What stands for gradients that are not there: shards of zeros, on the device of `like`,
-    in the memory of one element each.
-    """
+    """Shards of zeros that stand for missing gradients: on the device of `like`, or on the host for
+    members there, each in the memory of one element."""
     return [
         like.new_zeros((), dtype=m.shard_dtype or m.dtype, device=_home(m, like)).expand(
             groups.local_size(m, group)
@@ -246,7 +245,7 @@ def _fake_wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> 
 
 
 def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
-    """Empty shards, of this rank's rows, on the device of `like`, or on the host."""
+    """Empty shards, of this rank's rows, on the device of `like` or, if `on_host`, on the host."""
     return [
         like.new_empty(
             groups.local_size(m, group), dtype=m.shard_dtype or m.dtype, device=_home(m, like)
@@ -313,7 +312,7 @@ def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, No
 
 
 def gradient(grad: Tensor, members: str, group: str, param: int, reduce: str) -> Tensor:
-    """The marker for `grad`, of what an `unshard` with these arguments gave."""
+    """Apply the marker to `grad`, the gradient of what an `unshard` with these arguments gave."""
     reduced, reduce_group = reduce.split(" ")[-2:] if reduce else (members, group)
     marker = hold_grad if "hold" in flags(reduce) else reduce_grad
     shard: Tensor = marker(grad, reduced, reduce_group, param)

@@ -19,7 +19,7 @@ Observer = Callable[[str, fx.GraphModule], None]
 
 
 class PassError(RuntimeError):
-    """A pass met a graph that it can't take, or left one that is not valid."""
+    """Error of a pass that met a graph it can't take, or left one that is not valid."""
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
 
 
 def run_one(gm: fx.GraphModule, transform: Pass) -> fx.GraphModule:
-    """`transform(gm)`, checked: by FX's lint, `verify` and `verify_changed`.
+    """Return `transform(gm)`, checked by FX's lint, `verify` and `verify_changed`.
 
     Raises PassError naming `transform` if the graph that it returns is broken.
     """
@@ -58,13 +58,13 @@ def run_one(gm: fx.GraphModule, transform: Pass) -> fx.GraphModule:
 
 
 def pass_name(transform: Pass) -> str:
-    """The function's name, seen through `functools.partial`."""
+    """Name of the function behind `transform`, seen through `functools.partial`."""
     return str(getattr(transform, "func", transform).__name__)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """New nodes, same weights, inputs first: AOTAutograd makes an effect's token before them.
-    `copy.deepcopy(gm)` would clone every parameter."""
+    """Copy `gm`: new nodes, same weights, inputs first, as AOTAutograd makes an effect's token
+    before them. `copy.deepcopy(gm)` would clone every parameter."""
     copied = _torch.graph_module(gm, copy.deepcopy(gm.graph))
     body = next((node for node in copied.graph.nodes if node.op != "placeholder"), None)
     for each in copied.graph.find_nodes(op="placeholder"):

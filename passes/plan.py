@@ -1,4 +1,4 @@
-"""The plan of one graph: its buckets, and when each is launched and waited for.
+"""Plan of one graph: its buckets, and when each is launched and waited for.
 
 A plan is a value: frozen, the same on every rank and in every process, made from
 the graph before any collective is in it. Positions count the graph's compute nodes
@@ -22,7 +22,7 @@ SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # loaded: at launch;
 
 
 def show_bytes(num_bytes: int) -> str:
-    """For people.
+    """Format a number of bytes in KiB, MiB or GiB.
 
     >>> show_bytes(1536), show_bytes(3 * 2**30)
     ('1.5 KiB', '3.0 GiB')
@@ -38,13 +38,13 @@ class Bucket:
     """Parameters that share one collective.
 
     kind:    "gather" or "reduce".
-    axis:    the mesh axis it runs over, or both, of a reduce, "shard+replicate".
-    unit:    the unit, or the given list's name, that it stands for.
+    axis:    mesh axis that it runs over, or both, of a reduce, "shard+replicate".
+    unit:    name of the unit, or of the given list of modules, that it stands for.
     names:   its parameters' names, in the order in which they are packed.
     params:  their numbers in the compilation's table.
-    members: their dtypes and whole sizes, "f32[64,32] f32[64]".
-    layout:  "packed": they are copied together to be sent, and apart when they are there; or
-             "grouped": each is sent from where it is to where it is read, in one call.
+    members: their dtypes and unsharded sizes, "f32[64,32] f32[64]".
+    layout:  "packed": members are copied into one buffer to be sent, and out of it when they are
+             there; or "grouped": each is sent from where it is to where it is read, in one call.
     """
 
     kind: str
@@ -57,17 +57,18 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole, unsharded members."""
+        """Bytes of the unsharded members."""
         return sum(member.num_bytes for member in read_members(self.members))
 
 
 @dataclass(frozen=True)
 class Event:
-    """Bucket number `bucket` is launched, or waited for, before compute node `position`.
+    """Launch of, or wait for, bucket number `bucket`, right before compute node `position`.
 
-    A reduce whose axis is "shard+replicate" goes on from the first to the second in between.
-    Where shards live on the host, a bucket's are first sent for (load) and there (loaded); and
-    after a reduce's wait they are sent back (store) and there (stored).
+    A reduce whose axis is "shard+replicate" has an all-reduce in between. Where shards live on the
+    host, copies of a bucket's shards to the device are launched (load) and waited for (loaded)
+    before the gather; after a reduce's wait, copies to the host are launched (store) and waited for
+    (stored).
     """
 
     what: str  # "load", "loaded", "launch", "all_reduce", "wait", "store" or "stored"
@@ -77,9 +78,8 @@ class Event:
 
 @dataclass(frozen=True)
 class BucketFigures:
-    """When a bucket's collective begins and ends, from the graph's start, and how long of that
-    compute stands still for it. Microseconds, predicted.
-    """
+    """Predicted times of a bucket's collective: its begin and end, from the graph's start, and for
+    how long compute waits for it. Microseconds."""
 
     launch_us: float
     finish_us: float
@@ -88,12 +88,12 @@ class BucketFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a plan takes, as predicted.
+    """Predicted times and memory of a plan.
 
     makespan_us:    from the graph's first op to its last wait.
-    lower_bound_us: what no plan of the graph can beat; see `planner/bound.py`.
-    binding:        what the bound comes from, "compute", "link" or "start-up".
-    exposed_us:     for how long of it compute waits for collectives.
+    lower_bound_us: time that no plan of the graph can beat; see `planner/bound.py`.
+    binding:        origin of the bound, "compute", "link" or "start-up".
+    exposed_us:     part of the makespan for which compute waits for collectives.
     peak_bytes:     of all memory that the graph uses, its inputs included.
     compute:        (begin, end, first op, one after the last) of ops between two events.
     memory:         (time, bytes): the most from that time to the next.
@@ -111,14 +111,14 @@ class Figures:
 
 @dataclass(frozen=True)
 class Plan:
-    """Buckets, and the order of their launches and waits.
+    """Buckets of one graph, and the order of their launches and waits.
 
     graph:    "forward", "backward" or "inference".
     num_ops:  compute nodes in the graph.
     schedule: in program order; every bucket is launched once and waited for once, and all-reduced
-        once in between if its axis is that of replicas too.
-    figures:  predicted times and memory; None where nothing is known of costs. No part of what
-        ranks agree on.
+        once in between if its axis includes that of replicas.
+    figures:  predicted times and memory; None where costs are unknown. No part of what ranks
+        agree on.
     """
 
     graph: str
@@ -130,33 +130,33 @@ class Plan:
 
     @property
     def makespan_us(self) -> float:
-        """Predicted time, from the graph's first op to its last wait."""
+        """Predicted microseconds from the graph's first op to its last wait."""
         return self._known().makespan_us
 
     @property
     def lower_bound_us(self) -> float:
-        """The time that no plan of the graph can beat."""
+        """Microseconds that no plan of the graph can beat."""
         return self._known().lower_bound_us
 
     @property
     def gap(self) -> float:
-        """Predicted time over lower bound: 1 is perfect."""
+        """Ratio of predicted time to lower bound; 1 is the best possible."""
         known = self._known()
         return known.makespan_us / known.lower_bound_us if known.lower_bound_us else 1.0
 
     @property
     def binding(self) -> str:
-        """What the lower bound comes from: "compute", "link" or "start-up"."""
+        """Origin of the lower bound: "compute", "link" or "start-up"."""
         return self._known().binding
 
     @property
     def exposed_us(self) -> float:
-        """How long compute is predicted to stand still for collectives."""
+        """Predicted microseconds for which compute waits for collectives."""
         return self._known().exposed_us
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted memory of the graph, its inputs included."""
+        """Predicted bytes of the graph at its peak, its inputs included."""
         return self._known().peak_bytes
 
     def _known(self) -> Figures:
@@ -165,7 +165,7 @@ class Plan:
         return self.figures
 
     def text(self) -> str:
-        """A table for people, the same on every rank: one line a bucket."""
+        """Format the plan as a table, the same on every rank: one line a bucket."""
         gathers = sum(bucket.kind == "gather" for bucket in self.buckets)
         head = (
             f"{self.graph}: {gathers} gathers, {len(self.buckets) - gathers} reduces, "
@@ -206,13 +206,14 @@ class Plan:
         return {event.bucket: event.position for event in self.schedule if event.what == what}
 
     def to_json(self) -> str:
-        """The whole plan as JSON; `Plan.from_json` reads it back."""
+        """Serialize the whole plan as JSON; `Plan.from_json` reads it back."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def to_chrome_trace(self, path: str | Path, *, profile: str | Path | None = None) -> None:
         """Write the predicted timeline for Perfetto or chrome://tracing: compute, links, memory.
 
-        profile: a trace that `torch.profiler` exported of the same graph; its events go beside.
+        profile: a trace of the same graph, exported by `torch.profiler`; its events are shown
+            beside.
         Raises ValueError if the plan has no figures or `profile` is no trace; OSError where a file
         can't be read or written.
         """
@@ -223,8 +224,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Inverse of `to_json`. Raises ValueError, naming the field, for what is no plan: another
-        type, a layout that a bucket can't have, an event of no bucket, figures of other buckets."""
+        """Read a plan that `to_json` has written.
+
+        Raises ValueError, naming the field, for what is no plan: another type, a layout that a
+        bucket can't have, an event of no bucket, figures of other buckets.
+        """
         plan = read_as(Plan, json.loads(text), "plan")
         for bucket in plan.buckets:
             if bucket.kind not in LAYOUTS or bucket.layout not in LAYOUTS[bucket.kind]:
@@ -248,7 +252,7 @@ class Plan:
         return hashlib.sha256(json.dumps([self.graph, launches]).encode()).hexdigest()
 
     def launches(self) -> tuple[str, ...]:
-        """That in words, a line a collective."""
+        """Describe the collectives that `digest` covers, in order of launch, one line each."""
         return tuple(
             f"the {self.graph}'s {bucket.layout} {bucket.kind} of {bucket.unit} over {bucket.axis}"
             f" ({', '.join(bucket.names)}: {bucket.members})"

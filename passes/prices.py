@@ -1,4 +1,4 @@
-"""What a graph's planner is told of costs: a topology, and how the graph will be lowered."""
+"""Costs by which a graph's planner decides: of a topology, and of how the graph is lowered."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autoshard.passes.roofline import node_us
 
 @dataclass(frozen=True)
 class Prices:
-    """Of one compilation.
+    """Costs of one compilation, and its memory budget.
 
     is_fused: whether Inductor lowers the graph.
-    budget_bytes: of all memory that the graph uses, its inputs included; None for what one bucket
-        a unit needs.
+    budget_bytes: of all memory that the graph uses, its inputs included; None for what one bucket a
+        unit needs.
     """
 
     topology: Topology
@@ -27,7 +27,7 @@ class Prices:
     budget_bytes: int | None = None
 
     def links(self, kind: str, group: str) -> tuple[Link, ...]:
-        """The collectives of a bucket over `group`, in turn."""
+        """Collectives of a bucket over `group`, in the order in which they run."""
         shards, copies = groups.shard_part(group), groups.replicate_part(group)
         return self.topology.links(kind, self.ranks(shards), self.ranks(copies))
 
@@ -35,7 +35,7 @@ class Prices:
         return node_us(node, self.topology, is_fused=self.is_fused)
 
     def ranks(self, name: str) -> tuple[int, int]:
-        """Of a group: how many there are, and how many of them on one node."""
+        """Number of ranks in the group `name`, and of those of them on its first rank's node."""
         ranks = _torch.group_ranks(name) if name else [0]
         nodes = [rank // self.topology.ranks_per_node for rank in ranks]
         return len(ranks), nodes.count(nodes[0])

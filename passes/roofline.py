@@ -63,9 +63,10 @@ def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
 
 
 def op_key(target: object, arguments: object) -> str:
-    """Key of an op in a topology's measured times, `aten.mm.default(f32[64, 32], f32[32, 8])`: the
-    op, and dtypes and sizes of the tensors among its `arguments`; symbolic sizes are their
-    hints."""
+    """Key of an op among a topology's measured times: its name, and its tensors' dtypes and sizes.
+
+    For instance `aten.mm.default(f32[64, 32], f32[32, 8])`. Symbolic sizes are their hints.
+    """
     tensors = [each for each in pytree.tree_leaves(arguments) if isinstance(each, Tensor)]
     texts = (
         f"{DTYPE_NAMES.get(each.dtype, each.dtype)}{[hint_of(size) for size in each.shape]}"
@@ -85,7 +86,7 @@ def num_flops(node: fx.Node) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Tell whether `node` only names memory that is there."""
+    """Tell whether `node` allocates nothing: it is a view, or takes one of several results."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -112,7 +113,7 @@ def is_written(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Node whose memory `node` names: itself, if it is no view."""
+    """Node that owns the memory of `node`: itself, if it is no view."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -1,11 +1,10 @@
-"""Tell the partitioner which whole parameters backward may keep: only those asked for.
+"""Tag nodes, so that the partitioner saves unsharded parameters only where their units keep them.
 
-A marker of a unit that reshards is tagged MUST_RECOMPUTE, and with it all that is
-computed from parameters alone (a transpose, a cast): the partitioner then saves the
-shard, which is an input anyway, and puts a marker of its own into the backward
-graph. A marker whose unit keeps its parameters is tagged MUST_SAVE. Left alone, the
-partitioner would weigh bytes, and could keep every whole parameter alive from
-forward to backward: sharding in name only.
+A marker of a unit that reshards is tagged MUST_RECOMPUTE, and with it all that is computed from
+parameters alone (a transpose, a cast): the partitioner then saves the shard, which is an input
+anyway, and puts a marker of its own into the backward graph. A marker whose unit keeps its
+parameters is tagged MUST_SAVE. Left alone, the partitioner would weigh bytes, and could keep every
+unsharded parameter alive from forward to backward, so that sharding would save no memory.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ a value that leaves its region for one with a higher id; ours never does."""
 
 
 def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
-    """Tag `unshard` markers, and what only they and inputs of theirs determine.
+    """Tag `unshard` markers, what makes their shards, and what is computed from them alone.
 
     Metadata: writes FX's `recompute` and `ac_graph_id`.
     Numerics: unchanged, bit for bit.
@@ -56,7 +55,7 @@ def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _tag_way_to(marker: fx.Node) -> None:
-    """Tag the views between an input and its marker."""
+    """Tag the calls between an input, or a `cut`, and its marker."""
     node = marker.args[0]
     while isinstance(node, fx.Node) and node.op == "call_function" and node.all_input_nodes:
         if node.target is ops.cut:

@@ -1,4 +1,4 @@
-"""Graph <-> text: the one readable form, used by goldens, dumps and tools.
+"""Graphs as text and back: the readable form that golden files, dumps and tools use.
 
     %addmm: f32[4,16] = aten.addmm(%whole_b, %x, %t)  # layers.0.b
 
@@ -47,7 +47,7 @@ _OPAQUE = "object"  # a value that is no tensor, number or symbol: a mesh, a gen
 
 
 def render(graph: fx.Graph, *, axes: Mapping[str, str] | None = None) -> str:
-    """`graph` as text, one node a line.
+    """Render `graph` as text, one node a line.
 
     axes: process group name -> mesh axis, to print the latter.
     """
@@ -55,7 +55,7 @@ def render(graph: fx.Graph, *, axes: Mapping[str, str] | None = None) -> str:
 
 
 def parse(text: str) -> fx.Graph:
-    """Inverse of `render`. A text is data: nothing that it names is run.
+    """Read a graph as `render` writes it. A text is data: nothing that it names is run.
 
     Raises ValueError, naming the line that it can't read.
     """
@@ -136,7 +136,7 @@ def _show_type(value: Any) -> str:
 
 
 class _Reader:
-    """Builds a graph from lines; sizes that are symbols share one shape environment."""
+    """Reader that builds a graph from lines; symbolic sizes share one shape environment."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -226,7 +226,8 @@ class _Reader:
         return self._sizes[text]
 
     def _declare(self, symbol: sympy.Symbol) -> None:
-        """What the shape environment must know of a symbol that it has not made itself."""
+        """Declare a symbol that the shape environment has not made itself: its range, and a hint
+        unless it is unbacked."""
         if symbol.name.startswith("u"):
             self._shapes.var_to_range[symbol] = ValueRanges(0, int_oo)
             self._shapes.size_like.add(symbol)
@@ -264,13 +265,13 @@ _NODE = re.compile(rf"({_STRING})|%(\w+)")
 
 
 def _split_comment(line: str) -> tuple[str, str]:
-    """A line and its trailing comment; a `#` inside a string argument starts none."""
+    """Split off a line's trailing comment; a `#` inside a string argument starts none."""
     match = _LINE.fullmatch(line)
     return (match[1], match[2] or "") if match else (line, "")
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas that are in no bracket."""
+    """Split `text` at the commas that are in no bracket."""
     parts, depth, start = [], 0, 0
     for index, char in enumerate(text):
         depth += (char in "([") - (char in ")]")

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what a pass has changed, computed again."""
+"""Check shapes and dtypes of what a pass has changed, by computing them again."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Arguments = Mapping[fx.Node, tuple[Any, Any]]
 
 
 def arguments(graph: fx.Graph) -> Arguments:
-    """What each node takes now; `verify_changed` tells by it what a pass has changed."""
+    """Arguments that each node has now, by which `verify_changed` finds what a pass has changed."""
     return {node: (node.args, node.kwargs) for node in graph.nodes}
 
 
 def verify_changed(graph: fx.Graph, before: Arguments) -> None:
     """Raise ValueError, naming the node, where shapes or dtypes are no longer what `meta` says.
 
-    A node that takes another value than `before` must find the same shape and dtype there. One that
-    is new, or takes something else beside, is run again on fake tensors.
+    A node that takes another node than `before` must find the same shape and dtype there. A node
+    that is new, or has other arguments changed, is run again on fake tensors.
     """
     for node in graph.nodes:
         then, now = before.get(node), (node.args, node.kwargs)
@@ -46,7 +46,7 @@ def _without_nodes(arguments: Any) -> Any:
 
 
 def _taken(arguments: Any) -> list[fx.Node]:
-    """In order, one that is taken twice twice."""
+    """Nodes among `arguments`, in order; a node that is taken twice is there twice."""
     nodes: list[fx.Node] = []
     fx.node.map_arg(arguments, nodes.append)
     return nodes
@@ -73,7 +73,7 @@ def _run_again(node: fx.Node) -> Any:
 
 
 def _shapes(value: Any) -> str:
-    """What `value` is, but for what tells equal ones apart: "f32[4,2]", or several."""
+    """Describe `value` by dtype and shape, "f32[4,2]", or a list of these; else by its type."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shapes, value))}]"
     if isinstance(value, Tensor):

@@ -1,9 +1,9 @@
-"""`autoshard bench step`: a step of a model with autoshard, and with what else there is.
+"""Time a step of a model with autoshard, and with other libraries: `autoshard bench step`.
 
-One process group, one run: every contestant takes one step in turn, so that a busy moment of the
-machine hits all alike. A step is forward, backward and AdamW, fused, which is everybody's fastest;
-times are of the rank that takes longest, medians over the rounds. Beside them stands what nothing
-can beat without overlap: forward and backward of the unsharded model, compiled, and autoshard's own
+All contestants share one process group and one run, and take one step in turn, so that a busy
+moment of the machine affects all alike. A step is forward, backward and fused AdamW, the fastest
+for all; times are of the slowest rank, medians over the rounds. Beside them stand the parts of the
+bound without overlap: forward and backward of the unsharded model, compiled, and autoshard's own
 collectives with nothing else, which have a turn of their own.
 """
 
@@ -36,10 +36,11 @@ ALONE = next(iter(CONTESTANTS))
 
 @dataclass
 class Entry:
-    """One contestant's measurements: milliseconds a round.
+    """Measurements of one contestant: milliseconds a round.
 
     first_s: seconds of the first forward and backward, which compile.
-    kept: memory of its parameters and optimizer. peak: of a step, that included.
+    kept: memory of its parameters and optimizer.
+    peak: memory at the peak of a step, `kept` included.
     """
 
     first_s: float = 0.0
@@ -55,7 +56,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one model. collectives_ms: autoshard's own of a step, one after another, by round."""
+    """Measurements of one model.
+
+    collectives_ms: by round, of autoshard's own collectives of a step, one after another.
+    """
 
     name: str
     tokens: int
@@ -63,17 +67,21 @@ class Result:
     collectives_ms: list[float]
 
     def beyond_ms(self, name: str) -> float:
-        """What forward and backward of a contestant take longer than the unsharded model's."""
+        """Milliseconds of a contestant's forward and backward, beyond the unsharded model's."""
         ours, alone = (self.entries[each].backward_ms for each in (name, ALONE))
         return _median(ours) - _median(alone)
 
     def of_bound(self) -> float:
-        """Our forward and backward, of the unsharded model's and our collectives alone."""
+        """Ratio of autoshard's forward and backward to their bound without overlap.
+
+        The bound is forward and backward of the unsharded model, plus autoshard's collectives
+        alone.
+        """
         bound_ms = _median(self.entries[ALONE].backward_ms) + _median(self.collectives_ms)
         return _median(self.entries[OURS].backward_ms) / bound_ms
 
     def text(self) -> str:
-        """A table, a line a contestant, and the ratios."""
+        """Format the result as a table, a line for each contestant, and the ratios."""
         medians = {name: statistics.median(each.step_ms) for name, each in self.entries.items()}
         rivals = {name: medians[name] for name in RIVALS if name in medians}
         best = min(rivals, key=lambda name: rivals[name]) if rivals else next(iter(medians))
@@ -108,7 +116,7 @@ def bench_step(
     options: dict[str, Any] | None = None,
     tell: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Measure models, by name, on the ranks there are.
+    """Measure `workloads`, models by name, on the ranks there are.
 
     options: of autoshard's backend, and of `shard()`.
     tell: is given each model's result as soon as it is there.
@@ -177,7 +185,7 @@ def _backward(model: Any, batch: dict[str, Tensor]) -> None:
 
 
 def _steps(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
-    """Two, the second of which finds what the first has left."""
+    """Take two steps, the second of which finds what the first has left in memory."""
     for _ in range(2):
         _backward(model, batch)
         _step(optimizer)
@@ -189,7 +197,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _timed(run: Callable[[], None]) -> float:
-    """Milliseconds, of the slowest rank, from a common start."""
+    """Milliseconds of `run` on the slowest rank, from a common start."""
     dist.barrier()
     synchronize()
     started = time.perf_counter()
@@ -201,7 +209,7 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 def _collectives_of(model: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Runs those of a compiled model's plans, each waited for before the next begins."""
+    """Return a function that runs all collectives of a compiled model's plans, one by one."""
     group, world, device = _torch.default_group(), dist.get_world_size(), current_device()
     buckets = [bucket for plan in plans(model) for bucket in plan.buckets]
 

@@ -1,12 +1,13 @@
-"""`autoshard bench calibrate`: measure what a topology says, on the cluster at hand.
+"""Measure a topology on the cluster at hand: `autoshard bench calibrate`.
 
-Collectives are started together, after a barrier, and take as long as on the rank where they take
-least: what a rank waits for its peers to arrive is no part of their cost. On a CPU compute goes on
-beside them, as in a step: on the same cores, each slows the other down. A start-up and a time a
+Collectives are started together, after a barrier, and timed on the rank where they take least: the
+time for which a rank waits for its peers to arrive is no part of their cost. On a CPU, compute goes
+on beside them, as in a step: on the same cores, each slows the other down. A start-up and a time a
 byte are fitted to several sizes by least squares of relative errors. Rank 0 writes what all ranks
 then read: plans must not differ.
 
-Ops are reckoned by a roofline, or timed one by one in a step of the model that is to be planned.
+Times of ops come from a roofline, or ops are timed one by one in a step of the model that is to be
+planned.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def calibrate(
     rounds: int = ROUNDS,
     steps: Sequence[Callable[[], object]] = (),
 ) -> Topology:
-    """Measure, and have rank 0 write the topology to `path`; every rank returns the same.
+    """Measure a topology, and have rank 0 write it to `path`; every rank returns the same.
 
     steps: forward and backward of models, neither sharded nor compiled: their ops are timed.
     Needs a process group of at least two ranks. What isn't measured here (memory, the network) is
-    that of the named topology of the device.
+    taken from the named topology of the device.
     Raises ValueError with one rank; OSError where `path` can't be written.
     """
     world = dist.get_world_size()
@@ -91,7 +92,7 @@ def calibrate(
 
 
 def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
-    """(start-up, microseconds a byte), neither below 0, of least relative squared error."""
+    """Fit (start-up, microseconds a byte), neither below 0, by least relative squared error."""
     weights = [1 / time_us**2 for time_us in times_us]
     total = sum(weights)
     mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total
@@ -104,7 +105,10 @@ def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
 
 
 def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int) -> float:
-    """Of `num_bytes` whole, the mean over rounds of the least over ranks."""
+    """Microseconds of a collective: mean over rounds of the least over ranks.
+
+    num_bytes: of the collective, unsharded.
+    """
     a = torch.ones(PRODUCT // 8, PRODUCT // 8, device=device)
     world = dist.get_world_size()
     whole = torch.ones(num_bytes // 4, device=device)
@@ -131,8 +135,11 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
 
 
 def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> float:
-    """What a collective of a graph's, of `num_bytes` whole, takes away from compute that goes on
-    beside it: its launch and its wait, and what moves its bytes on the same cores or units."""
+    """Microseconds that a collective of a graph takes away from compute beside it: by its launch
+    and its wait, and by moving its bytes on the same cores or units.
+
+    num_bytes: of the collective, unsharded.
+    """
     world, group = dist.get_world_size(), str(_torch.default_group().group_name)
     part = torch.ones(max(1, num_bytes // 4 // MEMBERS // world), device=device)
     whole = part.new_ones(world * part.numel())
@@ -167,7 +174,7 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
 
 
 def _member_us(device: torch.device, rounds: int) -> float:
-    """Of one more member of a grouped gather: what nine take longer than one, by eight."""
+    """Microseconds of one more member of a grouped gather: of nine, less those of one, by eight."""
     group = _torch.default_group()
     parts = [torch.ones(16, device=device) for _ in range(9)]
     wholes = [part.new_empty(16 * dist.get_world_size()) for part in parts]
@@ -181,7 +188,10 @@ def _member_us(device: torch.device, rounds: int) -> float:
 
 
 def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, float]:
-    """Of square matrix products, in the dtypes that the known topology names."""
+    """TFLOP/s of square matrix products, in float32 and the dtypes that `known` names.
+
+    Those of 8-bit floats are taken from `known`.
+    """
     by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = {}
     for name in sorted({*known.tflops, "f32"}):  # the same order on every rank
@@ -207,7 +217,7 @@ def _op_us(device: torch.device, rounds: int) -> float:
 
 
 class _Times(TorchDispatchMode):
-    """Those of each op that runs in it, in microseconds by `op_key`."""
+    """Dispatch mode that times each op that runs in it, in microseconds by `op_key`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
@@ -222,9 +232,10 @@ class _Times(TorchDispatchMode):
 
 
 def _ops_us(steps: Sequence[Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Of each op in `steps`, while all ranks do the same: the mean of its calls on this one.
+    """Microseconds of each op in `steps`: the mean of its calls on this rank.
 
-    Most take less, and a step's ops together what their means say.
+    All ranks do the same meanwhile. Most calls take less, but the ops of a step together take as
+    long as their means say.
     """
     times = _Times()
     for step in steps:
@@ -237,7 +248,7 @@ def _ops_us(steps: Sequence[Callable[[], object]], rounds: int) -> dict[str, flo
 
 
 def _mean(times: Sequence[float]) -> float:
-    """But for the longest tenth: on busy cores anything takes a time slice now and then."""
+    """Mean without the longest tenth: on busy cores any call may lose a time slice now and then."""
     return statistics.fmean(sorted(times)[: math.ceil(0.9 * len(times))])
 
 
@@ -248,14 +259,17 @@ def _memory_gb_per_s(device: torch.device, rounds: int) -> float:
 
 
 def _copy_gb_per_s(device: torch.device, rounds: int) -> float:
-    """Read and written, where the memory to copy to is new each time, as a bucket's is."""
+    """GB/s, read and written, of copies to memory that is new each time, as a bucket's is."""
     source = torch.ones(STREAMED // 4, device=device)
     return 2 * source.nbytes / _median_us(source.clone, rounds) / 1e3
 
 
 def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
-    """How much longer compute takes while gathers run that take so many microseconds a byte, if
-    gathers of `BESIDE` bytes take `taken_us` away from it."""
+    """Factor by which compute slows down while gathers run.
+
+    us_per_byte: of a gather.
+    taken_us: time that gathers of `BESIDE` bytes take away from compute.
+    """
     first, *more = zip(BESIDE, taken_us, strict=True)
     slopes = [(taken - first[1]) / (num_bytes - first[0]) for num_bytes, taken in more]
     share = statistics.fmean(slopes) / us_per_byte if us_per_byte else 0.0
@@ -263,12 +277,12 @@ def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
 
 
 def _median_us(run: Callable[[], object], rounds: int) -> float:
-    """The median of `_times_us`."""
+    """Median of `_times_us`."""
     return float(statistics.median(_times_us(run, rounds)))
 
 
 def _times_us(run: Callable[[], object], rounds: int) -> list[float]:
-    """By round, of the rank where it took least."""
+    """Microseconds of `run` in each round, on the rank where it took least."""
     times = []
     for _ in range(rounds + 3):
         dist.barrier()

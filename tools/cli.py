@@ -1,4 +1,4 @@
-"""The `autoshard` command."""
+"""Command line of autoshard: `parity`, `bench`, `plan`, `trace`, `golden` and `doctor`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def script() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """What a command does; returns its exit status."""
+    """Run the command that `arguments` name; return its exit status."""
     parser = argparse.ArgumentParser(prog="autoshard", description="Sharded training, compiled.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_parity(commands)
@@ -119,13 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_example(commands: Any, name: str, example: str, **texts: str) -> Any:
-    """A command whose help ends with an example, as it is written."""
+    """Add a command whose help ends with `example`, as it is written."""
     formatter = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(name, epilog=example, formatter_class=formatter, **texts)
 
 
 def add_parity(commands: Any) -> None:
-    """`autoshard parity`."""
+    """Add the command `autoshard parity`."""
     parser = _with_example(
         commands,
         "parity",
@@ -156,7 +156,7 @@ def add_parity(commands: Any) -> None:
 
 
 def add_bench(commands: Any) -> None:
-    """`autoshard bench`."""
+    """Add the commands `autoshard bench calibrate` and `autoshard bench step`."""
     parser = commands.add_parser("bench", help="measure the cluster at hand")
     what = parser.add_subparsers(dest="what", required=True)
     calibrate = _with_example(
@@ -193,7 +193,7 @@ def add_bench(commands: Any) -> None:
 
 
 def add_plan(commands: Any) -> None:
-    """`autoshard plan`."""
+    """Add the command `autoshard plan`."""
     parser = _with_example(
         commands,
         "plan",
@@ -217,7 +217,7 @@ def add_plan(commands: Any) -> None:
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
-    """What is trained, of commands that trace a model without running it."""
+    """Add the options that describe what is trained, for commands that trace without running."""
     parser.add_argument(
         "--model", required=True, help="a Hugging Face config.json, or package.module:function"
     )
@@ -232,7 +232,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trace(commands: Any) -> None:
-    """`autoshard trace`."""
+    """Add the command `autoshard trace`."""
     parser = _with_example(
         commands,
         "trace",
@@ -248,7 +248,7 @@ def add_trace(commands: Any) -> None:
 
 
 def add_golden(commands: Any) -> None:
-    """`autoshard golden`."""
+    """Add the command `autoshard golden`."""
     parser = _with_example(
         commands,
         "golden",
@@ -264,7 +264,7 @@ def add_golden(commands: Any) -> None:
 
 
 def add_doctor(commands: Any) -> None:
-    """`autoshard doctor`."""
+    """Add the command `autoshard doctor`."""
     parser = _with_example(
         commands,
         "doctor",
@@ -287,7 +287,7 @@ def _add_traced(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Exit status 2 for what can't be read or traced."""
+    """Run `autoshard trace`; exit status 2 for what can't be read or traced."""
     from autoshard.tools.trace import write
 
     found = _traced(options)
@@ -299,7 +299,10 @@ def run_trace(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_golden(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Exit status 1 where the files differ, 2 for what can't be read or traced."""
+    """Run `autoshard golden`.
+
+    Exit status 1 where the files differ, 2 for what can't be read or traced.
+    """
     from autoshard.tools.trace import accept, differences, golden_texts
 
     texts, folder = golden_texts(_traced(options)), Path(options.dir)
@@ -323,7 +326,7 @@ def _traced(options: argparse.Namespace) -> Any:
 
 
 def run_plan(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Exit status 1 if no configuration fits, 2 for what can't be read."""
+    """Run `autoshard plan`; exit status 1 if no configuration fits, 2 for what can't be read."""
     from autoshard.tools import plan_report
     from autoshard.tools.planning import Choices, plan, read_gpus, read_mesh, read_workload
 
@@ -348,7 +351,7 @@ def run_plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Start the ranks unless torchrun did."""
+    """Run `autoshard bench calibrate`; start the ranks unless torchrun did."""
     if bool(options.model) != bool(options.batch):
         options.parser.error("--model needs --batch, and --batch needs --model")
     if "RANK" not in os.environ:
@@ -365,7 +368,10 @@ def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Start the ranks unless torchrun did; exit status 2 for a name that isn't there."""
+    """Run `autoshard bench step`; start the ranks unless torchrun did.
+
+    Exit status 2 for a name that isn't there.
+    """
     if options.out and not os.access(Path(options.out).parent, os.W_OK):
         options.parser.error(f"--out {options.out}: there is no such folder to write to")
     if "RANK" not in os.environ:
@@ -410,7 +416,10 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_doctor(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Start the ranks unless torchrun did; exit status 1 if something is amiss."""
+    """Run `autoshard doctor`; start the ranks unless torchrun did.
+
+    Exit status 1 if something is amiss.
+    """
     from autoshard.tools.doctor import checkup, self_test
 
     rank = int(os.environ.get("RANK", "0"))
@@ -432,7 +441,7 @@ def run_doctor(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def make_step(options: argparse.Namespace) -> Callable[[], object]:
-    """Forward and backward of the model that `options` names, whole on each rank."""
+    """Return forward and backward, as a function, of the unsharded model that `options` names."""
     from autoshard.runtime.mesh import device_type
     from autoshard.tools.parity import default_loss
 
@@ -443,7 +452,10 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
 
 
 def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Start the ranks unless torchrun did; exit status 1 if a run differs."""
+    """Run `autoshard parity`; start the ranks unless torchrun did.
+
+    Exit status 1 if a run differs.
+    """
     draws = options.matrix or options.fuzz
     if not draws and not (options.model and options.batch):
         options.parser.error("a model and --batch are required, or --matrix, or --fuzz")
@@ -470,7 +482,10 @@ def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_samples(options: argparse.Namespace) -> int:
-    """A line a failing sample, and one for all; exit status 1 if one fails."""
+    """Try random samples; print a line for each that fails, and one for all.
+
+    Exit status 1 if one fails.
+    """
     from autoshard.tools.matrix import try_case
     from autoshard.tools.random_models import try_model
 
@@ -487,7 +502,7 @@ def run_samples(options: argparse.Namespace) -> int:
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Options of the backend from `--options`. Raises ValueError for what is no JSON object."""
+    """Read the backend's options from `--options`. Raises ValueError for what is no JSON object."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
@@ -498,7 +513,7 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def load(place: str) -> Callable[..., Any]:
-    """The function at `package.module:name`. Raises ValueError if there is none."""
+    """Load the function at `package.module:name`. Raises ValueError if there is none."""
     module, _, name = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

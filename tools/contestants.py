@@ -1,9 +1,9 @@
 """Ways to train a model on several ranks, each as its documentation has it.
 
-Each takes a whole model and gives what is to be called. The last is the scheme of SimpleFSDP (Zhang
-and others, "SimpleFSDP: simpler fully sharded data parallel with torch.compile", 2024), in few
-lines: a parameter is a DTensor, read through a property that redistributes it, which is recomputed
-in backward; Inductor buckets the collectives that it traces.
+Each takes an unsharded model and returns what is to be called. `simple_fsdp` is the scheme of
+SimpleFSDP (Zhang and others, "SimpleFSDP: simpler fully sharded data parallel with torch.compile",
+2024), in few lines: a parameter is a DTensor, read through a property that redistributes it, which
+is recomputed in backward; Inductor buckets the collectives that it traces.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from autoshard.runtime.unit_policies import MixedPrecisionPolicy
 
 @dataclass(frozen=True)
 class Setting:
-    """dtype: of computation and gathers; gradients are reduced in float32.
+    """Conditions that all contestants share.
 
+    blocks: returns the repeated modules of a model, a unit each.
+    dtype: of computation and gathers; gradients are reduced in float32.
     options: of autoshard's backend.
     """
 
@@ -57,7 +59,7 @@ ROOMY = 2**40  # bytes: more than there is
 
 
 def unsharded(model: Any, setting: Setting) -> Any:
-    """Compiled, on each rank by itself: computation alone, and no training of one model.
+    """Compile the model on each rank by itself: computation alone, and no training of one model.
 
     Mixed precision is autocast's, here and in DDP, which casts weights and keeps norms in float32.
     """
@@ -65,12 +67,12 @@ def unsharded(model: Any, setting: Setting) -> Any:
 
 
 def ddp(model: Any, setting: Setting) -> Any:
-    """A whole model on each rank; gradients are reduced in buckets."""
+    """Replicate the model with DDP, which reduces gradients in buckets."""
     return _with_autocast(DistributedDataParallel(model), setting)
 
 
 def fsdp1(model: Any, setting: Setting) -> Any:
-    """FullyShardedDataParallel, a unit a block."""
+    """Shard the model with FullyShardedDataParallel, a unit a block."""
     mixed = fsdp.MixedPrecision(param_dtype=setting.dtype, reduce_dtype=torch.float32)
     kinds = {type(block) for block in setting.blocks(model)}
     with warnings.catch_warnings():
@@ -85,10 +87,10 @@ def fsdp1(model: Any, setting: Setting) -> Any:
 
 
 def fsdp2(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
-    """`fully_shard`, a unit a block.
+    """Shard the model with torch's `fully_shard`, a unit a block.
 
-    On a CPU it waits for each gather where it begins it, unless it is told what to gather ahead.
-    keeps: whether blocks stay whole from forward to backward.
+    On a CPU it waits for each gather where it launches it, unless prefetch is configured, as here.
+    keeps: whether blocks stay unsharded from forward to backward.
     """
     policy = fsdp.MixedPrecisionPolicy()
     if setting.is_mixed:
@@ -106,19 +108,19 @@ def fsdp2(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
 
 
 def fsdp2_compiled_blocks(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
-    """The same, each block compiled."""
+    """Shard the model with torch's `fully_shard`, a unit a block, each block compiled."""
     for block in setting.blocks(model):
         block.compile()
     return fsdp2(model, setting, keeps=keeps)
 
 
 def fsdp2_roomy(model: Any, setting: Setting) -> Any:
-    """The same, with all parameters whole from forward to backward."""
+    """Shard as `fsdp2_compiled_blocks`, with all parameters unsharded from forward to backward."""
     return fsdp2_compiled_blocks(model, setting, keeps=True)
 
 
 def autoshard_eager(model: Any, setting: Setting) -> Any:
-    """The eager runtime."""
+    """Shard the model with autoshard's eager runtime."""
     arguments = CompileOptions.read(setting.options).shard_arguments()
     if setting.is_mixed:
         arguments["mp_policy"] = MixedPrecisionPolicy(setting.dtype, torch.float32)
@@ -126,19 +128,19 @@ def autoshard_eager(model: Any, setting: Setting) -> Any:
 
 
 def autoshard_compiled(model: Any, setting: Setting) -> Any:
-    """The backend, on the whole model; what can't be compiled is an error."""
+    """Compile the whole model with autoshard's backend; what can't be compiled is an error."""
     options = {**setting.options, "strict": True}
     return torch.compile(autoshard_eager(model, setting), backend="autoshard", options=options)
 
 
 def autoshard_roomy(model: Any, setting: Setting) -> Any:
-    """The same, with memory for all parameters at once, as SimpleFSDP's scheme takes it."""
+    """Compile as `autoshard_compiled`, with memory for all parameters, as in `simple_fsdp`."""
     options = {"memory_budget": ROOMY, **setting.options}
     return autoshard_compiled(model, replace(setting, options=options))
 
 
 def simple_fsdp(model: Any, setting: Setting) -> Any:
-    """DTensors redistributed in getters, compiled as a whole, with Inductor's bucketing."""
+    """Compile the whole model, DTensors redistributed in getters, with Inductor's bucketing."""
     mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
     sharded: dict[int, nn.Parameter] = {}  # by the id of the whole one: ties stay
     for module in model.modules():
@@ -188,12 +190,13 @@ def _recompute_gathers(context: Any, op: Any, *args: Any, **kwargs: Any) -> Chec
 
 
 def _inductor_options(setting: Setting, whole_mb: float) -> dict[str, Any]:
-    """Its scheduler needs to know a GPU; on a CPU it only makes buckets.
+    """Options of Inductor for `simple_fsdp`: its overlap scheduler on a GPU, else its buckets.
 
-    whole_mb: of all parameters. Two buckets of half of them were faster there than one, which is
-    Inductor's default, and than one a block: 430 ms for 528 and 494, of a Llama's forward and
-    backward (`small` of `autoshard bench step`, two gloo ranks, torch 2.13). They hold all
-    parameters at once.
+    The scheduler needs to know a GPU.
+    whole_mb: of all parameters, unsharded. On a CPU, two buckets of half of them were faster than
+        one, which is Inductor's default, and than one a block: 430 ms for 528 and 494, of a Llama's
+        forward and backward (`small` of `autoshard bench step`, two gloo ranks, torch 2.13). They
+        hold all parameters at once.
     """
     if setting.device.type == "cuda":
         prefix = "aten_distributed_optimizations"
@@ -239,7 +242,7 @@ RIVALS = ("FSDP1", "FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
 
 
 def read_contestants(names: Iterable[str]) -> dict[str, Contestant]:
-    """The named ones. Raises ValueError, with all names, for one that is not there."""
+    """Look contestants up by name. Raises ValueError, with all names, for one that is not there."""
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
         raise ValueError(f"there is no contestant {unknown}; expected some of {list(CONTESTANTS)}")

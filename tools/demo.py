@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 -m autoshard.tools.demo
 
-The one-line form on a plain Hugging Face model; then what it did, and a parity check.
+The demo uses the one-line form on a plain Hugging Face model; then it prints what was done, and
+checks parity.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def build_model() -> nn.Module:
-    """A Llama of 4 layers over bytes, random weights."""
+    """Build a Llama of 4 layers over bytes, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -94,7 +95,7 @@ def build_model() -> nn.Module:
 
 
 def read_corpus() -> Tensor:
-    """The first bytes of the standard library's modules, in the order of their names."""
+    """Read the first bytes of the standard library's modules, in the order of their names."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -107,7 +108,7 @@ def read_corpus() -> Tensor:
 def make_batch(
     corpus: Tensor, rank: int, step: int, device: str, *, rows: int = 8, length: int = 128
 ) -> dict[str, Any]:
-    """Windows of the corpus, other ones on every rank and step: i64[rows, length]."""
+    """Cut windows out of the corpus, other ones on every rank and step: i64[rows, length]."""
     generator = torch.Generator().manual_seed(1_000_003 * step + rank)
     starts = torch.randint(0, len(corpus) - length, (rows,), generator=generator)
     ids = torch.stack([corpus[start : start + length] for start in starts.tolist()])
@@ -135,7 +136,7 @@ def _shard_bytes(param: nn.Parameter) -> int:
 
 
 def _memory_gib() -> float:
-    """Peak of this rank: allocated on the accelerator, or resident on a CPU."""
+    """GiB of this rank at its peak: allocated on the accelerator, or resident on a CPU."""
     if device_type() == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

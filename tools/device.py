@@ -1,4 +1,4 @@
-"""The device of this process, for what measures on it."""
+"""Device of this process, and times on it, for tools that measure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 def current_device() -> torch.device:
-    """The current GPU, or the CPU where there is none."""
+    """Return the current GPU, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def timed(run: Callable[[], T]) -> tuple[T, float]:
-    """What `run` gives, and microseconds: where there is a GPU, those of its kernels, without their
-    launches as long as these take no more than 0.1 ms."""
+    """Call `run`; return its result, and its microseconds. On a GPU these are those of its kernels,
+    without their launches as long as these take no more than 0.1 ms."""
     synchronize()
     if not torch.cuda.is_available():
         started = time.perf_counter()
@@ -39,6 +39,6 @@ def timed(run: Callable[[], T]) -> tuple[T, float]:
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the GPU, if there is one, has done all that it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

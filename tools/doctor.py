@@ -1,4 +1,4 @@
-"""`autoshard doctor`: what is here, what is amiss, and whether ranks can talk to each other.
+"""Check what is installed, what is amiss, and whether ranks reach each other: `autoshard doctor`.
 
     checkup()     versions, devices, topology, compiler, caches, environment: of this process
     self_test()   store, collectives, one compiled step: of all ranks, in seconds, never hanging
@@ -44,7 +44,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. level: "ok", "warn" (it works, but not as well as it could) or "FAIL"."""
+    """Line of the report. level: "ok", "warn" (it works, but not as well as it could) or "FAIL"."""
 
     level: str
     subject: str
@@ -55,7 +55,7 @@ class Finding:
 
 
 def checkup() -> Iterator[Finding]:
-    """What this process finds without talking to others."""
+    """Yield what this process finds without communication."""
     environment = list(_environment())  # torch writes some of it as it is asked
     yield from _versions()
     yield from _devices()
@@ -173,11 +173,12 @@ def _environment() -> Iterator[Finding]:
 
 
 def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
-    """What a group of this process's own finds out, each test within `limit_s` seconds.
+    """Test communication and a compiled step in a process group of its own, on all ranks.
 
-    Call it on all ranks, under torchrun, before there is a process group. It is ended after tests
-    that pass; after one that fails the others are left out, and the process should end by `leave`
-    of `autoshard.tools.ranks`, as the group may wait for ranks that are gone.
+    Call it on all ranks, under torchrun, before there is a process group. Each test may take
+    `limit_s` seconds. The group is destroyed after tests that pass; after one that fails the others
+    are left out, and the process should end by `leave` of `autoshard.tools.ranks`, as the group may
+    wait for ranks that are gone.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_gpu = device_type() == "cuda"
@@ -286,7 +287,10 @@ def _wait(works: Sequence[Work]) -> None:
 
 
 def _step() -> str:
-    """A step of a small model, against the replicated one."""
+    """Compare a step of a small model, sharded, eagerly and compiled, with the replicated one's.
+
+    Raises RuntimeError if they differ.
+    """
 
     def build() -> torch.nn.Module:
         torch.manual_seed(0)

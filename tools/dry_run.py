@@ -1,11 +1,10 @@
-"""The graphs of a training step in numbers, without a cluster, and without weights in memory.
+"""Trace the graphs of a training step in numbers, without a cluster or weights in memory.
 
     model on the meta device -> its repeated blocks cut to four -> sharded over many ranks that
     are not there -> traced as the backend does -> one block in the middle repeated again
 
-What is computed between collectives does not depend on the number of ranks, so graphs are traced
-for one, large number, whose shards take next to no memory; `estimate.py` has them cost what they
-do on a cluster.
+Compute between collectives does not depend on the number of ranks, so graphs are traced for one,
+large number, whose shards take next to no memory; `estimate.py` gives them the costs of a cluster.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ KEPT = 4  # blocks of each list that are traced: two are compared, and the ends 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of a step.
+    """Graph of a training step, in numbers.
 
-    problem: costs are those of RANKS ranks; live_bytes without parameters.
-    activations: of live_bytes at each op, those that forward makes for backward.
+    problem: its costs are those of RANKS ranks; its live_bytes are without parameters.
+    activations: bytes at each op, part of live_bytes, of what forward makes for backward.
     """
 
     problem: Problem
@@ -53,14 +52,14 @@ class Graph:
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of like blocks: the module that holds them, and how many there are."""
+    """List of like blocks: path of the module that holds them, and their number."""
 
     path: str
     num_blocks: int
 
 
 def cut_stacks(model: nn.Module) -> list[Stack]:
-    """Leave four blocks of each list in `model` that has more; returns all that were cut.
+    """Leave four blocks of each list in `model` that has more; return all lists that were cut.
 
     Blocks are alike if they have one class, and parameters of the same names and sizes; the first
     and the last may look otherwise.
@@ -91,11 +90,11 @@ def trace(
     lowering: str,
     topology: Topology,
 ) -> dict[str, PricedGraph]:
-    """The "forward" and "backward" graph of `model`, sharded and compiled as `call` calls it.
+    """Trace the "forward" and "backward" graph of `model`, sharded and compiled, as `call` runs it.
 
-    model: on the meta device; it is used up.
-    checkpointing: whether each unit's activations are computed again in backward.
-    topology: what compute costs.
+    model: on the meta device; it is modified, and of no use afterwards.
+    checkpointing: whether each unit's activations are recomputed in backward.
+    topology: costs of compute.
     Raises RuntimeError if forward is not one graph with a backward.
     """
     pretend_ranks(RANKS)
@@ -113,8 +112,10 @@ def trace(
 
 
 def shard_without_weights(model: nn.Module, **given: Any) -> None:
-    """`fully_shard` all units of `model`, which is on the meta device. Shards have memory that
-    nobody writes to."""
+    """Apply `fully_shard` to all units of `model`, which is on the meta device.
+
+    Shards have memory on the CPU that nothing writes to.
+    """
     for unit in find_units(model, None):
         fully_shard(unit, **given)
     fully_shard(model, **given)
@@ -124,7 +125,7 @@ def shard_without_weights(model: nn.Module, **given: Any) -> None:
 def compile_only(
     model: nn.Module, call: Callable[[Any], Any], compile_frame: Callable[[Frame], object]
 ) -> None:
-    """Have `compile_frame` compile what `call` runs of the sharded `model`, and run none of it.
+    """Compile with `compile_frame` what `call` runs of the sharded `model`, and run none of it.
 
     Raises RuntimeError if forward is not one graph.
     """
@@ -146,11 +147,11 @@ def compile_only(
 
 
 class _Recorded(Exception):
-    """Raised where a compiled step would run: there is nothing to run it on."""
+    """Signal raised where a compiled step would run: there is nothing to run it on."""
 
 
 class _Recording(Draft):
-    """Keeps each graph in numbers, before anything is decided."""
+    """Compilation that keeps each graph in numbers, before anything is decided."""
 
     def __init__(
         self,
@@ -171,7 +172,10 @@ class _Recording(Draft):
 
 
 def pretend_ranks(ranks: int) -> None:
-    """Be rank 0 of `ranks` that are not there. Raises RuntimeError in any other group."""
+    """Make this process rank 0 of `ranks` that are not there.
+
+    Raises RuntimeError in any other group.
+    """
     if not dist.is_initialized():
         _torch.pretend_ranks(ranks)
     if dist.get_backend() != "fake" or dist.get_world_size() != ranks:
@@ -182,7 +186,7 @@ def pretend_ranks(ranks: int) -> None:
 
 
 def grown(graphs: Mapping[str, PricedGraph], stacks: Iterable[Stack]) -> dict[str, Graph]:
-    """`graphs` of a model whose `stacks` have all their blocks again.
+    """Return `graphs` of a model whose `stacks` have all their blocks again.
 
     Raises ValueError if blocks that look alike are not computed alike.
     """
@@ -214,7 +218,10 @@ def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
 
 
 def _middle(graph: str, added: int) -> Iterator[int]:
-    """Three blocks that follow each other in program order, the first of the model not first."""
+    """Yield the numbers of three blocks that follow each other in program order.
+
+    Neither the first nor the last block of the model is among the first two of them.
+    """
     yield from (1, 2, 3 + added) if graph == "forward" else (2 + added, 1 + added, 0)
 
 
@@ -237,13 +244,13 @@ def _renamed(problem: Problem, stack: Stack, numbers: Mapping[int, int]) -> Prob
 
 
 def _numbered(stack: Stack, name: str, change: Callable[[int], int]) -> str:
-    """`name`, with another number where it is that of a block of `stack`."""
+    """Return `name`, with another number where it is in a block of `stack`."""
     pattern = rf"^({re.escape(stack.path)}\.)(\d+)(?=\.|$)"
     return re.sub(pattern, lambda found: f"{found[1]}{change(int(found[2]))}", name)
 
 
 def mean_loss(output: Any) -> Tensor:
-    """Something to differentiate: a model's own loss, or the mean of all that it gives."""
+    """Scalar to differentiate: a model's own loss, or the sum of the means of its outputs."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

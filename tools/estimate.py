@@ -1,8 +1,8 @@
-"""What a training step takes on a cluster that is not there: time, and memory by category.
+"""Estimate time and memory, by category, of a training step on a cluster that is not there.
 
-A step's graphs (`dry_run.py`) don't depend on ranks. A configuration says what they cost: which
-ranks share a parameter and which have copies of it, whether whole parameters are kept from forward
-to backward, and what stays in memory from step to step.
+A step's graphs (`dry_run.py`) don't depend on ranks. A configuration determines their costs: which
+ranks share a parameter and which have replicas of it, whether unsharded parameters are kept from
+forward to backward, and what stays in memory from step to step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a model is trained on `replicas` times `shards` ranks.
+    """Way to train a model on `replicas` times `shards` ranks.
 
-    reshards: whether whole parameters are freed after forward.
+    reshards: whether unsharded parameters are freed after forward.
     micro_batch: sequences, or samples, of one step on one rank.
     """
 
@@ -42,7 +42,7 @@ class Configuration:
 
     @property
     def strategy(self) -> str:
-        """As `shard()` takes it."""
+        """Name of the strategy, as `shard()` takes it."""
         if self.shards == 1:
             return "no_shard"
         if self.replicas == 1:
@@ -51,7 +51,7 @@ class Configuration:
 
     @property
     def mesh(self) -> str:
-        """ "replicas x shards", or the one number that says it."""
+        """Mesh as text: "replicas x shards", "8x64", or the number of shards alone."""
         return f"{self.replicas}x{self.shards}" if self.replicas > 1 else str(self.shards)
 
 
@@ -62,9 +62,9 @@ class Memory:
     parameters:  shards; and inputs that are no activations.
     gradients:   shards of reduced gradients.
     optimizer:   its states.
-    gathered:    whole parameters, gathered ahead or kept, and copies of them.
-    unreduced:   whole gradients that wait to be reduced.
-    activations: what forward keeps for backward.
+    gathered:    unsharded parameters, gathered ahead or kept, and copies of them.
+    unreduced:   unsharded gradients that wait to be reduced.
+    activations: values that forward keeps for backward.
     temporaries: the rest.
     """
 
@@ -81,7 +81,7 @@ class Memory:
         return sum(dataclasses.astuple(self))
 
     def first_beyond(self, limit: int) -> str | None:
-        """The first category with which the sum is over `limit`."""
+        """First category with which the sum is over `limit`; None if it never is."""
         sums = itertools.accumulate(dataclasses.astuple(self))
         return next(
             (
@@ -95,7 +95,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a whole model: what lies in memory from step to step.
+    """Parameters of a model, which lie in memory from step to step.
 
     members: sizes and dtypes; of tied parameters, one.
     trained: of those, the ones with a gradient.
@@ -120,7 +120,7 @@ def _chunk_bytes(member: Member, shards: int) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a model: its graphs for a micro-batch, and what lies in memory meanwhile."""
+    """Training step of a model: graphs for a microbatch, and what lies in memory meanwhile."""
 
     graphs: Mapping[str, Graph]
     parameters: Parameters
@@ -130,9 +130,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A configuration, and what is predicted of it.
+    """Configuration with its predicted time and memory.
 
-    decisions: by graph; with buckets as planned, or one a unit where nothing was searched for.
+    timelines: by graph, with buckets as planned, or one a unit where nothing was searched for.
+    decisions: by graph; empty where nothing was searched for.
     """
 
     configuration: Configuration
@@ -151,14 +152,14 @@ class Estimate:
 
     @property
     def sample_us(self) -> float:
-        """Time for each sequence, or sample, of a rank."""
+        """Microseconds for each sequence, or sample, of a rank."""
         return self.step_time_us / self.configuration.micro_batch
 
 
 def estimate(
     step: Step, configuration: Configuration, topology: Topology, *, searched: bool
 ) -> Estimate:
-    """Time and memory of one step.
+    """Estimate time and memory of one step.
 
     searched: whether buckets are searched for, as a compilation does, or are one a unit, which is
         never better and much sooner done.
@@ -204,7 +205,7 @@ def estimate(
 
 
 def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
-    """As a compilation without a budget of its own does, within what a device has."""
+    """Search for buckets as a compilation without a budget does, within a device's memory."""
     budget = min(known.peak_bytes, device_bytes)
     found = search(problem, budget_bytes=budget)
     if known.peak_bytes <= device_bytes and known.time_us < found.timeline.time_us:
@@ -213,7 +214,7 @@ def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
 
 
 class _Placed:
-    """A graph on a cluster."""
+    """Graph on a cluster: its problem, at the costs of a configuration."""
 
     def __init__(
         self, graph: Graph, step: Step, configuration: Configuration, topology: Topology
@@ -248,7 +249,7 @@ class _Placed:
         )
 
     def parts(self, peak: Peak) -> dict[str, int]:
-        """What memory is made of then, but for what lasts."""
+        """Bytes at `peak` by category, but for parameters and optimizer states."""
         at = min(peak.position, self.problem.num_ops - 1)
         live = self.problem.live_bytes[at]
         assert peak.live in (0, live)
@@ -268,7 +269,7 @@ def _without(items: Iterable[Item], others: Iterable[Item]) -> Iterable[Item]:
 
 
 def _until_freed(items: Iterable[Item], num_ops: int) -> tuple[int, ...]:
-    """Bytes at each op of what is there from the start, until it is needed no more."""
+    """Bytes at each op of `items` that are there from the start, until they are needed no more."""
     change = [0] * (num_ops + 1)
     for item in items:
         change[0] += item.num_bytes
@@ -277,7 +278,7 @@ def _until_freed(items: Iterable[Item], num_ops: int) -> tuple[int, ...]:
 
 
 def _costs(problem: Problem, configuration: Configuration, topology: Topology) -> Costs:
-    """Shards are on neighbouring ranks, copies as far apart."""
+    """Costs on the cluster: shards are on neighbouring ranks, replicas `shards` ranks apart."""
     shards, replicas = configuration.shards, configuration.replicas
     per_node = topology.ranks_per_node
     near = (shards, min(shards, per_node))

@@ -1,4 +1,4 @@
-"""docs/features.md from the tests: each behaviour, with the tests that say they prove it.
+"""Write docs/features.md from the tests: each behaviour, with the tests that say they prove it.
 
     python -m autoshard.tools.features          # write docs/features.md
     python -m autoshard.tools.features --check  # fail if it would change, or a row has no test
@@ -206,7 +206,7 @@ SAMPLER = "autoshard.tools.matrix"
 
 @dataclass(frozen=True)
 class Claim:
-    """A test, the rows that it says it proves, and the forms, "eager" or "compiled", it runs."""
+    """Test with the rows that it says it proves, and the forms it runs: "eager", "compiled"."""
 
     test: str
     rows: frozenset[str]
@@ -214,7 +214,7 @@ class Claim:
 
 
 def claims(folder: Path) -> Iterator[Claim]:
-    """Those of all tests below `folder`."""
+    """Yield the claims of all tests below `folder`."""
     for path in sorted(folder.rglob("test_*.py")):
         module = ast.parse(path.read_text())
         for node in module.body:
@@ -225,12 +225,12 @@ def claims(folder: Path) -> Iterator[Claim]:
 
 
 def forms_of(test: ast.FunctionDef, module: ast.Module) -> frozenset[str]:
-    """Which of "eager" and "compiled" a test of `module` runs.
+    """Tell which of "eager" and "compiled" a test of `module` runs.
 
     A module that imports passes is about graphs; one that imports the sampler, which trains in both
-    forms, about both. Elsewhere parameters tell (`BOTH`, `COMPILED`,
-    or a value "compiled"), or else the words in the test and in what it uses of its module: what
-    compiles says so, and what is compared with the eager runtime calls `sharded` or `shard`.
+    forms, about both. Elsewhere parameters decide (`BOTH`, `COMPILED`, or a value "compiled"), or
+    else the words in the test and in what it uses of its module: a test that compiles says so, and
+    one that compares with the eager runtime calls `sharded` or `shard`.
     """
     if any(map(_imports_passes, module.body)):
         return frozenset({"compiled"})
@@ -253,7 +253,7 @@ def forms_of(test: ast.FunctionDef, module: ast.Module) -> frozenset[str]:
 
 
 def _imports_passes(node: ast.stmt) -> bool:
-    """But for `layout`, the arithmetic of shards, which is everybody's."""
+    """Tell whether `node` imports passes, apart from `layout`, the arithmetic of shards."""
     if not isinstance(node, ast.ImportFrom):
         return False
     names = {f"{node.module}.{alias.name}" for alias in node.names}
@@ -264,7 +264,7 @@ def _imports_passes(node: ast.stmt) -> bool:
 
 
 def _is_told_the_form(node: ast.FunctionDef | ast.ClassDef) -> bool:
-    """Whether it runs what its caller says, rather than something of its own."""
+    """Tell whether `node` runs the form that its caller passes, rather than one of its own."""
     return isinstance(node, ast.FunctionDef) and bool(_parameters(node) & BOTH)
 
 
@@ -299,7 +299,7 @@ def _words(test: ast.FunctionDef, module: ast.Module) -> set[str]:
 
 
 def rows_in(text: str) -> frozenset[str]:
-    """Ids in a docstring, ranges ("A70 to A82") spelled out.
+    """Ids of rows in a docstring, ranges ("A70 to A82") spelled out.
 
     >>> sorted(rows_in("A7, D-2 to D-4 and A.3.2"))
     ['A7', 'D-2', 'D-3', 'D-4']
@@ -334,7 +334,7 @@ NOT_COMPILED: dict[str, str] = {
 
 
 def rows_in_name(name: str) -> frozenset[str]:
-    """Ids in a test's name.
+    """Ids of rows in a test's name.
 
     >>> sorted(rows_in_name("test_a37_and_d12_counts"))
     ['A37', 'D-12']
@@ -344,7 +344,7 @@ def rows_in_name(name: str) -> frozenset[str]:
 
 
 def table(rows: dict[str, str], found: list[Claim]) -> str:
-    """The rows as Markdown."""
+    """Format the rows as a Markdown table."""
     lines = ["| id | behaviour | eager | compiled |", "|---|---|---|---|"]
     for row, title in rows.items():
         eager, compiled = (
@@ -357,7 +357,7 @@ def table(rows: dict[str, str], found: list[Claim]) -> str:
 
 
 def fsdp2_table() -> str:
-    """The rows of `fsdp2.py` as Markdown."""
+    """Format the rows of `fsdp2.py` as a Markdown table."""
     lines = ["| FSDP2 | ours | shown by |", "|---|---|---|"]
     for section, rows in fsdp2.SECTIONS.items():
         lines.append(f"| **{section}** | | |")
@@ -368,7 +368,7 @@ def fsdp2_table() -> str:
 
 
 def fsdp2_problems(known: Collection[str]) -> list[str]:
-    """Rows of `fsdp2.py` that no test shows, though they are offered, or one that there is not.
+    """List rows of `fsdp2.py` that are offered and that no test shows, or that name no real test.
 
     known: the names of all tests.
     """
@@ -389,7 +389,7 @@ def fsdp2_problems(known: Collection[str]) -> list[str]:
 
 
 def _full_name(test: str) -> str:
-    """A test's name, as `claims` has it.
+    """Complete a test's name, as `claims` has it.
 
     >>> _full_name("test_clip::test_dtypes"), _full_name("unit/test_wrap::test_two_stacks")
     ('parity/test_clip.py::test_dtypes', 'unit/test_wrap.py::test_two_stacks')
@@ -399,7 +399,7 @@ def _full_name(test: str) -> str:
 
 
 def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
-    """Rows that no test claims, or shows compiled, and claims of rows that there are not."""
+    """List rows that no test claims, or shows compiled, and claims of rows that there are not."""
     claimed = {row: claim.test for claim in found for row in claim.rows}
     compiled = {row for claim in found if "compiled" in claim.forms for row in claim.rows}
     unknown = sorted({*claimed} - {*rows})
@@ -415,7 +415,7 @@ def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write or check docs/features.md; 1 if a row has no test, or the file is not up to date."""
+    """Write or check docs/features.md; return 1 if a row has no test, or the file is stale."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What FSDP2 does, behaviour by behaviour, what we do instead, and the tests that show it.
+"""Behaviours of FSDP2, those of autoshard in their place, and the tests that show them.
 
 From the public interface and the documentation of torch 2.11 to 2.15, and from what its users and
 its own tests rely on. `features.py` writes these rows into docs/features.md.

@@ -1,7 +1,7 @@
 """Random combinations of options, each trained on the eager runtime and compiled, and compared.
 
-Systems of this kind go wrong where modes meet. A case is drawn from a seed alone, so that a
-failing one is named by two numbers: `autoshard parity --matrix --samples 1 --seed 17`.
+Errors are most likely where modes meet. A case is drawn from a seed alone, so that a number names a
+failing one: `autoshard parity --matrix --samples 1 --seed 17`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ CHOICES: dict[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One combination; the fields are those of `CHOICES`."""
+    """Combination of options; the fields are those of `CHOICES`."""
 
     lowering: str
     strategy: str
@@ -99,7 +99,7 @@ class Case:
     gathered: str
 
     def text(self) -> str:
-        """What differs from the first of each choice."""
+        """Format the options that differ from the first of each choice."""
         parts = [
             f"{name}={value!r}"
             for name, value in dataclasses.asdict(self).items()
@@ -109,7 +109,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed, the same on every rank and in every process."""
+    """Draw the case of a seed, the same on every rank and in every process."""
     source = random.Random(seed)
     case = Case(**{name: source.choice(values) for name, values in CHOICES.items()})
     # AdamW divides by a gradient's size, so that rounding may become a step; and torch's takes no
@@ -122,7 +122,7 @@ def draw(seed: int) -> Case:
 
 
 class _Layer(nn.Module):
-    """Sizes that two ranks can't share evenly, a buffer, and a bias shorter than the ranks."""
+    """Layer with sizes that two ranks can't share evenly, a buffer, and a one-element parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,12 +209,15 @@ def _shard(model: _Model, case: Case) -> Any:
 
 @functools.cache
 def _mesh(shape: tuple[int, int]) -> DeviceMesh:
-    """One for all samples: each group has threads that wake up a hundred times a second."""
+    """Return one mesh for all samples: a group's threads wake up a hundred times a second."""
     return init_device_mesh(device_type(), shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _in_two_parts(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-    """Not rounded: what is a last bit before is a step of the rounding after."""
+    """Split a shard into scaled values and their scale, for a gather of both.
+
+    Values are not rounded, but float64: a last bit before rounding is a whole step after it.
+    """
     scale = self.abs().max().clamp(min=1e-3)
     return ((self / scale).double(), scale.view(())), None
 
@@ -289,7 +292,7 @@ def _train(model: _Model, call: Any, case: Case, *, replicated: bool = False) ->
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case; `problem` is None if the runs are as like as they should be."""
+    """Result of a case; `problem` is None if the runs are as like as they should be."""
 
     seed: int
     case: Case
@@ -301,7 +304,7 @@ class Outcome:
 
 
 def try_case(seed: int) -> Outcome:
-    """Train the case of `seed` on all ranks; every rank returns the same verdict."""
+    """Train the case of `seed` on all ranks; every rank returns the same result."""
     ensure_process_group()
     case = draw(seed)
     torch._dynamo.reset()
@@ -350,11 +353,12 @@ def _compare_runs(case: Case) -> str | None:
 
 
 def _is_exact(case: Case) -> bool:
-    """Whether the eager runtime takes the sums of the replicated model, in its order.
+    """Tell whether the eager runtime takes the sums of the replicated model, in its order.
 
-    Not of gradients that are reduced one by one, which are summed over ranks first; nor of a layer
-    used twice in reentrant checkpoints, as each use has a backward of its own. And torch's fused
-    AdamW on a CPU rounds an element by where it stands, which is elsewhere in a shard.
+    It does not for gradients that are reduced one by one, which are summed over ranks first; nor
+    for a layer used twice in reentrant checkpoints, as each use has a backward of its own. And
+    torch's fused AdamW on a CPU rounds an element by where it stands, which is elsewhere in a
+    shard.
     """
     twice = case.used == "a layer twice" and case.checkpointing == "reentrant"
     is_summed_alike = case.accumulation in ("none", "no_sync") and not twice
@@ -362,7 +366,7 @@ def _is_exact(case: Case) -> bool:
 
 
 def _rtol(case: Case) -> float:
-    """How far compiled may be from eager, over a parameter's largest element.
+    """Largest difference allowed of compiled from eager, relative to a parameter's largest element.
 
     Inductor keeps more bits between fused operations: bfloat16 rounds by 2 ** -8 at each in eager
     torch, which adds up over three steps of some twenty. And of a layer used twice, both gradients

@@ -37,7 +37,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first parameter in which two runs differ, and the largest difference there is.
+    """First parameter in which two runs differ, and the largest difference there is.
 
     step:     counted from 0; after its optimizer step.
     absolute: the largest difference of this parameter's elements on `rank`.
@@ -55,10 +55,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run against another; `difference` is None where they are equal bit for bit.
+    """Comparison of one run with another; `difference` is None where they are equal bit for bit.
 
-    only_here: parameters that had a gradient in `run`, and none in `against`, in some step: zeros
-        that an optimizer decays by, or counts, where it passes by what has none.
+    only_here: parameters that had a gradient in `run`, and none in `against`, in some step: zeros,
+        for which an optimizer decays or counts, where it skips parameters without a gradient.
     """
 
     run: str
@@ -73,7 +73,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Equal, or within `rtol`."""
+        """Tell whether the runs are equal, or within `rtol`."""
         return self.difference is None or self.difference.worst <= self.rtol
 
     def text(self) -> str:
@@ -98,7 +98,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """What `parity` found; the same on every rank."""
+    """Result of `parity`; the same on every rank, but for `losses`."""
 
     comparisons: tuple[Comparison, ...]
     steps: int
@@ -115,7 +115,7 @@ class Report:
         return all(comparison.bitwise for comparison in self.comparisons)
 
     def text(self) -> str:
-        """One line: `parity: ...`; and those of `parted`."""
+        """Format one line, `parity: ...`, and those of `parted`."""
         parts = "; ".join(comparison.text() for comparison in self.comparisons)
         line = f"parity: {parts}; {self.steps} steps, lowering {self.lowering}"
         return "\n".join([line, *self.parted])
@@ -133,13 +133,13 @@ def parity(
     bisect: bool = False,
     **shard_arguments: Any,
 ) -> Report:
-    """Train replicated, on the eager runtime, and compiled; compare after every step.
+    """Train a model replicated, on the eager runtime, and compiled; compare after every step.
 
-    build_model: called once a run, under the same seed; the model is trained in float32 or
-        whatever it is built in.
+    build_model: called once a run, under the same seed; the model is trained in float32 or whatever
+        it is built in.
     batches: one a step, this rank's own. A dict is passed as keywords, a tuple as arguments.
-    loss: a scalar of (model, batch). By default the model's output: its `loss` if it has
-        one, itself if it is a scalar, else the mean of its squares.
+    loss: a scalar of (model, batch). By default the model's output: its `loss` if it has one,
+        itself if it is a scalar, else the mean of its squares.
     optimizer: of a list of parameters; AdamW with lr 1e-3 by default.
     options: the backend's; `lowering` is "eager" unless given.
     rtol: largest relative difference that passes where two runs are not equal bit for bit.
@@ -173,7 +173,7 @@ def parity(
 
 @dataclass(frozen=True)
 class _Setup:
-    """What `parity` was given."""
+    """Arguments of `parity`, and the runs that they make."""
 
     build_model: Callable[[], nn.Module]
     batches: Sequence[Any]
@@ -184,7 +184,7 @@ class _Setup:
     shard_arguments: dict[str, Any]
 
     def run(self, name: str) -> _Run:
-        """Train, with a look at the parameters after every step."""
+        """Train one run, and copy the parameters after every step."""
         losses, snapshots, with_grad = [], [], []
         for model, loss, had_grad in self.steps(name):
             losses.append(loss.item())
@@ -198,8 +198,11 @@ class _Setup:
         forward_begins: Callable[[], None] = lambda: None,
         backward_ends: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[nn.Module, Tensor, frozenset[str]]]:
-        """The model, the loss, and which parameters had a gradient, after every step; those two
-        are called in every one."""
+        """Train one run; after every step yield model, loss, and names of those that had a
+        gradient.
+
+        forward_begins, backward_ends: called in every step.
+        """
         log.info("parity: %s run", name)
         torch.manual_seed(self.seed)
         model = self.build_model().to(torch.device(device_type()))
@@ -228,7 +231,10 @@ class _Setup:
 
 
 def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """A line for each of `comparisons` of runs that differ by more than they may."""
+    """Yield a line with the first op that differs, for each of `comparisons` that is not bitwise.
+
+    With Inductor, runs that differ by no more than they may are left out.
+    """
     from autoshard.tools import parting  # with all of the backend, which most never need
 
     by_inductor = setup.options["lowering"] == "inductor"
@@ -250,7 +256,7 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _results(setup: _Setup, name: str, last: int) -> list[parting.Result]:
-    """Of the ops of step `last`, forward and backward."""
+    """Results of the ops of step `last`, forward and backward, in the run `name`."""
     from autoshard.tools import parting
 
     kept: list[parting.Result] = []
@@ -265,14 +271,14 @@ def _results(setup: _Setup, name: str, last: int) -> list[parting.Result]:
 
 
 def told_by_all(problem: str | None) -> str | None:
-    """The `problem` of the first rank that has one; all ranks call this."""
+    """Return the `problem` of the first rank that has one; all ranks call this."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), None)
 
 
 def default_loss(model: Any, batch: Any) -> Tensor:
-    """See `parity`'s `loss`."""
+    """Loss of a model's output, as `parity` takes it by default: see its `loss`."""
     if isinstance(batch, dict):
         output = model(**batch)
     elif isinstance(batch, (tuple, list)):
@@ -301,7 +307,7 @@ def _broadcast(model: nn.Module) -> None:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """As replicated training does, by hand."""
+    """Average gradients over all ranks, as replicated training does."""
     for param in model.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -341,12 +347,12 @@ def compare_local(
     floor: float = 0.0,
     exact: nn.Module | None = None,
 ) -> str | None:
-    """The first parameter whose part on this rank differs by more than `rtol`, in words.
+    """Describe the first parameter whose part on this rank differs by more than `rtol`.
 
     want: replicated, or sharded likewise.
-    rtol: of the part's largest element, or of `floor` if that is smaller.
-    exact: as `want`, but trained in more bits: what `want` is off by at most is rounding, and twice
-        that is not told, as one may be off as far to the one side as the other to the other.
+    rtol: of the part's largest element, or of `floor` if that element is smaller.
+    exact: as `want`, but trained in more bits: its distance from `want` is rounding, and up to
+        twice that is allowed, as two runs may be off to opposite sides.
     """
     theirs = dict(want.named_parameters())
     exacts = {} if exact is None else dict(exact.named_parameters())
@@ -372,7 +378,7 @@ def _difference(have: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 def _local(param: Tensor, like: Tensor) -> Tensor:
-    """The rows of `param` that `like`, sharded, has on this rank."""
+    """Rows of `param` that `like`, if it is sharded, has on this rank."""
     if isinstance(param, DTensor):
         return param.to_local()
     if not isinstance(like, DTensor):

@@ -1,4 +1,4 @@
-"""Where two runs part: the first op, in order, that gives something else.
+"""Find where two runs part: the first op, in order, whose result differs.
 
 `parity` says which parameter differs after which step. That step is taken again, and looked at:
 
@@ -7,10 +7,10 @@
     ... by Inductor       the shortest beginning of a planned graph that, lowered, gives other
                           values than the same nodes one by one
 
-Ops are told apart by what comes out, not by their place: what one run calls once the other may call
-twice, or not at all. So the first op of a run whose result the other run never has is where they
-part; an op that only one of them has, because it computes the same in another way, may be named,
-too, but no op is before it.
+Ops are identified by their results, not by their place: one run may call twice what the other calls
+once, or not at all. So runs part at the first op of one whose result the other never has. This may
+be an op that only one of them has, because it computes the same in another way, but no earlier op
+differs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 
 @dataclass(frozen=True)
 class Result:
-    """Of one op. digests: of the tensors it gave. where: the op and its module, in words."""
+    """Result of one op.
+
+    where: the op and its module, in words.
+    digests: of the tensors it gave.
+    """
 
     where: str
     digests: frozenset[str]
 
 
 class _Ops(_torch.TorchDispatchMode):
-    """Notes what every op gives."""
+    """Dispatch mode that notes the result of every op."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,14 +77,14 @@ class _Ops(_torch.TorchDispatchMode):
 
 @contextlib.contextmanager
 def ops_of() -> Iterator[list[Result]]:
-    """What every op inside gives, in order; of a run that is not compiled."""
+    """Record the result of every op that runs inside, in order, of a run that is not compiled."""
     with _Ops() as ops:
         yield ops.found
 
 
 @contextlib.contextmanager
 def nodes_of() -> Iterator[list[Result]]:
-    """The same of the nodes of every planned graph that is compiled and run inside."""
+    """Record the result of every node of each planned graph that is compiled and run inside."""
     found: list[Result] = []
 
     class Nodes(fx.Interpreter):
@@ -105,7 +109,10 @@ def nodes_of() -> Iterator[list[Result]]:
 
 
 def first_unknown(results: Sequence[Result], known: Sequence[Result]) -> str | None:
-    """The first of `results` with a tensor that none of `known` has, on any rank; all call this."""
+    """Name the first of `results` with a tensor that none of `known` has, on any rank.
+
+    Returns None if there is none. All ranks call this.
+    """
     there = {digest for each in known for digest in each.digests}
     unknown = ((n, each.where) for n, each in enumerate(results) if each.digests - there)
     return _first_of_all_ranks(next(unknown, None))
@@ -120,9 +127,10 @@ def _first_of_all_ranks(mine: tuple[int, str] | None) -> str | None:
 
 @contextlib.contextmanager
 def miscompiled(rtol: float) -> Iterator[list[str]]:
-    """The last nodes of the shortest beginnings of graphs, compiled and run inside, that give
-    something else once they are lowered: a line a graph, the first time that it does.
+    """Find beginnings of graphs, compiled and run inside, that give something else once lowered.
 
+    The list gets a line for each graph, the first time that it differs: the last node of its
+    shortest such beginning.
     rtol: of a tensor's largest element, what counts as rounding.
     """
     found: list[str] = []
@@ -162,8 +170,11 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
 
 
 def _beginning(gm: fx.GraphModule, last: fx.Node) -> fx.GraphModule:
-    """`gm` until `last`: it gives what is there then and would be read later, and what is sent: of
-    that no later op shows whether it is right."""
+    """Cut `gm` off behind `last`.
+
+    It returns the values that would be read later, and those that are sent: for these no later op
+    shows whether they are right.
+    """
     order = {node: number for number, node in enumerate(gm.graph.nodes)}
     end = order[last]
 
@@ -189,7 +200,7 @@ def _beginning(gm: fx.GraphModule, last: fx.Node) -> fx.GraphModule:
 
 
 def _is_op(node: fx.Node) -> bool:
-    """Whether it computes something: no view, nothing that is sent."""
+    """Tell whether `node` computes something: it is no view, and sends nothing."""
     is_sent = is_pack(node) or event_of(node) is not None
     return node.op == "call_function" and not is_sent and not is_view(node)
 
@@ -215,7 +226,7 @@ def _digests(value: Any) -> frozenset[str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of its elements in order, whatever its sizes."""
+    """Digest of a tensor's dtype, and of its elements in order, whatever its sizes."""
     plain = tensor.detach().cpu().contiguous().view(-1)
     plain = plain + 0 if plain.is_floating_point() else plain  # -0.0 is 0.0
     data = plain.view(torch.uint8).numpy().tobytes()
@@ -223,7 +234,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _copied(args: Collection[Any]) -> list[Any]:
-    """Graphs may write to their inputs."""
+    """Clone the tensors among `args`: graphs may write to their inputs."""
     return [each.clone() if isinstance(each, Tensor) else each for each in args]
 
 

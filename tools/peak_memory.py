@@ -1,8 +1,8 @@
-"""How much memory a model keeps, and a step takes.
+"""Measure the memory that a model keeps, and that a step takes.
 
-On a GPU the allocator counts. On a CPU, which has none that does, torch's profiler sees each
-allocation and its end, those of compiled code included, but only what happens while it runs: what
-else is kept from step to step (DDP's buckets) isn't seen.
+On a GPU the allocator counts. On a CPU, where none does, torch's profiler sees each allocation and
+its end, those of compiled code included, but only while it runs: other memory that is kept from
+step to step (DDP's buckets) isn't seen.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Memory:
 
 
 def memory_now(device: torch.device, tensors: Iterable[Tensor] = ()) -> Memory:
-    """What the allocator has on a GPU, its cache emptied; on a CPU that of `tensors`, this rank's
-    part of them, memory that they share counted once."""
+    """Memory in use: on a GPU that of the allocator, its cache emptied; on a CPU that of this
+    rank's part of `tensors`, memory that they share counted once."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return Memory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
@@ -50,7 +50,7 @@ def memory_now(device: torch.device, tensors: Iterable[Tensor] = ()) -> Memory:
 
 
 def peak_beyond(run: Callable[[], object], device: torch.device) -> Memory:
-    """What `run` has at its peak beyond what there was before."""
+    """Memory in use at the peak of `run`, beyond what was in use before."""
     if device.type == "cuda":
         before = memory_now(device)
         torch.cuda.reset_peak_memory_stats(device)

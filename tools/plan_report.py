@@ -1,4 +1,4 @@
-"""What `autoshard plan` prints: tables for people, or one JSON object."""
+"""Output of `autoshard plan`: tables for people, or one JSON object."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CATEGORIES = tuple(field.name for field in dataclasses.fields(Memory))
 
 
 def text(report: Report, *, with_buckets: bool = False) -> str:
-    """Tables: the best configurations, then memory and time of the first.
+    """Format tables: the best configurations, then memory and time of the first.
 
-    with_buckets: and its buckets, a line for those of a unit.
+    with_buckets: whether its buckets follow, a line for those of a unit.
     """
     work, topology, best = report.workload, report.topology, report.estimates[0]
     lines = [
@@ -88,7 +88,7 @@ def _time_rows(best: Estimate) -> Iterator[Sequence[str]]:
 
 
 def _bucket_rows(decision: Decision) -> Iterator[Sequence[str]]:
-    """A line for the buckets that begin in one unit, of one kind, one after another."""
+    """Yield a line for the buckets of one kind, one after another, that begin in one unit."""
     yield (
         *("kind", "layout", "from", "to", "buckets", "params", "bytes"),
         *("launch us", "finish us", "exposed us"),
@@ -133,7 +133,7 @@ def _count(number: int) -> str:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """One object; times in microseconds."""
+    """Return the report as one object for JSON; times in microseconds, `planning_seconds` apart."""
     best = report.estimates[0]
     return {
         "model": report.workload.name,
@@ -182,7 +182,7 @@ def _plan_json(kind: str, decision: Decision) -> dict[str, Any]:
 
 
 def _buckets_json(run: Run) -> Iterator[dict[str, Any]]:
-    """One collective, or two: a reduce goes on among copies."""
+    """Yield one object for each collective of a bucket: with replicas, a reduce has two."""
     bucket = run.bucket
     kinds = [bucket.kind, "all_reduce"]
     for kind, (_, begin, end) in zip(kinds, run.turns, strict=False):

@@ -1,8 +1,8 @@
-"""`autoshard plan`: configurations of a model on a cluster, and the best of them.
+"""Find the best configurations of a model on a cluster: `autoshard plan`.
 
-A configuration is a strategy, a mesh, a micro-batch and whether activations are recomputed. All
-that the caller left open are estimated with one bucket a unit; buckets are searched for in the
-best few.
+A configuration is a strategy, a mesh, a microbatch and whether activations are recomputed. All
+configurations that the caller leaves open are estimated with one bucket a unit; buckets are
+searched for in the best few.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Batch = Callable[[int, int], Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """Model to train, with its batches, dtypes and optimizer.
 
     build: makes the model; called with the meta device as torch's default.
     dtype, param_dtype: "bf16", "f32": of computation and gathers, and of what is kept and reduced.
@@ -53,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Choices:
-    """What may be varied; None where the caller leaves it open."""
+    """Settings of configurations; None where the caller leaves one open."""
 
     mesh: tuple[int, int] | None = None
     strategy: str | None = None
@@ -63,7 +63,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found. estimates: the best first; of those that fit, if any does."""
+    """Result of `plan`. estimates: those that fit, the best first; if none does, the best alone."""
 
     workload: Workload
     topology: Topology
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def overflow(self) -> str | None:
-        """The category of memory with which the best doesn't fit; None if it does."""
+        """Category of memory with which the best estimate doesn't fit; None if it does."""
         return self.estimates[0].memory.first_beyond(self.topology.memory_bytes)
 
 
@@ -134,7 +134,7 @@ def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator
 
 
 def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
-    """Shards over all ranks, over a node and its doublings, and over none."""
+    """Meshes, (replicas, shards): shards over all ranks, a node, its doublings, and over none."""
     shards = {1, gpus}
     number = min(topology.ranks_per_node, gpus)
     while number < gpus and gpus % number == 0:
@@ -144,7 +144,7 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
 
 
 def _step(workload: Workload, topology: Topology, micro_batch: int, recompute: bool) -> Step:
-    """Traced with few blocks, if that gives what all of them would."""
+    """Trace a step with few blocks, if that gives what all of them would, else with all."""
     model = on_meta(workload)
     parameters = _parameters(model)
     stacks = cut_stacks(model)
@@ -168,7 +168,7 @@ def _step(workload: Workload, topology: Topology, micro_batch: int, recompute: b
 
 
 def step_of(workload: Workload, model: nn.Module, micro_batch: int) -> Callable[[Any], None]:
-    """Forward and backward of what `model` is compiled to, with a batch of `workload`."""
+    """Return forward and backward, as a function, of what `model` is compiled to, with a batch."""
     batch = _batch(workload, model, micro_batch)
 
     def call(compiled: Any) -> None:
@@ -179,13 +179,13 @@ def step_of(workload: Workload, model: nn.Module, micro_batch: int) -> Callable[
 
 
 def policy_of(workload: Workload) -> MixedPrecisionPolicy:
-    """Gathers and computation in `dtype`, reduces in `param_dtype`."""
+    """Mixed precision of `workload`: gathers and compute in `dtype`, reduces in `param_dtype`."""
     low, full = DTYPES[workload.dtype], DTYPES[workload.param_dtype]
     return MixedPrecisionPolicy(low, full) if low != full else MixedPrecisionPolicy()
 
 
 def on_meta(workload: Workload) -> nn.Module:
-    """The model, whole, without memory."""
+    """Build the unsharded model on the meta device, without memory."""
     with torch.device("meta"):
         model = workload.build()
     return model.to(DTYPES[workload.param_dtype])
@@ -218,9 +218,9 @@ def _batch(workload: Workload, model: nn.Module, micro_batch: int) -> Any:
 
 
 def read_workload(options: Any, load: Callable[[str], Callable[..., Any]]) -> Workload:
-    """From the command line's options.
+    """Read a workload from the command line's options.
 
-    load: the function at "package.module:name".
+    load: returns the function at "package.module:name".
     Raises ValueError, naming the option, for what is not known.
     """
     for name in ("dtype", "param_dtype"):
@@ -248,9 +248,9 @@ def read_workload(options: Any, load: Callable[[str], Callable[..., Any]]) -> Wo
 
 
 def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
-    """The model of a `config.json`, of the class that it names.
+    """Return a function that builds the model of a `config.json`, of the class that it names.
 
-    Raises ValueError if there is none, or no transformers.
+    Raises ValueError if it is no configuration, or where there is no transformers.
     """
     if not path.exists():  # else it is taken for a name on the hub, and asked for there
         raise ValueError(f"{path} is no configuration of a Hugging Face model: no such file")
@@ -276,7 +276,7 @@ def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
 
 
 def read_gpus(text: str, topology: str | None) -> tuple[int, Topology]:
-    """A number of ranks and a topology from "64xH100", or "64" and a topology's name.
+    """Read a number of ranks and a topology from "64xH100", or "64" and a topology's name.
 
     Raises ValueError for anything else.
     """
@@ -297,7 +297,10 @@ def _topology_of(kind: str) -> str:
 
 
 def read_mesh(text: str, gpus: int) -> tuple[int, int]:
-    """(replicas, shards) from "2048x8", or from "8", which is as many shards on `gpus` ranks."""
+    """Read (replicas, shards) from "2048x8", or from "8", which is as many shards on `gpus` ranks.
+
+    Raises ValueError for anything else.
+    """
     found = re.fullmatch(r"(?:(\d+)x)?(\d+)", text)
     if not found or int(found[2]) < 1:
         raise ValueError(f"--mesh {text!r}: expected replicas x shards, such as 2048x8")

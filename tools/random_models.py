@@ -2,9 +2,9 @@
 
     autoshard parity --fuzz --samples 300 --seed 0
 
-Where `matrix.py` has one model and all modes, this has models as people write them: modules in
-modules, parameters used twice, or never, or in a shape of their own, branches, several outputs.
-What is drawn depends on the seed alone, so that a failing one is named by a number.
+`matrix.py` has one model and all modes; this has models as people write them: modules in modules,
+parameters used twice, or never, or in a shape of their own, branches. All that is drawn depends on
+the seed alone, so that a number names a failing sample.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]]
 
 @dataclass(frozen=True)
 class Sample:
-    """What a seed stands for. problem: None if all three runs are as like as they should be."""
+    """Result of one seed. problem: None if all three runs are equal bit for bit."""
 
     seed: int
     text: str
@@ -45,7 +45,7 @@ class Sample:
 
 
 class _Wide(nn.Module):
-    """To another width and back, which ranks can't share evenly."""
+    """Two linear layers, to another width and back, which ranks can't share evenly."""
 
     def __init__(self, source: random.Random) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Attention(nn.Module):
 
 
 class _Shapes(nn.Module):
-    """Parameters of no layer: of one element, of three dimensions, of which rows are used."""
+    """Parameters outside of layers: of one element, of three dimensions, used in some rows."""
 
     def __init__(self, source: random.Random) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Convolution(nn.Module):
 
 
 class _Several(nn.Module):
-    """Modules in a dict, of which some are left out, by a flag or for good; a second output."""
+    """Modules in a dict, of which one is never used, and one by a flag; and a frozen module."""
 
     def __init__(self, source: random.Random) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ _KINDS: Sequence[Callable[[random.Random], nn.Module]] = (
 
 
 class _Branch(nn.Module):
-    """One module or several, around which there is a sum, a checkpoint, or nothing."""
+    """Modules in a row, around which there is a sum, a checkpoint, or nothing."""
 
     def __init__(self, source: random.Random, depth: int) -> None:
         super().__init__()
@@ -174,8 +174,10 @@ class _Branch(nn.Module):
 
 
 class _Model(nn.Module):
-    """Branches between an embedding and a head, which may be one parameter; a branch may be used
-    twice, and one never."""
+    """Branches between an embedding and a head, which may be one parameter.
+
+    A branch may be used twice, and a module never.
+    """
 
     def __init__(self, source: random.Random) -> None:
         super().__init__()
@@ -202,7 +204,7 @@ class _Model(nn.Module):
 
 
 def try_model(seed: int) -> Sample:
-    """Train the model of `seed` on all ranks; every rank returns the same verdict."""
+    """Train the model of `seed` in three ways on all ranks; every rank returns the same result."""
     ensure_process_group()
     source = random.Random(seed)
     options = {

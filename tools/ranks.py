@@ -1,4 +1,4 @@
-"""Tools start ranks, and are ranks that end."""
+"""Start ranks for a tool, and end the process of a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import NoReturn
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
-    """Run this very command on `ranks` processes of this machine, under torchrun."""
+    """Run `autoshard` with `arguments` on `ranks` processes of this machine, under torchrun.
+
+    Returns the exit status.
+    """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(
         [os.getcwd(), *filter(None, [environment.get("PYTHONPATH")])]
@@ -24,11 +27,11 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; a rank's, at once.
+    """End this process; if it is a rank, at once.
 
-    A thread of gloo's may let go of a tensor of the last collective while the interpreter is
-    taken apart, which aborts the process (torch 2.11 to 2.15); and the end of a group may wait
-    for ranks that are gone.
+    A thread of gloo's may release a tensor of the last collective while the interpreter is shut
+    down, which aborts the process (torch 2.11 to 2.15); and the end of a group may wait for ranks
+    that are gone.
     """
     sys.stdout.flush()
     sys.stderr.flush()

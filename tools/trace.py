@@ -1,8 +1,8 @@
-"""`autoshard trace` and `autoshard golden`: a model's graphs and plans, of ranks that aren't there.
+"""Trace a model's graphs and plans without its ranks: `autoshard trace`, `autoshard golden`.
 
-Nothing is run and no weights are made: one step is traced on the meta device, sharded over as many
-ranks as one likes, and taken through all passes. `trace` shows what came out, and after which pass;
-`golden` keeps it in files, so that a change in what is sent shows in a review.
+Nothing is run and no weights are made: one step is traced on the meta device, sharded over any
+number of ranks, and taken through all passes. `trace` shows the result, and the graph after each
+pass; `golden` keeps the result in files, so that a review shows a change in what is sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoshard.tools.planning import Workload, on_meta, policy_of, step_of
 
 @dataclass(frozen=True)
 class Traced:
-    """One graph of a step after the last pass, as text, and its plan."""
+    """Graph of a step after the last pass, as text, and its plan."""
 
     graph: str
     text: str
@@ -46,12 +46,12 @@ TAKEN = ("lowering", "bucketing", "topology", "strategy", "dump")
 def trace_workload(
     workload: Workload, ranks: int, micro_batch: int, options: dict[str, Any]
 ) -> list[Traced]:
-    """The forward and the backward graph of a step on rank 0 of `ranks`.
+    """Trace the forward and the backward graph of a step on rank 0 of `ranks`.
 
     options: as the backend takes them, those of TAKEN; `dump` writes a file a pass. Units are those
         of `shard()`. Without a topology, "auto" is one bucket a unit.
     Raises RuntimeError if forward is not one graph, or has no parameter that is sharded, and in a
-    process that has a process group of its own; ValueError for another option, or its value.
+    process that has a process group of its own; ValueError for another option, or a wrong value.
     """
     settings = CompileOptions.read(options)
     if settings.bucketing == "auto" and settings.topology is None:
@@ -84,7 +84,7 @@ def trace_workload(
 
 
 class _Tracing(Compilation):
-    """Keeps the graphs' texts; what Inductor would lower is lowered plainly, as none of it runs."""
+    """Compilation that keeps the graphs' texts; all lowering is eager, as nothing is run."""
 
     is_cached = False
 
@@ -104,7 +104,7 @@ class _Tracing(Compilation):
 
 
 def write(found: Sequence[Traced], folder: Path) -> list[Path]:
-    """Plans as JSON, and their timelines for Perfetto where they have figures."""
+    """Write plans as JSON, and their timelines for Perfetto where they have figures."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for each in found:
@@ -117,14 +117,17 @@ def write(found: Sequence[Traced], folder: Path) -> list[Path]:
 
 
 def golden_texts(found: Sequence[Traced]) -> dict[str, str]:
-    """By name of a file: each graph, and all plans, without figures, which change with prices."""
+    """Texts of golden files, by name: each graph, and all plans.
+
+    Plans are without figures, which change with prices.
+    """
     texts = {f"{each.graph}.txt": each.text for each in found}
     plans = (dataclasses.replace(each.plan, figures=None).text() for each in found)
     return {**texts, "plans.txt": "\n".join(plans)}
 
 
 def accept(texts: dict[str, str], folder: Path) -> None:
-    """Make these the golden files, and no others."""
+    """Write `texts` as the golden files in `folder`, and remove those of other graphs."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in _left_over(texts, folder):
         path.unlink()
@@ -133,7 +136,7 @@ def accept(texts: dict[str, str], folder: Path) -> None:
 
 
 def differences(texts: dict[str, str], folder: Path) -> Iterator[str]:
-    """Lines of a diff from the golden files to `texts`; none if they are the same."""
+    """Yield lines of a diff from the golden files to `texts`; none if they are the same."""
     now = {**texts, **{path.name: "" for path in _left_over(texts, folder)}}
     for name, text in now.items():
         path = folder / name
@@ -144,7 +147,7 @@ def differences(texts: dict[str, str], folder: Path) -> Iterator[str]:
 
 
 def _left_over(texts: dict[str, str], folder: Path) -> list[Path]:
-    """Golden files of graphs that there are no more."""
+    """Golden files of graphs that are not among `texts` any more."""
     known = [f"{kind}.txt" for kind in ("forward", "backward", "inference")]
     return [
         path

@@ -1,7 +1,7 @@
 """Models that `autoshard bench step` trains: Llamas of three sizes, GPT-2, and a vision model.
 
-Random weights, random batches, another on each rank. Sizes are those of a laptop on a CPU, and
-larger on a GPU.
+Weights and batches are random, another batch on each rank. Sizes are those of a laptop on a CPU,
+and larger on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """hidden: the width. batch: samples of a rank. length: tokens of one."""
+    """Sizes of a model and its batches.
+
+    hidden: the width.
+    batch: samples of a rank.
+    length: tokens of one sample.
+    """
 
     hidden: int
     layers: int
@@ -29,8 +34,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Workload:
-    """build: a whole model. blocks: its repeated modules, a unit each. batch: of a rank, by name.
+    """Model to train, with its batches.
 
+    build: makes an unsharded model.
+    blocks: returns its repeated modules, a unit each.
+    batch: makes the batch of a rank, by name.
     tokens: in the batch of one rank; of pictures, patches.
     """
 
@@ -60,8 +68,10 @@ SIZES: dict[str, dict[str, Sizes]] = {
 
 
 def read_workloads(names: Iterable[str], device: str) -> dict[str, Workload]:
-    """The named ones for `device`, "cuda" or any other. Raises ValueError, with all names, for one
-    that is not there, and where transformers is not."""
+    """Look workloads up by name for `device`, "cuda" or any other.
+
+    Raises ValueError, with all names, for one that is not there, and where transformers is not.
+    """
     sizes = SIZES["cuda" if device == "cuda" else "cpu"]
     unknown = [name for name in names if name not in sizes]
     if unknown:
@@ -73,7 +83,7 @@ def read_workloads(names: Iterable[str], device: str) -> dict[str, Workload]:
 
 
 def llama(sizes: Sizes) -> Workload:
-    """Small enough for the device, but with all that a Llama has."""
+    """Make the workload of a Llama of these sizes, with all parts that a Llama has."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -1,16 +1,16 @@
-"""The time that no decision can beat, whatever its buckets, order, layout or memory.
+"""Lower bound on the time of all decisions, whatever their buckets, order, layout or memory.
 
 Ops 0 to N - 1 take c_i, one after another. A(i) is the time on a link of all that must have been
-gathered before op i, R(j) of all gradients made by op j or later; each is followed, or preceded, by
-at least one start-up alpha. Then no step takes less than
+gathered before op i, R(j) of all gradients made by op j or later; each comes with at least one
+start-up alpha. Then no step takes less than
 
     compute    C(0..N)
     link       alpha + A(N)  +  alpha + R(0)                           where both use one link
     start-up   max over i <= j of  alpha + A(i)  +  C(i..j)  +  alpha + R(j)
 
-as each byte read by op i crosses its link before it, ops keep their order, and each byte made by
-op j crosses after it. What a layout costs beside (members of a grouped bucket, copies) is left out,
-as other layouts do without.
+as each byte read by op i crosses its link before it, ops keep their order, and each byte made by op
+j crosses after it. Costs of one layout (members of a grouped bucket, copies) are left out, as other
+layouts do without.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autoshard.passes.planner.problem import Item, Problem
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound, and what it comes from: "compute", "link" or "start-up"."""
+    """Lower bound, and its origin: "compute", "link" or "start-up"."""
 
     time_us: float
     binding: str
 
 
 def lower_bound(problem: Problem) -> Bound:
-    """The largest of the three bounds; of equal ones, the first."""
+    """Return the largest of the three bounds; of equal ones, the first."""
     compute = problem.compute_us[-1]
     heads = _heads(problem)
     tails = _tails(problem)
@@ -61,7 +61,7 @@ def _link_names(problem: Problem) -> list[str]:
 
 
 def _total(problem: Problem, items: Iterable[Item], name: str) -> float:
-    """Of all items that pass link `name`, in one bucket."""
+    """Microseconds that all items which pass link `name` take on it, in one bucket."""
     alphas, total = [], 0.0
     for item in items:
         for link in problem.costs.links[item.carrier]:
@@ -72,7 +72,7 @@ def _total(problem: Problem, items: Iterable[Item], name: str) -> float:
 
 
 def _heads(problem: Problem) -> dict[int, float]:
-    """By position: the time in which what is read before it can be gathered at best."""
+    """Map positions to the least time to gather all that is read there or before."""
     heads: dict[int, float] = {}
     for name in _link_names(problem):
         alpha, total = float("inf"), 0.0
@@ -86,7 +86,7 @@ def _heads(problem: Problem) -> dict[int, float]:
 
 
 def _tails(problem: Problem) -> dict[int, float]:
-    """By position: the time that reducing what is made right before it, or later, takes at best."""
+    """Map positions to the least time to reduce all gradients made right before or later."""
     tails: dict[int, float] = {}
     for name in _link_names(problem):
         alpha, total = float("inf"), 0.0

@@ -1,11 +1,12 @@
 """Microseconds of a collective and of the copies around it.
 
-A collective of B whole bytes takes `alpha_us + B * us_per_byte` on its link. In a *packed* bucket
-of several members a gather's shards are copied together before it and the parameters out of it
-after, a reduce's gradients together before it and the sums out of it after; in a *grouped*
-bucket nothing is copied to share memory, and each member after the first costs `member_us` on the
-link. Nor is a gather of one member, or a reduce of one where the collective itself divides the sum.
-What runs over gloo packs tiny members of a grouped bucket all the same; they are not told apart.
+A collective of B unsharded bytes takes `alpha_us + B * us_per_byte` on its link. In a *packed*
+bucket of several members, a gather's shards are copied together before it and the parameters apart
+after it; a reduce's gradients are copied together before it and the sums apart after it. In a
+*grouped* bucket nothing is copied to a shared buffer, and each member after the first costs
+`member_us` on the link. Nothing is copied either for a gather of one member, or for a reduce of one
+where the collective itself divides the sum. Over gloo, tiny members of a grouped bucket are packed
+all the same; costs ignore that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LAYOUTS: Mapping[str, Sequence[str]] = {"gather": (PACKED, GROUPED), "reduce": (
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of collective over one group.
+    """Cost of one kind of collective over one group.
 
     name: collectives with the same name wait for each other.
     """
@@ -37,15 +38,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of every carrier.
+    """Costs of all carriers of a graph; a carrier is all that one collective can carry together.
 
     links:            a carrier's collectives, one after another: a reduce over replicas has two.
-    shards:           ranks that a carrier's whole is cut over.
+    shards:           ranks that a carrier's parameters are sharded over.
     copy_us_per_byte: of reading or writing one byte on the device.
-    contention:       how much longer compute takes while a collective runs; at least 1.
+    contention:       factor by which compute slows down while a collective runs; at least 1.
     divides:          whether collectives divide sums. Those of a graph do not: gradients are
         divided where they are packed.
-    call_us:          how long compute stands still for a launch and its wait themselves.
+    call_us:          time for which compute stands still for a launch and its wait themselves.
     """
 
     links: Mapping[str, tuple[Link, ...]]
@@ -56,23 +57,26 @@ class Costs:
     call_us: float = 0.0
 
     def is_shared(self, kind: str, num_members: int, layout: str) -> bool:
-        """Whether members are copied to memory that they share: a gather's out of it, too."""
+        """Tell whether members are copied to a shared buffer (and a gather's out of it, too)."""
         if layout == GROUPED:
             return False
         return num_members > 1 or (kind == "reduce" and not self.divides)
 
     def copy_in_us(self, kind: str, carrier: str, num_bytes: int) -> float:
-        """Of copying so many bytes of the whole before a launch: a gather's are shards."""
+        """Microseconds to copy `num_bytes`, unsharded, before a launch: a gather copies shards."""
         part = num_bytes / self.shards[carrier] if kind == "gather" else num_bytes
         return 2 * part * self.copy_us_per_byte
 
     def copy_out_us(self, num_bytes: int) -> float:
-        """Of copying so many bytes after a gather's wait."""
+        """Microseconds to copy `num_bytes` after a gather's wait."""
         return 2 * num_bytes * self.copy_us_per_byte
 
     def hand_out_us(self, carrier: str, num_bytes: int, layout: str) -> float:
-        """Of what comes after the wait of a reduce of so many bytes: each gradient's shard is
-        copied out of memory that they share. Collectives that divide leave views of it."""
+        """Microseconds to copy gradients' shards out of the shared buffer, after a reduce's wait.
+
+        num_bytes: of the gradients, unsharded. 0 where collectives divide: shards are then views of
+            the buffer.
+        """
         if self.divides or layout == GROUPED:
             return 0.0
         return 2 * num_bytes / self.shards[carrier] * self.copy_us_per_byte

@@ -1,8 +1,8 @@
-"""Which parameters to keep whole from forward to backward: gathers for memory.
+"""Choose parameters to keep unsharded from forward to backward: more memory for fewer gathers.
 
-What forward gathers last, backward reads first: it is kept for the shortest time. So units are
-taken from the end of forward on, more and more of them, each time with the time and the memory that
-forward and backward then take with one bucket a unit.
+Parameters that forward gathers last, backward reads first: they are kept for the shortest time. So
+units are taken from the end of forward on, more and more of them. Each time, forward and backward
+are simulated with one bucket a unit, for their time and memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ GROWTH = 1.25  # from one number of units that is tried to the next
 def worth_keeping(
     forward: Problem, backward: Problem, candidates: Collection[str], budget_bytes: float
 ) -> tuple[str, ...]:
-    """Names of the parameters without whose gathers backward is fastest, in order of first use.
+    """Names of the parameters that are best kept, in order of first use.
 
-    candidates: names of those that may be kept.
+    The best choice has fewest bytes beyond the budget, then least time of forward and backward
+    together.
+
+    candidates: names of parameters that may be kept.
     budget_bytes: of all memory, beyond which keeping never goes further.
     """
     again = {item.name for item in backward.gathers} & set(candidates)
@@ -52,7 +55,7 @@ def _counts(most: int) -> Iterator[int]:
 def _cost(
     forward: Problem, backward: Problem, names: Collection[str], budget_bytes: float
 ) -> tuple[float, float]:
-    """(Bytes beyond the budget, time), each of both together."""
+    """Bytes beyond the budget, and time, of forward and backward together with `names` kept."""
     over, time_us = 0.0, 0.0
     for problem in (_kept_after(forward, names), _kept_before(backward, names)):
         gathers, reduces = unit_buckets(problem)
@@ -63,7 +66,7 @@ def _cost(
 
 
 def _kept_after(problem: Problem, names: Collection[str]) -> Problem:
-    """`problem` with wholes of those `names` that are never freed."""
+    """Return `problem`, of a forward that never frees the unsharded parameters `names`."""
     gathers = tuple(
         dataclasses.replace(item, freed=problem.num_ops + 1) if item.name in names else item
         for item in problem.gathers
@@ -72,7 +75,8 @@ def _kept_after(problem: Problem, names: Collection[str]) -> Problem:
 
 
 def _kept_before(problem: Problem, names: Collection[str]) -> Problem:
-    """`problem` with wholes of those `names` there from the start, as long as they are needed."""
+    """Return `problem`, of a backward that has the unsharded parameters `names` from the start, as
+    long as they are needed, and gathers none of them."""
     freed = [0] * (problem.num_ops + 2)
     kept = [item for item in problem.gathers if item.name in names]
     for item in kept:

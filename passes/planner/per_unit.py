@@ -1,4 +1,4 @@
-"""One bucket a unit, gathers launched one unit ahead, one reduce in flight: what others do."""
+"""Schedule of FSDP2: one bucket a unit, gathers one unit ahead, one reduce in flight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, rep
 
 
 def per_unit(problem: Problem) -> Timeline:
-    """The timeline of that. A unit of several carriers or stretches has a bucket for each."""
+    """Simulate one bucket a unit, gathered one unit ahead, with one reduce in flight.
+
+    A unit of several carriers or stretches has a bucket for each.
+    """
     gathers, reduces = unit_buckets(problem)
     placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
     for number, bucket in enumerate(gathers):
@@ -28,7 +31,7 @@ def per_unit(problem: Problem) -> Timeline:
 
 
 def unit_buckets(problem: Problem) -> tuple[list[Bucket], list[Bucket]]:
-    """Gathers and reduces, one bucket a unit, carrier and stretch."""
+    """Buckets of gathers and of reduces: one a unit, carrier and stretch."""
     return (
         _by_unit(problem, "gather", problem.gathers),
         _by_unit(problem, "reduce", problem.reduces),

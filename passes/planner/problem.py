@@ -1,4 +1,4 @@
-"""What a planner decides about: compute in order, what it reads whole, what it makes to be reduced.
+"""Planner's input for one graph: compute in order, parameters that it reads, gradients it makes.
 
     op            0    1    2    3    4    5
     gathers       a--------|    b---------|       item a is read at 0 for the first time,
@@ -19,19 +19,19 @@ from autoshard.passes.planner.costs import Costs
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter to gather, or one gradient to reduce.
+    """Parameter to gather, or gradient to reduce.
 
     carrier:   items of one bucket have the same: kind, group, dtype, place.
-    num_bytes: of the whole, on the wire.
+    num_bytes: of the unsharded tensor, on the wire.
     ready:     the first position at which it may be launched.
-    used:      the first position at which what comes of it is read, or which it must not pass;
-        `num_ops` if there is none.
-    freed:     the first position at which the whole is needed no more.
-    stretch:   between which two barriers it must be under way, counted; one bucket is in one.
+    used:      the first position at which its result is read, or which it must not pass; `num_ops`
+        if there is none.
+    freed:     the first position at which the unsharded parameter is needed no more.
+    stretch:   number of barriers before those positions; a bucket is in one stretch.
     is_copied_in:  whether a gather copies its shard even if that is sent alone: to another dtype,
         or because it is made in the graph.
-    is_copied_out: whether its whole is copied even if it arrives alone: shards along other dims
-        than the first do not lie as they are read.
+    is_copied_out: whether its unsharded parameter is copied even if it arrives alone: shards along
+        other dims than the first do not lie as they are read.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Problem:
-    """One graph, as its planner sees it.
+    """Graph as its planner sees it.
 
     op_us:      time of each compute op, in program order.
-    live_bytes: memory in use at each op, whatever is gathered or waits to be reduced apart.
+    live_bytes: memory in use at each op, without gathered parameters and unreduced gradients.
     gathers:    in order of first use.
     reduces:    in order of readiness.
     """
@@ -69,12 +69,12 @@ class Problem:
 
     @cached_property
     def compute_us(self) -> tuple[float, ...]:
-        """Of all ops before each position, the end included."""
+        """Microseconds of all ops before each position, the end included."""
         return tuple(itertools.accumulate(self.op_us, initial=0.0))
 
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:
-        """Of all gradients that are there at each position, or have been."""
+        """Bytes of all gradients that are there at each position, or have been."""
         made = [0] * (self.num_ops + 1)
         for item in self.reduces:
             made[item.ready] += item.num_bytes
@@ -82,7 +82,7 @@ class Problem:
 
     @cached_property
     def made_shard_bytes(self) -> tuple[int, ...]:
-        """The same once they are reduced."""
+        """Bytes of the shards of the gradients in `made_bytes`, at each position."""
         made = [0] * (self.num_ops + 1)
         for item in self.reduces:
             made[item.ready] += -(-item.num_bytes // self.costs.shards[item.carrier])
@@ -90,7 +90,7 @@ class Problem:
 
     @cached_property
     def freed_bytes(self) -> tuple[int, ...]:
-        """Of all wholes that are needed no more at each position."""
+        """Bytes of all unsharded parameters that are needed no more at each position."""
         freed = [0] * (self.num_ops + 1)
         for item in self.gathers:
             if item.freed <= self.num_ops:
@@ -99,8 +99,8 @@ class Problem:
 
     @cached_property
     def _peaks(self) -> list[list[int]]:
-        """Row k: the most that there is over 2 ** k ops from each on, with all gradients made until
-        then, and without wholes; those that are freed taken away."""
+        """Table of the most bytes in use over 2 ** k ops from each on, in row k. All gradients made
+        until then count, gathered parameters do not; those that are freed are subtracted."""
         live = (*self.live_bytes, 0)
         made = (*self.made_bytes[1:], self.made_bytes[-1])
         rows = [[a + b - c for a, b, c in zip(live, made, self.freed_bytes, strict=True)]]
@@ -110,13 +110,13 @@ class Problem:
         return rows
 
     def peak_bytes(self, begin: int, end: int) -> int:
-        """The most that lives at ops `begin` to `end`, the latter not included and behind the
-        former, with gradients made since `begin`, less wholes that are freed by then: what is to be
-        added to all that was ever gathered."""
+        """Most bytes in use at ops `begin` to `end`, the latter not included, without gathered
+        parameters: values that live there and gradients made since `begin`, less parameters that
+        are freed by then. The caller adds the bytes of all parameters that were ever gathered."""
         row = (end - begin).bit_length() - 1
         peaks = self._peaks[row]
         return max(peaks[begin], peaks[end - (1 << row)]) - self.made_bytes[begin]
 
     def peak_op(self, begin: int, end: int) -> int:
-        """The first of these ops at which that is."""
+        """First of the ops `begin` to `end` (not included) at which `peak_bytes` is reached."""
         return max(range(begin, end), key=self._peaks[0].__getitem__)

@@ -1,14 +1,14 @@
-"""The best contiguous buckets of one carrier's gathers, exactly, where memory is no limit.
+"""Find the best contiguous buckets of one carrier's gathers, exactly, where memory is no limit.
 
-Items 0 to n - 1 in order of first use; the ops between the first uses of item j and of item j + 1
-take c_j. Bucket k of items i to j - 1 has crossed the link once all before it have; with copies,
+Items 0 to n - 1 are in order of first use; the ops between the first uses of item j and of item j +
+1 take c_j. A bucket of items i to j - 1 has crossed the link once all before it have; with copies,
 
     finish(j) = max(finish(i), crossed(j)) + call + copies(i..j) + c_i + ... + c_(j-1)
 
 This is a flow shop of two machines with set-up times. A state is (items placed, time crossed,
-compute finished): of two with the same items placed, one that is no earlier in either is dropped,
-and so is any that can't beat what is known already. What is left is searched item by item: exact,
-as both times only grow with what went before.
+compute finished): of two with the same items placed, one that is no earlier in either time is
+dropped, and so is any that can't beat the best known result. The states that are left are searched
+item by item: the result is exact, as both times only grow with those before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ EFFORT = 200_000  # steps of the search: some 0.2 s
 
 @dataclass(frozen=True)
 class Programme:
-    """Where buckets end, in items; the time of the formula; whether no buckets have less."""
+    """Result of `best_buckets`.
+
+    ends: where buckets end, in items.
+    time_us: time of the formula.
+    is_exact: whether no other buckets take less.
+    """
 
     ends: tuple[int, ...]
     time_us: float
@@ -32,7 +37,7 @@ class Programme:
 
 
 def best_buckets(problem: Problem, items: Sequence[Item], layout: str) -> Programme:
-    """Buckets of `items`, gathers of one carrier in order of first use, all of them in `layout`.
+    """Find the best buckets of one carrier's gathers, in order of first use, all in `layout`.
 
     Beyond `EFFORT` steps only bucket lengths of 1, 2, 3, 4, 6, 8, 12, ... are tried, from as many
     states an item as that many steps allow, and `is_exact` is False.
@@ -51,7 +56,7 @@ def best_buckets(problem: Problem, items: Sequence[Item], layout: str) -> Progra
 
 
 class _Table:
-    """Prefix sums over items, and the formula."""
+    """Prefix sums over items, and the formula that is made from them."""
 
     def __init__(self, problem: Problem, items: Sequence[Item], layout: str) -> None:
         costs, carrier = problem.costs, items[0].carrier
@@ -78,7 +83,7 @@ class _Table:
         self.compute = [problem.compute_us[position] for position in uses]
 
     def step(self, crossed: float, finished: float, i: int, j: int) -> tuple[float, float]:
-        """Once items i to j - 1, as one bucket, are gathered and computed with."""
+        """Time crossed and compute finished, once items i to j - 1 have been one bucket."""
         crossed += self.alpha + self.crossing[j] - self.crossing[i] + (j - i - 1) * self.member
         copies = self.sharing if self.is_packed and j - i > 1 else self.copying
         busy = self.call + copies[j] - copies[i] + self.compute[j] - self.compute[i]
@@ -92,7 +97,7 @@ class _Table:
         return finished
 
     def capped(self) -> list[Programme]:
-        """Buckets filled up to a cap, for caps from the largest item's to all."""
+        """Buckets filled up to a cap, for caps from one byte to more than all, by doubling."""
         found, cap = [], 1
         while cap < 2 * self.bytes[-1]:
             ends = []
@@ -113,8 +118,9 @@ class _Table:
         effort: int | None = None,
         width: int | None = None,
     ) -> Programme | None:
-        """The best buckets with such lengths; None if that takes more than `effort` steps.
+        """Return the best buckets with such lengths; None if that takes more than `effort` steps.
 
+        known: buckets to beat, which are returned if nothing does.
         width: of the states with the same items placed, this many are gone on with: those that
             could end first, if nothing but compute, or nothing but the link, took time from there.
         """
@@ -177,7 +183,7 @@ def _path(state: _State | None, end: int) -> tuple[int, ...]:
 
 
 def _few(count: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, ... up to `count`."""
+    """Lengths 1, 2, 3, 4, 6, 8, 12, ... up to `count`, and `count` itself."""
     lengths, step = [1], 2
     while step <= count:
         lengths += [step, step * 3 // 2]

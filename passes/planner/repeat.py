@@ -1,11 +1,12 @@
-"""A graph of many like blocks from one of few: a block in the middle, repeated.
+"""Extend the problem of a model with few like blocks to many, by repeating a block in the middle.
 
     traced     head | 0 | 1 | 2 | 3 | tail        three copies more of block 2
     repeated   head | 0 | 1 | 2 | 2' 2'' 2''' | 3 | tail
 
-Blocks 1 and 2 must be alike, op by op: then so would be what comes in between. What each block
-leaves behind, saved for backward say, is there that many times more from then on; what each takes
-away, up to then. Backward's order is the other way round, and nothing else is different.
+Blocks 1 and 2 must be alike, op by op: then further blocks between them would be, too. Memory that
+each block leaves behind, saved for backward say, is in use that many times more from then on;
+memory that each block frees, up to then. Backward's order is the other way round, and nothing else
+is different.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from autoshard.passes.planner.problem import Item, Problem
 def repeat(
     problem: Problem, units: Sequence[str], times: int, name: Callable[[str, int], str]
 ) -> Problem:
-    """`problem` with `times` copies more of the second of `units`.
+    """Return `problem` with `times` more copies of the second of `units`.
 
-    units: at least three like ones that follow each other in program order; neither the first
-        nor the last such unit of the model should be among the first two.
+    problem: its live_bytes must be without what each parameter takes all the time.
+    units: at least three like ones that follow each other in program order; neither the first nor
+        the last such unit of the model should be among the first two.
     name: the name of a unit's parameter, or of the unit, in the copy of the given number, from 1.
-    live_bytes: without what is there all the time for each parameter.
     Raises ValueError if the first two are not alike, or there are barriers.
     """
     if not times:
@@ -58,7 +59,10 @@ def repeat(
 
 
 def _begin(problem: Problem, unit: str) -> int:
-    """The first op that uses a parameter of `unit`, or makes a gradient of one."""
+    """First op that uses a parameter of `unit`, or makes a gradient of one.
+
+    Raises ValueError if there is none.
+    """
     used = [item.used for item in problem.gathers if item.unit == unit]
     made = [item.ready - 1 for item in problem.reduces if item.unit == unit]
     if not used and not made:
@@ -90,7 +94,10 @@ def _repeated(
     times: int,
     name: Callable[[str, int], str],
 ) -> list[Item]:
-    """`items` in the longer graph. span: of the ops of the unit that is repeated."""
+    """Return `items` as they are in the longer graph.
+
+    span: first op of the unit that is repeated, and one after its last.
+    """
     end, length = span[1], span[1] - span[0]
 
     def of_copy(item: Item, copy: int) -> Item:

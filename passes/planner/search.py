@@ -1,10 +1,10 @@
-"""Find buckets: seeds, then moves that make the simulated time less.
+"""Search for buckets: seeds, then moves that make the simulated time less.
 
 Seeds: one bucket a unit, one an item, buckets filled up to caps (one cap for gathers, one for
-reduces), the forward's exact programme; in each layout that a kind may have. Moves on the best of
-them: merge two neighbours, cut one, shift a boundary, change a layout; every other one where
-compute stands still. A decision is better if it needs less beyond the budget, then if it takes less
-time, then if it has fewer buckets.
+reduces), the best buckets of a forward (`programme.py`); in each layout that a kind may have. Moves
+on the best of them: merge two neighbours, cut one, shift a boundary, change a layout; about half of
+them where compute stands still. A decision is better if it needs less beyond the budget, then if it
+takes less time, then if it has fewer buckets.
 
 All is decided by numbers and by one generator with a fixed seed: every rank finds the same.
 """
@@ -41,9 +41,8 @@ _Found = tuple[_Score, tuple[Cut, ...]]
 
 @dataclass(frozen=True)
 class Decision:
-    """Buckets and what they take. `timeline.peak_bytes` may be beyond `budget_bytes` where nothing
-    that was tried is not.
-    """
+    """Result of a search: simulated buckets, and the lower bound. `timeline.peak_bytes` may be
+    beyond `budget_bytes` where nothing that was tried is not."""
 
     timeline: Timeline
     bound: Bound
@@ -51,7 +50,7 @@ class Decision:
 
     @property
     def gap(self) -> float:
-        """Time over lower bound; 1 where both are nothing."""
+        """Ratio of time to lower bound; 1 where the bound is 0."""
         return self.timeline.time_us / self.bound.time_us if self.bound.time_us else 1.0
 
 
@@ -62,7 +61,7 @@ def search(
     layouts: Mapping[str, Sequence[str]] = LAYOUTS,
     steps: int = STEPS,
 ) -> Decision:
-    """The best decision found for `problem`.
+    """Return the best decision found for `problem`.
 
     budget_bytes: of all memory; see `simulate`.
     layouts: those that buckets of each kind may have.
@@ -84,7 +83,7 @@ def search(
 
 
 class _Space:
-    """All decisions about one problem."""
+    """Space of all decisions about one problem."""
 
     def __init__(
         self, problem: Problem, budget_bytes: float, layouts: Mapping[str, Sequence[str]]
@@ -103,7 +102,8 @@ class _Space:
     def evaluate(
         self, cuts: tuple[Cut, ...], *, known: _Score = WORST
     ) -> tuple[_Found, Timeline] | None:
-        """None where that is worse than `known`; not all that is worse is seen to be."""
+        """Score and simulate `cuts`. Returns None where the simulation ends early, as `cuts` are
+        worse than `known`; not all that are worse are seen to be."""
         timeline = self.simulate(cuts, known)
         if timeline is None:
             return None
@@ -111,8 +111,8 @@ class _Space:
         return ((over, timeline.time_us, sum(map(len, cuts))), cuts), timeline
 
     def hot(self, timeline: Timeline, cuts: tuple[Cut, ...]) -> list[tuple[int, int]]:
-        """Where compute stands still: (group, number in its cut) of what it waits for, and of the
-        bucket before."""
+        """Find where compute stands still: (group, number in its cut) of each bucket that it waits
+        for, and of the bucket before."""
         exposed = {id(run.bucket) for run in timeline.runs if run.exposed_us > 0}
         found = []
         for group, cut in enumerate(cuts):
@@ -151,7 +151,7 @@ class _Space:
         return self._best(self.seeds())
 
     def _best(self, tried: Iterable[tuple[Cut, ...]]) -> tuple[_Found, Timeline]:
-        """Of `tried`, and of those alike the first by where they end."""
+        """Return the best of `tried`; of equal scores, the one whose buckets end first."""
         best: tuple[_Found, Timeline] | None = None
         for cuts in tried:
             found = self.evaluate(cuts, known=best[0][0] if best else WORST)
@@ -169,7 +169,7 @@ class _Space:
                 yield self._programme(layout)
 
     def _all(self, layout: str, ends: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
-        """Buckets of that layout, where their kind may have it."""
+        """Cut each group at its `ends`, into buckets of `layout` where their kind may have it."""
         cuts = []
         for (kind, _), each in zip(self.groups, ends, strict=True):
             allowed = self.layouts[kind]
@@ -178,7 +178,7 @@ class _Space:
         return tuple(cuts)
 
     def _capped(self, layout: str) -> Iterator[tuple[Cut, ...]]:
-        """Buckets filled up to a cap: the best for one kind, then for the other, and again."""
+        """Yield buckets filled up to the best cap: for one kind, then for the other, and again."""
         caps = {kind: self._caps(kind) for kind in ("gather", "reduce")}
         chosen = {kind: found[len(found) // 2] for kind, found in caps.items()}
         for kind in ("gather", "reduce", "gather"):
@@ -191,7 +191,7 @@ class _Space:
     def _best_cap(
         self, layout: str, chosen: Mapping[str, float], kind: str, caps: Sequence[float]
     ) -> float:
-        """Of `caps` for `kind`, with the other's as it is chosen."""
+        """Return the best of `caps` for `kind`, with the other kind's cap as it is in `chosen`."""
         tried = {self._filled(layout, {**chosen, kind: cap}): cap for cap in sorted(caps)[::-1]}
         (_, best), _ = self._best(tried)
         return tried[best]
@@ -216,7 +216,7 @@ class _Space:
         generator: random.Random,
         hot: Sequence[tuple[int, int]],
     ) -> tuple[Cut, ...] | None:
-        """One change, or None where the one that was drawn is impossible."""
+        """Make one random change to `cuts`; None where the one that was drawn is impossible."""
         if hot and generator.random() < 0.5:
             group, at = generator.choice(hot)
         else:
@@ -250,7 +250,7 @@ def _by_unit(items: Sequence[Item]) -> list[int]:
 
 
 def _filled(items: Sequence[Item], cap: float) -> list[int]:
-    """Buckets filled up to `cap` bytes; what is larger stands alone."""
+    """Ends of buckets that are filled up to `cap` bytes; an item that is larger stands alone."""
     ends: list[int] = []
     filled = 0
     for number, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""Play one decision through: where each bucket is launched and waited for, when, in what memory.
+"""Simulate one decision: where and when each bucket is launched and waited for, in what memory.
 
     compute  |copy in|  ops of 1  |wait|copy out|  ops of 2  | ...
     link        |----- gather 2 -----|------ gather 3 ------|
@@ -6,19 +6,19 @@
 Compute is one stream and keeps its order; copies are on it. Every link is one queue. A collective
 starts once compute has come to its launch, and its link has done what was launched before.
 
-Who places launches and waits, by what is known at each position:
+Launches and waits are placed by what is known at each position:
 
-- a gather, if else the gather before it would have begun, and none be waiting, at the next
-  position: a link never runs dry. It needs room under the budget; at its first use it is launched
-  without;
-- a reduce, as soon as its last gradient is there;
-- the wait of a gather, at its first use; of a reduce, once it is over, so that nothing stands still
-  for it but to copy its sums out, or where a gather lacks the room that it holds, or where it must
-  be over.
+- a gather is launched if the gather before it would otherwise have begun, with none waiting, by the
+  next position, so that a link never runs dry. It must fit under the budget; at its first use it is
+  launched in any case;
+- a reduce is launched as soon as its last gradient is there;
+- a gather is waited for at its first use; a reduce once it is over, so that compute stands still
+  only to copy its sums out, or earlier where a gather needs the memory that it holds, or where it
+  must be over.
 
-Memory is counted by position: what lives at an op, what is gathered from launch to last use, what
-is reduced from its birth to its wait; a packed bucket is there twice while it is copied, and only
-then is there room for its sum.
+Memory is counted by position: values that live at an op, gathered parameters from launch to last
+use, gradients from when they are made to their wait. A packed bucket is in memory twice while it is
+copied, and its sum is allocated after that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROUNDING = 1e-9  # times that differ by less are equal
 
 @dataclass(frozen=True)
 class Bucket:
-    """Items of one carrier that share a collective, and what that costs."""
+    """Items of one carrier that share a collective, and the costs of that."""
 
     kind: str  # "gather" or "reduce"
     carrier: str
@@ -56,12 +56,12 @@ class Bucket:
 
     @cached_property
     def is_summed_twice(self) -> bool:
-        """Reduced over the ranks that share shards, then over those that have copies."""
+        """Tell whether it is reduced over the ranks that share shards, then over the replicas."""
         return len(self.links) > 1
 
 
 def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str) -> Bucket:
-    """A bucket of `items`, which have one carrier."""
+    """Make a bucket of `items`, which have one carrier."""
     costs, carrier = problem.costs, items[0].carrier
     num_bytes, count = sum(item.num_bytes for item in items), len(items)
     is_shared = costs.is_shared(kind, count, layout)
@@ -92,7 +92,7 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
 
 @dataclass
 class Run:
-    """One bucket's way through the timeline. Positions, and microseconds from the graph's start."""
+    """Launch, wait and times of one bucket: positions, and microseconds from the graph's start."""
 
     bucket: Bucket
     number: int = -1  # gathers come first
@@ -113,13 +113,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Peak:
-    """What is in memory when most is. Bytes.
+    """Bytes in memory at the peak, by category.
 
     position: of the op that runs then, or has run, or runs next.
-    gathered: whole parameters, their copies included.
-    unreduced: whole gradients that wait to be reduced or are being reduced, likewise.
+    gathered: unsharded parameters, their copies included.
+    unreduced: unsharded gradients that wait to be reduced or are being reduced, likewise.
     reduced: shards of gradients.
-    live: what lives at that op otherwise; see `Problem.live_bytes`.
+    live: other values that live at that op; see `Problem.live_bytes`.
     """
 
     position: int = 0
@@ -135,7 +135,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `simulate` found. `runs`: gathers, then reduces, each in their order of launch.
+    """Result of a simulation. `runs`: gathers, then reduces, each in their order of launch.
 
     order: (what, run's number, position) of every launch and wait, in program order.
     compute: (begin, end, first op, one after the last) of ops between two positions.
@@ -169,8 +169,8 @@ def simulate(
     """Place and time all launches and waits.
 
     gathers: in order of first use; reduces: in order of readiness.
-    budget_bytes: of all memory. What must be gathered is gathered even beyond it: the timeline's
-        `peak_bytes` then says so.
+    budget_bytes: of all memory. A parameter that compute needs is gathered even beyond it: the
+        timeline's `peak_bytes` then says so.
     """
     return _Placing(problem, gathers, reduces, budget_bytes).run()
 
@@ -183,7 +183,7 @@ def simulate_unless_worse(
     budget_bytes: float,
     known: tuple[float, float],
 ) -> Timeline | None:
-    """`simulate`, or None as soon as it is sure that the timeline is worse than another.
+    """Simulate, or return None as soon as it is sure that the timeline is worse than another.
 
     known: the other's bytes beyond the budget, and its microseconds; bytes count first.
     """
@@ -201,11 +201,11 @@ def replay(
 
 
 class _Worse(Exception):
-    """What is simulated is worse than what is known, whatever comes."""
+    """Signal that the simulated timeline is worse than the known one, whatever comes."""
 
 
 class _Simulation(ABC):
-    """What there is at one position, and what launches and waits do to it."""
+    """State of a simulation at one position, and the effects of launches and waits on it."""
 
     def __init__(
         self, problem: Problem, gathers: Sequence[Bucket], reduces: Sequence[Bucket]
@@ -242,7 +242,7 @@ class _Simulation(ABC):
         )
 
     def positions(self) -> list[int]:
-        """Where something may happen, the end included."""
+        """Positions at which something may happen, the end included."""
         found = {0, self.problem.num_ops}
         for run in self.gathers:
             found.update(
@@ -258,7 +258,7 @@ class _Simulation(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Wait for what is left."""
+        """Wait for all that is still in flight at the end."""
 
     def _advance(self, position: int) -> None:
         problem, begin, began_us = self.problem, self.position, self.now
@@ -278,7 +278,10 @@ class _Simulation(ABC):
         self.compute.append((began_us, self.now, begin, position))
 
     def _note(self, begin: int, end: int, *, copied: int = 0) -> None:
-        """What there is at most at ops `begin` to `end`, with copies of what is gathered."""
+        """Record the most memory in use at ops `begin` to `end` (not included).
+
+        copied: bytes of copies of gathered parameters.
+        """
         problem = self.problem
         held = self.ever_gathered + self.unreduced + self.reduced + copied
         num_bytes = held + problem.peak_bytes(begin, end)
@@ -290,7 +293,10 @@ class _Simulation(ABC):
             self._set_peak(at, num_bytes, gathered, live)
 
     def _note_packed(self, copied: int) -> None:
-        """What there is between two ops, with copies of gradients: what lives at both, at most."""
+        """Record the memory between two ops: of what lives at either, the smaller total counts.
+
+        copied: bytes of copies of gradients.
+        """
         problem, at = self.problem, self.position
         lives = problem.live_bytes[max(0, at - 1) : at + 1]
         live = min(lives, default=0)
@@ -420,7 +426,8 @@ class _Placing(_Simulation):
         self.copies_us -= run.bucket.copy_out_us
 
     def _give_up_if_worse(self) -> None:
-        """Raise _Worse if compute, or a link, has too much before it even if it never rests."""
+        """Raise _Worse if compute or a link, though never idle, ends later than the known timeline,
+        or if more memory is used."""
         beyond = max(0.0, self.peak_bytes - self.budget)
         if beyond < self.known_beyond:
             return
@@ -446,7 +453,7 @@ class _Placing(_Simulation):
         return self._fits(bucket)
 
     def _arrival_us(self) -> float:
-        """When the gathers that compute needs here, and waits for next, are there."""
+        """Time at which the gathers that compute needs here, and waits for next, are there."""
         arrival = self.now
         for number in range(self.next_wait, self.next_gather):
             run = self.gathers[number]
@@ -456,9 +463,11 @@ class _Placing(_Simulation):
         return arrival
 
     def _fits(self, bucket: Bucket) -> bool:
-        """Whether there is room for `bucket` until its first use, and from then on: what is freed
-        by then makes room for its copy. Gradients count until then as if none were reduced
-        meanwhile, and from then on as if those were, to shards; a sum has room to arrive in.
+        """Tell whether there is room for `bucket` until its first use, and then until it is freed.
+
+        Parameters that are freed by its first use make room for its copy. Gradients count until
+        then as if none were reduced meanwhile, and from then on as if all were, to shards. There
+        must be room for the largest sum of a reduce, too.
         """
         problem, position, used = self.problem, self.position, bucket.used
         room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes
@@ -473,7 +482,7 @@ class _Placing(_Simulation):
         )
 
     def _arriving_bytes(self, end: int) -> int:
-        """The largest sum of a reduce to be launched from here until `end`."""
+        """Bytes of the largest sum of a reduce to be launched from here until `end`."""
         largest = 0
         for number in range(self.next_reduce, len(self.reduces)):
             bucket = self.reduces[number].bucket
@@ -505,4 +514,4 @@ class _Following(_Simulation):
             getattr(self, what)(runs[number])
 
     def end(self) -> None:
-        """All waits are in the order that is followed."""
+        """Do nothing: all waits are in the order that is followed."""

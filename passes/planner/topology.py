@@ -1,7 +1,7 @@
-"""Devices and the links between them, and what collectives cost there.
+"""Topology of a cluster: its devices, the links between them, and the costs of collectives there.
 
-A topology is a JSON file: a named one of this package, or one that `autoshard bench calibrate` has
-written. It has devices in nodes: links inside a node, and a network between nodes.
+A topology is a JSON file: one of this package, by its name, or one that `autoshard bench calibrate`
+has written. It has devices in nodes: links inside a node, and a network between nodes.
 
     a group of `ranks` ranks, `per_node` of them on each node
     one node:  alpha + B * (ranks - 1) / ranks / node bandwidth
@@ -9,14 +9,14 @@ written. It has devices in nodes: links inside a node, and a network between nod
                + B * (nodes - 1) / nodes / (per_node * a rank's share of the network)
                or what the links inside a node take for the whole group, if that is more
 
-B is the whole payload, in bytes; an all-reduce sends twice as much as a gather or a reduce. All
+B is the unsharded payload, in bytes; an all-reduce sends twice as much as a gather or a reduce. All
 ranks of a node use the network at once, each its share. Source: the costs of ring algorithms
 (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005),
 over the narrower of two levels; start-ups grow with the logarithm of nodes, as trees' and those of
 NCCL's PAT do.
 
-A calibrated topology has measured times instead, for groups of one size: see `measured`; and of ops
-that were timed one by one: see `ops`.
+A calibrated topology has measured times instead: of collectives of groups of one size (`measured`),
+and of ops that were timed one by one (`ops`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = ("gather", "reduce", "all_reduce")
 
 @dataclass(frozen=True)
 class Topology:
-    """What is known of a cluster. GB are 1e9 bytes, TFLOP/s 1e12 operations.
+    """Speeds and sizes of a cluster's parts. GB are 1e9 bytes, TFLOP/s 1e12 operations.
 
     memory_bytes:     of one device.
     tflops:           peak of matrix products by dtype, "bf16"; "" stands for any other dtype.
@@ -80,14 +80,14 @@ class Topology:
 
     @staticmethod
     def load(name: str) -> Topology:
-        """The named topology, or that of the JSON file at path `name`.
+        """Load the named topology, or that of the JSON file at path `name`.
 
         Raises ValueError, with the valid names, or with what is wrong in the file.
         """
         return _load(name)
 
     def link(self, kind: str, ranks: int, per_node: int) -> Link:
-        """What a `kind` costs over a group: "gather", "reduce" or "all_reduce".
+        """Cost of a `kind` over a group: "gather", "reduce" or "all_reduce".
 
         per_node: how many of the group are on one node.
         """
@@ -111,9 +111,9 @@ class Topology:
     def links(
         self, kind: str, shards: tuple[int, int], copies: tuple[int, int]
     ) -> tuple[Link, ...]:
-        """The collectives of a "gather" or "reduce", in turn: a reduce goes on among copies.
+        """Collectives of a "gather" or "reduce", in turn: a reduce goes on among replicas.
 
-        shards: ranks that the whole is cut over, and how many of these are on one node.
+        shards: ranks that parameters are sharded over, and how many of these are on one node.
         copies: ranks that hold the same shard, likewise.
         """
         first = self.link(kind, *shards)
@@ -123,7 +123,7 @@ class Topology:
         return first, dataclasses.replace(second, us_per_byte=second.us_per_byte / shards[0])
 
     def flops_per_us(self, dtype: str) -> float:
-        """What large matrix products of `dtype` reach."""
+        """Operations a microsecond that large matrix products of `dtype` reach."""
         return self.tflops.get(dtype, self.tflops[""]) * self.efficiency * 1e6
 
     @property
@@ -135,12 +135,12 @@ class Topology:
         return _us_per_byte(1.0, self.copy_gb_per_s)
 
     def to_json(self) -> str:
-        """As a file has it; `load` reads it back."""
+        """Serialize the topology as a file has it; `load` reads it back."""
         return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
 
 
 def names() -> list[str]:
-    """The topologies of this package."""
+    """Names of the topologies of this package."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -155,14 +155,14 @@ GPUS = {
 
 
 def is_known(device: str) -> bool:
-    """Whether a topology of this package is that of a device by its name."""
+    """Tell whether a topology of this package is that of a device by its name."""
     return _named(device) is not None
 
 
 def default_topology(device: str) -> str:
-    """The named topology of a device by its name, "NVIDIA H100 80GB HBM3"; "gloo" for a CPU.
+    """Name of the topology of a device by its name, "NVIDIA H100 80GB HBM3"; "gloo" for a CPU.
 
-    What is not known counts as an H100.
+    An unknown device counts as an H100.
     """
     if device == "cpu":
         return "gloo"
@@ -196,7 +196,8 @@ def _load(name: str) -> Topology:
 
 
 def _checked(topology: Topology) -> Topology:
-    """Raise ValueError for a number below 0, or none for other dtypes."""
+    """Return `topology`. Raises ValueError if a number is negative or not finite, or if `tflops`
+    has no entry for other dtypes."""
     for field in dataclasses.fields(topology):
         value = getattr(topology, field.name)
         for number in _numbers(value):
