@@ -238,10 +238,9 @@ def _has_backward(inputs: Sequence[Any]) -> bool:
 def _worth_keeping(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
 ) -> Sequence[str]:
-    """Names of parameters that forward should keep unsharded for backward, as far as this rank
-    knows.
+    """Names of the parameters that forward should keep unsharded for backward.
 
-    `gm` is used up.
+    Predicted by this rank alone. `gm` is used up.
     """
     drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:

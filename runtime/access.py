@@ -93,8 +93,7 @@ def as_sharded() -> Iterator[None]:
 
 
 def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """List the parameters of `module` and below by name, each once, as optimizers train them:
-    sharded."""
+    """List the names and parameters of `module` and below, each once, as optimizers train them."""
     with as_sharded():
         return list(module.named_parameters())
 
@@ -145,8 +144,7 @@ def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]
 
 def _make_apply(original: type) -> Callable[..., nn.Module]:
     def apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Convert `module`, as `to()` and `double()` do, and follow its dtype before forward is
-        traced.
+        """Convert `module`, as `to()` does, and follow its dtype before a forward is traced.
 
         A forward may convert a module to the dtype that it has. Parameters are left alone then:
         torch would put new tensors into those that autograd knows already.
@@ -220,8 +218,10 @@ def _make_property(name: str) -> property:
 
 
 def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
-    """Gather a parameter under torch.compile, by a marker, where tensor parallelism or eval mode
-    matter."""
+    """Give the marker, under torch.compile, of a parameter for which there is more to ask.
+
+    That is one with tensor parallelism, or whose dtype follows eval mode.
+    """
     in_full = sharded.follows_mode and sharded.unit.asks_for_full_precision
     members, group, keep, reduce = sharded.asked_in_full if in_full else sharded.asked
     whole = torch.ops.autoshard.unshard(param.to_local(), members, group, keep, -1, reduce=reduce)
@@ -438,8 +438,7 @@ def _read_flat_weights(rnn: Any) -> list[Any]:
 
 
 def _ignore_flat_weights(rnn: Any, value: list[Any]) -> None:
-    """Ignore what `nn.RNNBase` assigns to its cache when parameters change; ours is made on
-    reading."""
+    """Ignore what `nn.RNNBase` assigns to its cache of parameters; ours is made on reading."""
 
 
 def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:

@@ -146,8 +146,7 @@ def _modules_in_scope() -> list[nn.Module]:
 
 
 def modules_named_by(function: Any) -> list[nn.Module]:
-    """Modules that `function` can name: in its globals, closure and defaults, and what it is
-    bound to."""
+    """Modules that `function` can name, by its globals, closure and defaults, or is bound to."""
     code = getattr(function, "__code__", None)
     outer = getattr(function, "__globals__", {})
     named = [outer.get(name) for name in code.co_names] if code is not None else []
@@ -173,8 +172,7 @@ def _closure(value: Any) -> Iterable[Any]:
 
 
 class _StaleParameter(nn.Parameter):
-    """Parameter from before sharding, which the model no longer computes with: any use of it
-    raises."""
+    """Parameter from before sharding, which the model no longer reads: any use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

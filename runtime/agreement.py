@@ -74,8 +74,7 @@ class _Sessions:
         self._told = False
 
     def _tell_of_collective(self, store: Any) -> None:
-        """Note in `store` which collective this rank's thread waits for, if it has done so for
-        long.
+        """Note in `store` which collective this rank's thread has waited for, if for long.
 
         Other ranks may wait here, in vain, for a rank that waits there.
         """
@@ -105,8 +104,10 @@ class _Local(threading.local):
         return number
 
     def sessions_of(self, mesh: DeviceMesh) -> _Sessions:
-        """Return the sessions over the default store, which is to answer within the timeout of
-        `mesh`."""
+        """Return the sessions over the default store.
+
+        The store is to answer within the timeout of the group of `mesh`.
+        """
         store = _torch.default_store()
         if store not in self.sessions:
             self.sessions[store] = _Sessions(store)
@@ -183,8 +184,7 @@ def agree(frame: str, outcome: Outcome, mesh: DeviceMesh, agreed: Agreed) -> str
 
 
 def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
-    """Raise RuntimeError, with the first difference, unless all ranks of `mesh` have the same
-    `lines`.
+    """Raise RuntimeError, with the first difference, unless all of `mesh` have the same `lines`.
 
     topic: tells the comparison from others, the same on every rank.
     what: the same in words, "the model to shard".
@@ -269,8 +269,10 @@ class Order:
     """Those of `_known` that may be running again, and where in them."""
 
     def take(self, event: str) -> None:
-        """Note that `event` is about to be launched. Raises RuntimeError if other ranks launch
-        another."""
+        """Note that `event` is about to be launched.
+
+        Raises RuntimeError if other ranks launch another.
+        """
         self._check(event)
         self._taken.append(event)
 
@@ -321,8 +323,10 @@ class Course(threading.local):
         self._after: dict[tuple[str, str], str] = {}
 
     def take(self, event: str, mesh: DeviceMesh) -> None:
-        """Note that `event` begins. Raises RuntimeError if another one does on other ranks of
-        `mesh`."""
+        """Note that `event` begins.
+
+        Raises RuntimeError if other ranks of `mesh` begin another one.
+        """
         name = _name(mesh)
         before = name, self._last.get(name, "")
         if self._after.get(before) != event:
@@ -331,8 +335,7 @@ class Course(threading.local):
         self._last[name] = event
 
     def meet(self, event: str, mesh: DeviceMesh, *, hint: str) -> None:
-        """Compare `event`, which is rare, with the other ranks of `mesh`, and remember nothing of
-        it.
+        """Compare `event`, which is rare, with other ranks of `mesh`; later comparisons ignore it.
 
         hint: what to do if they come to something else, which raises RuntimeError.
         """
@@ -439,8 +442,10 @@ def _leave_together(store: Store, place: str, ranks: Iterable[int]) -> None:
 def _answers(
     topic: str, answer: str, mesh: DeviceMesh, timeout: timedelta, *, failed: str, hint: str
 ) -> tuple[dict[int, str], str]:
-    """Exchange answers with all ranks of `mesh`; returns them by rank, and their place in the
-    store."""
+    """Exchange answers with all ranks of `mesh`.
+
+    Returns them by rank, and where in the store they are.
+    """
     sessions, rank = _local.sessions_of(mesh), dist.get_rank()
     store = sessions.store
     ranks: list[int] = mesh.mesh.flatten().tolist()
@@ -510,8 +515,10 @@ def _session(
 def _answer_all(
     store: Store, mesh: str, session: str, others: Sequence[int], deadline: float
 ) -> list[int]:
-    """Send the session to `others` until each has confirmed it; returns those that had not in
-    time."""
+    """Send the session to `others` until each has confirmed it.
+
+    Returns those that had not by the deadline.
+    """
     here = f"autoshard/session/{mesh}"
     keys = {other: f"{session}/{mesh}/has/{other}" for other in others}
     answered: dict[int, str] = {}
@@ -575,10 +582,9 @@ def _wait_and_look(
 
 
 def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
-    """Tell whether `other` waits for `rank` at a place to which that one, waiting elsewhere, has
-    not come.
+    """Tell whether `other` waits where `rank`, which waits elsewhere, has not come to.
 
-    That may be another place in the store, or a collective.
+    That may be at another place in the store, or for a collective.
     """
     place = _notice(store, session, other).get("place")
     if place is not None:
@@ -594,8 +600,10 @@ def _what(store: Store, session: str, other: int) -> str:
 
 
 def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
-    """Wait until the ranks `stuck` have given up, too, or for 3 * LOOK_S, while they see our
-    notice."""
+    """Wait until the ranks `stuck` have given up, too, so that they see this one's notice.
+
+    For 3 * LOOK_S at most.
+    """
     deadline = time.monotonic() + 3 * LOOK_S
     while time.monotonic() < deadline:
         if all(_notice(store, session, rank).get("gives_up", True) for rank in stuck):
@@ -604,8 +612,7 @@ def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
 
 
 def _notice(store: Store, session: str, rank: int) -> dict[str, Any]:
-    """Notice of `rank` in the store: what it waits for, and where; {} if it waits at no place
-    there."""
+    """Notice of `rank` in the store: what it waits for, and where; {} if it waits nowhere there."""
     return _read(store, _notice_key(session, rank))
 
 

@@ -429,8 +429,7 @@ def _choose(root: Path, step: int | None) -> tuple[str, int] | None:
 
 
 def _complete(root: Path) -> dict[str, int]:
-    """Names of complete checkpoints, in the order in which they were saved, and their numbers in
-    it.
+    """Names of complete checkpoints, in the order in which they were saved, and their numbers.
 
     Their steps may be in another order: a run may have gone back to an earlier step.
     """
@@ -454,8 +453,7 @@ def _step_of(name: str) -> tuple[int, int]:
 
 
 def _number(path: Path) -> int:
-    """Number of a complete checkpoint in the order of saving, from 1; 0 for one that is not
-    complete."""
+    """Number of a complete checkpoint in the order of saving, from 1; 0 if it is not complete."""
     try:
         manifest = _manifest(path)
         sizes = manifest["files"].items()
@@ -518,8 +516,7 @@ class _Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load `value` as weights only, and hand torch, which would load anything, a new copy of
-        that."""
+        """Load `value` as weights only, and give torch, which would load anything, a copy."""
         checked = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), checked)
         checked.seek(0)
@@ -560,8 +557,7 @@ def _on_first_rank(work: Callable[[], Any], what: str) -> Any:
 
 
 def _on_each_rank(work: Callable[[], Any], what: str) -> Any:
-    """Return the result of `work` here. Raises CheckpointError on all if one of them can't do
-    it."""
+    """Return the result of `work` here. Raises CheckpointError on all ranks if one fails."""
     result, error = _attempt(work)
     errors = [error] * _world()
     if dist.is_initialized():

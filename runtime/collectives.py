@@ -1,12 +1,12 @@
-"""Launch and wait: the only code that issues a collective, and no policy.
+"""Launch and wait: the only code that issues gathers and reduces; others decide which and when.
 
 Both the eager runtime and the compiled graphs move bytes through these
 functions, so their results can only agree.
 
-    gather:  shards -> one send buffer -> all-gather -> copied out to whole parameters
-    grouped: shards -> all-gathers in one call, or messages, but for tiny ones -> whole parameters
-    reduce:  whole gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
-    swap:    of two ranks, each packs for the other only, and adds what comes to its own part
+    gather:  shards -> one send buffer -> all-gather -> copied out to unsharded parameters
+    grouped: shards -> all-gathers in one call, or messages, but for tiny ones -> parameters
+    reduce:  gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
+    swap:    between two ranks: each packs for the other only, and adds what comes to its own part
 
 A bucket of one needs no copies on the way out: the gathered chunks are the padded
 parameter. Copies into a send buffer cast to its dtype. Of the axes (shard, replicate) of
@@ -47,7 +47,7 @@ SHOWN = 4  # names of parameters in a message
 
 @dataclass(frozen=True)
 class Issued:
-    """What an observer sees of one collective: the kind, its members, the group's name.
+    """Description of one collective for observers: its kind, its members, and its group's name.
 
     bucket: its number in a compiled graph, None in an eager step.
     params: of its members, as far as they are known: names, or the addresses of shards.
@@ -65,7 +65,7 @@ class Issued:
         return sum(member.num_bytes for member in self.members)
 
     def __str__(self) -> str:
-        """For people: "the gather of layers.1.up.weight and 2 more (bucket 3)"."""
+        """Describe it in words: "the gather of layers.1.up.weight (bucket 3 of its graph)"."""
         names = [each for each in self.params if isinstance(each, str)] or names_at(self.params)
         shown = ", ".join(names[:SHOWN]) or show_members(self.members[:SHOWN])
         more = max(len(names), len(self.members)) - SHOWN
@@ -76,7 +76,7 @@ class Issued:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched collective, with everything that must outlive it.
+    """Collective that was launched, with everything that must outlive it.
 
     `send` is read by the collective until it is waited for: dropping it sooner
     would let the allocator hand its memory to the next layer.
@@ -98,7 +98,7 @@ class InFlight:
     is_lent: bool = False  # `receive` is somebody's who may use it again
 
     def wait(self) -> InFlight:
-        """On a CPU until it has ended; elsewhere what the device is given next waits for it.
+        """Wait until it has ended: on a CPU the host does, elsewhere what the device is given next.
 
         Returns itself as of then, with nothing to wait for, and without what was sent: gloo
         copies results out at every wait, so that a second one would undo what was written to
@@ -111,9 +111,10 @@ class InFlight:
 
 @dataclass(frozen=True)
 class GroupedFlight:
-    """A launched gather of members that share a call and no memory. As an `InFlight`, but `send`
-    and `receive` have a tensor a member; the former is empty once it has been waited for.
+    """Gather that was launched, of members that share a call and no memory.
 
+    It is like an `InFlight`, but `send` and `receive` have a tensor a member; `send` is empty once
+    it has been waited for.
     together: the numbers of members that are too small for that, and share the last tensor.
     """
 
@@ -132,7 +133,7 @@ class GroupedFlight:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A collective that a thread waits for: the how many-th of its group, and since when."""
+    """Collective that a thread waits for: its number in its group, and since when."""
 
     issued: Issued
     number: int
@@ -146,7 +147,7 @@ _launched: Counter[tuple[int, str]] = Counter()
 
 
 def num_launched(group: str) -> int:
-    """How many collectives this rank has launched over the group of that name."""
+    """Number of collectives that this rank has launched over the group of that name."""
     return _launched[dist.get_rank(), group]
 
 
@@ -170,7 +171,7 @@ def wait_for(works: list[Work], issued: Issued, number: int) -> None:
 
 @contextlib.contextmanager
 def _explained(issued: Issued) -> Iterator[None]:
-    """Say which collective it is that fails inside."""
+    """Name the collective in a RuntimeError that is raised in this context."""
     try:
         yield
     except torch.OutOfMemoryError:  # of this rank's own
@@ -216,7 +217,7 @@ def launch_gather(
     shards: one a member, (local rows, *rest).
     copies: whether they are copied in any case, as what may be written to meanwhile has to be.
     bucket: see `Issued`.
-    comm: the unit's own, if it has one; what it is to send is a part of what it receives.
+    comm: the unit's own communication, if it has some; it sends a part of what it receives.
     """
     process_group = _torch.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
@@ -245,7 +246,7 @@ def launch_grouped_gather(
     copies: bool = False,
     bucket: int | None = None,
 ) -> GroupedFlight:
-    """As `launch_gather`, but what is sent is the shards, and what is received the parameters.
+    """Start gathering `members` as `launch_gather` does, but straight from shards to parameters.
 
     Copied is only what can't be sent as it is: a shard of another dtype, or of fewer rows than
     others have; and what is `too_small`.
@@ -273,7 +274,10 @@ def launch_grouped_gather(
 
 
 def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
-    """Whole parameters, each contiguous in a storage of its own, (rows, *rest)."""
+    """Return the gathered parameters, unsharded, each contiguous in a storage of its own.
+
+    Waits for them first. Their size is (rows, *rest).
+    """
     members, world = flight.issued.members, flight.world
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
         flight.wait()
@@ -288,7 +292,7 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
 
 
 def _in_order(flight: GroupedFlight) -> list[Tensor]:
-    """What was gathered of each member."""
+    """Return what was gathered of each member, in the order of members; `receive` is emptied."""
     if not flight.together:
         return flight.receive
     members = tuple(flight.issued.members[number] for number in flight.together)
@@ -301,7 +305,7 @@ def _in_order(flight: GroupedFlight) -> list[Tensor]:
 
 
 def _parted(receive: Tensor, members: Sequence[Member], world: int) -> list[Tensor]:
-    """Of `members`, which share `receive`, what was gathered: the pieces of all ranks in turn."""
+    """Split `receive`, which `members` share, by member: the pieces of all ranks in turn."""
     if len(members) == 1:
         return [receive]
     lengths = [member.chunk_numel(world) for member in members]
@@ -316,7 +320,10 @@ def _parted(receive: Tensor, members: Sequence[Member], world: int) -> list[Tens
 
 
 def _whole(padded: Tensor, member: Member, world: int) -> Tensor:
-    """`padded`, the pieces of all ranks in turn, as the parameter; a view if it is cut on dim 0."""
+    """Return the unsharded parameter from `padded`, the pieces of all ranks in turn.
+
+    It is a view if it is cut on dim 0.
+    """
     if member.dim == 0:
         return padded[: member.rows * member.row_numel].view(member.size)
     pieces = padded.view(world, *member.local_size(world, 0))
@@ -325,16 +332,16 @@ def _whole(padded: Tensor, member: Member, world: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Division:
-    """What gradients are divided by to give their mean: `before` they are summed, and `after`."""
+    """Divisors of gradients that give their mean: `before` they are summed, and `after`."""
 
     before: float
     after: float
 
 
 def division(total: float) -> Division:
-    """`total`, in two steps: first by a power of two near its root, then by the rest.
+    """Split the divisor `total` in two: first a power of two near its root, then the rest.
 
-    Undivided, a sum of float16 over many ranks overflows; divided whole beforehand, small
+    Undivided, a sum of float16 over many ranks overflows; divided by all of it beforehand, small
     gradients underflow. Powers of two divide exactly. Source: the factors of PyTorch's FSDP
     (pull request 106034): 2 -> 2, 1; 3 -> 2, 1.5; 4 -> 2, 2; 8 -> 4, 2; 16 -> 4, 4.
     """
@@ -358,13 +365,14 @@ def pack_grads(
 ) -> InFlight:
     """Copy `grads` to where `launch_reduce` sends them from.
 
-    grads: one a member, whole; the list is emptied, so that they are freed once they are copied.
-    group: "" if parameters are not cut: then nothing is sent, and the part is all of it.
+    grads: one a member, unsharded; the list is emptied, so that they are freed once they are
+        copied.
+    group: "" if parameters are not cut: then nothing is sent, and this rank's part is all of it.
     divisor: what they are divided by beforehand.
     is_last: whether sums go to `split_reduced` next, without an all-reduce.
     bucket, names: of parameters; see `Issued`.
     flags: see `InFlight`.
-    comm: the unit's own, if it has one, with which `launch_reduce` is to send.
+    comm: the unit's own communication, if it has some, with which `launch_reduce` is to send.
     """
     world, rank, swaps = 1, 0, False
     if group:
@@ -384,7 +392,7 @@ def pack_grads(
 
 
 def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
-    """Start summing what `packed` is to send over its group, each rank to keep its own part."""
+    """Start summing the gradients in `packed` over its group; each rank is to keep its own part."""
     issued, send = packed.issued, packed.send
     if packed.world == 1:
         return packed
@@ -402,7 +410,7 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
 
 
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
-    """Start summing what `reduced`, which has been waited for, left here, over `group`."""
+    """Start summing, over `group`, this rank's part of `reduced`, which has been waited for."""
     issued = replace(reduced.issued, kind="all_reduce", group=group)
     process_group = _torch.resolve_group(group)
     with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
@@ -417,7 +425,7 @@ def run_hook(
     axes: Axes,
     comm_hook: tuple[Any, Callable[..., Any]],
 ) -> InFlight:
-    """Have the user's hook sum and divide `grads`; see `Reducer`. It has been waited for.
+    """Have the user's hook sum and divide `grads`; see `Reducer`. Nothing is left to wait for.
 
     grads: as for `pack_grads`.
     """
@@ -435,10 +443,10 @@ def run_hook(
 
 
 def split_reduced(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
-    """This rank's part of the summed gradients, divided, each in a storage of its own.
+    """Return this rank's parts of the summed gradients, divided, each in a storage of its own.
 
     flight: has been waited for, so that what it sent is freed.
-    In the dtype in which they are summed, but for a member with a `shard_dtype`.
+    They have the dtype in which they are summed, but for a member with a `shard_dtype`.
     """
     members, world, rank = flight.issued.members, flight.world, flight.rank
     with record_function(f"autoshard::split_reduced {flight.issued.group}"), torch.no_grad():
@@ -458,7 +466,7 @@ def split_reduced(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
 
 
 def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: int) -> list[Tensor]:
-    """This rank's parts of `members`, without padding, as views of `flat`."""
+    """Split `flat` into the parts of `members` on `rank`, without padding, as views."""
     pieces = flat.split([member.chunk_numel(world) for member in members])
     return [
         piece[: member.local_rows(world, rank) * member.row_numel].view(
@@ -477,8 +485,11 @@ def _pack_shards(
     copies: bool,
     comm: Comm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What is sent, whole chunks, and where to receive: the former is this rank's part of the
-    latter, or the shard itself where that is one chunk of the right dtype."""
+    """Pack what is sent, as full chunks, and make room to receive: (send, receive), both 1D.
+
+    `send` is this rank's part of `receive`, or the shard itself if that is one chunk of the right
+    dtype, and `copies` does not forbid it.
+    """
     first, dtype = shards[0], members[0].dtype
     lengths = [member.chunk_numel(world) for member in members]
     receive = comms.buffer(comm, world * sum(lengths), first, dtype)
@@ -498,7 +509,7 @@ def _send_buffer(
     divisor: float,
     comm: Comm | None = None,
 ) -> Tensor:
-    """Rank-major: for each rank, its chunk of every member in turn, divided."""
+    """Pack gradients, divided, rank by rank: for each rank, its chunk of every member in turn."""
     lengths = [member.chunk_numel(world) for member in members]
     send = comms.buffer(comm, world * sum(lengths), grads[0], members[0].dtype)
     send = send.view(world, sum(lengths))
@@ -525,7 +536,7 @@ def _send_buffer(
 def _chunk(
     grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
 ) -> Tensor:
-    """What `_send_buffer` has for `rank`; padding is left as it was, as nobody reads it."""
+    """Pack the part of `_send_buffer` for `rank`; nothing reads the padding, left as it was."""
     lengths = [member.chunk_numel(world) for member in members]
     send = grads[0].new_empty(sum(lengths), dtype=members[0].dtype)
     for to, grad, member in zip(send.split(lengths), grads, members, strict=True):
@@ -537,7 +548,7 @@ def _chunk(
 def _own_parts(
     grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
 ) -> list[Tensor]:
-    """This rank's rows of all of them, divided, each in a storage of its own."""
+    """Copy the rows of `rank` of all gradients, divided, each to a storage of its own."""
     parts = []
     for grad, member in zip(grads, members, strict=True):
         size = member.local_size(world, rank)
@@ -556,7 +567,7 @@ def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
 
 
 def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:
-    """What `begin` gives, which observers are told of before."""
+    """Return the result of `begin`; observers are told of the collective before."""
     for launched, _ in _observers:
         launched(issued)
     _launched[dist.get_rank(), issued.group] += 1
@@ -568,13 +579,13 @@ def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begu
 
 @functools.cache
 def _is_recorded() -> bool:
-    """Whether torch's Flight Recorder may be on: where there is NCCL, it is unless it is told."""
+    """Tell whether torch's Flight Recorder may be on: with NCCL it is unless it is switched off."""
     size = os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"))
     return dist.is_nccl_available() if size is None else size != "0"
 
 
 def _caller(name: str, begin: Callable[..., Begun]) -> Callable[..., Begun]:
-    """A function of that name that calls `begin`.
+    """Make a function of that name that calls `begin`.
 
     The Flight Recorder keeps with each collective the names of the functions that called it.
     """

@@ -1,4 +1,4 @@
-"""Communication of one unit that is not ours: the user's, or ours in memory that a backend gives.
+"""Communication of a unit's own: the user's, or torch's in memory that a backend gives.
 
 The protocol is that of FSDP2's `AllGather` and `ReduceScatter`, of `torch/distributed/fsdp/
 _fully_shard/_fsdp_api.py`: `allocate(size, dtype=, device=)` gives a buffer, and a call sends.
@@ -18,18 +18,18 @@ from autoshard.runtime.transport import Work
 
 
 class Comm(Protocol):
-    """What FSDP2 calls an `AllGather`, or a `ReduceScatter`."""
+    """Protocol of FSDP2's `AllGather` and `ReduceScatter`."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes output_tensor, input_tensor, group, a reduce-scatter op, and async_op."""
+        """Begin it: takes output_tensor, input_tensor, group, a reduce-scatter op, and async_op."""
 
 
 class Done:
-    """Work that was done when it was begun."""
+    """Work that was over when it was begun."""
 
     def wait(self) -> None:
         return
@@ -45,14 +45,14 @@ def check_comm(comm: object, what: str) -> None:
 
 
 def buffer(comm: Comm | None, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A 1D tensor to send from or receive into, of `comm` if there is one."""
+    """Make a 1D tensor to send from or receive into, by `comm` if there is one."""
     if comm is None:
         return like.new_empty(numel, dtype=dtype)
     return comm.allocate((numel,), dtype=dtype, device=like.device)
 
 
 def gather(comm: Comm, receive: Sequence[Tensor], send: Sequence[Tensor], group: Any) -> list[Work]:
-    """As `transport.gather`, of one tensor."""
+    """Begin to gather one tensor by `comm`, as `transport.gather` does."""
     begun: Work | None = comm(
         output_tensor=receive[0], input_tensor=send[0], group=group, async_op=True
     )
@@ -60,7 +60,7 @@ def gather(comm: Comm, receive: Sequence[Tensor], send: Sequence[Tensor], group:
 
 
 def reduce(comm: Comm, receive: Tensor, send: Tensor, group: Any) -> Work:
-    """As `transport.reduce`."""
+    """Begin a reduce-scatter by `comm`, as `transport.reduce` does."""
     begun: Work | None = comm(
         output_tensor=receive,
         input_tensor=send,
@@ -72,7 +72,10 @@ def reduce(comm: Comm, receive: Tensor, send: Tensor, group: Any) -> Work:
 
 
 class FromAllocator:
-    """torch's collectives, in buffers that `allocate` gives: numel, dtype, device."""
+    """Base of torch's collectives in buffers that `allocate(numel, dtype, device)` gives.
+
+    prepare: called with each buffer, and the group, before it is used.
+    """
 
     def __init__(
         self,
@@ -82,13 +85,13 @@ class FromAllocator:
         self._allocate, self._prepare = allocate, prepare
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of `size`, 1D."""
+        """Make a buffer of `size`, 1D."""
         (numel,) = size
         return self._allocate(numel, dtype, device)
 
 
 class AllGatherIn(FromAllocator):
-    """An all-gather in such buffers."""
+    """All-gather of torch's in buffers of an allocator's."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -99,7 +102,7 @@ class AllGatherIn(FromAllocator):
 
 
 class ReduceScatterIn(FromAllocator):
-    """A reduce-scatter in such buffers."""
+    """Reduce-scatter of torch's in buffers of an allocator's."""
 
     def __call__(
         self,

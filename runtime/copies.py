@@ -20,20 +20,20 @@ from autoshard.runtime.streams import copy_stream
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies that were begun. `sources` outlive them."""
+    """Copies that were begun; `sources` are kept until they are over."""
 
     results: list[Tensor]
     sources: list[Tensor]
     done: Any = None  # an event; None: they are there
 
     def wait_on_device(self) -> list[Tensor]:
-        """What compute is given next waits for them; the host doesn't."""
+        """Have later work of the device wait for the copies, not the host; returns the results."""
         if self.done is not None:
             self.done.wait()
         return self.results
 
     def wait_on_host(self) -> list[Tensor]:
-        """The host waits: it reads them next."""
+        """Have the host wait for the copies, which it reads next; returns the results."""
         if self.done is not None:
             self.done.synchronize()
         return self.results

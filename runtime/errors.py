@@ -1,4 +1,4 @@
-"""Errors for misuse of what FSDP2 offers, too, of both kinds: ours, and the one that it raises.
+"""Errors for misuse that FSDP2 refuses, too, each of two types: ours, and the one that it raises.
 
 Each is a ValueError or a TypeError, as its message says what was wrong with a value, and also the
 AssertionError or NotImplementedError that code written for FSDP2 may expect.
@@ -6,12 +6,12 @@ AssertionError or NotImplementedError that code written for FSDP2 may expect.
 
 
 class UsageError(ValueError, AssertionError):
-    """Something has a wrong value, or was done at a wrong time."""
+    """Error for a wrong value, or for what is done at a wrong time."""
 
 
 class UsageTypeError(TypeError, AssertionError):
-    """Something has a wrong type."""
+    """Error for a wrong type."""
 
 
 class UnsupportedError(ValueError, NotImplementedError):
-    """A value that could be meant, and is not supported."""
+    """Error for a value that is meaningful, but not supported."""

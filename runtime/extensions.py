@@ -1,4 +1,4 @@
-"""All-gather extensions: shards that say themselves what is gathered for them.
+"""All-gather extensions: shards with methods that say what is gathered for them.
 
     shard --fsdp_pre_all_gather--> inputs --gathers--> outputs --fsdp_post_all_gather--> whole
 
@@ -30,7 +30,7 @@ _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends of one extended parameter.
+    """Tensors that a rank sends for one extended parameter.
 
     inputs: the same sizes and dtypes on every rank.
     metadata: the subclass's own, handed back to it.
@@ -40,18 +40,21 @@ class Sent:
     metadata: Any
 
     def pieces(self, world: int) -> list[tuple[Member, Tensor]]:
-        """For each input what is gathered, those of all ranks one after another, and itself."""
+        """Pair each input, as it is sent, with the `Member` to gather it as.
+
+        That holds the inputs of all ranks one after another.
+        """
         tensors = [_on_the_wire(each) for each in self.inputs]
         return [(Member(x.dtype, (world * x.shape[0], *x.shape[1:])), x) for x in tensors]
 
 
 def has_methods(shard: Tensor) -> bool:
-    """Whether `shard` may say what is gathered for it."""
+    """Tell whether `shard` has a method of an all-gather extension."""
     return hasattr(shard, _BEFORE) or hasattr(shard, _AFTER)
 
 
 def is_extended(name: str, shard: Tensor) -> bool:
-    """Whether `shard`, of the parameter `name`, has both methods.
+    """Tell whether `shard`, of the parameter `name`, has both methods of an all-gather extension.
 
     Raises TypeError if it has one of them.
     """
@@ -65,9 +68,9 @@ def is_extended(name: str, shard: Tensor) -> bool:
 
 
 def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
-    """Ask `shard`, on the device, what to send for it.
+    """Ask `shard`, on the device, what to send for it, by its `fsdp_pre_all_gather`.
 
-    Raises TypeError if its method takes other than 1 or 5 arguments or returns no tensors,
+    Raises TypeError if that method takes other than 1 or 5 arguments or returns no tensors,
     ValueError if what it returns has not the rows of a shard where shards are uneven, and
     NotImplementedError if it is to be cut over fewer ranks after forward.
     """
@@ -101,9 +104,10 @@ def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
 def after_gather(
     param: ShardedParam, sent: Sent, gathered: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The whole parameter, of its true size, and the tensors whose memory it occupies.
+    """Make the unsharded parameter of what was gathered, by the shard's `fsdp_post_all_gather`.
 
     dtype: in which it is to be computed with.
+    Returns it, of its true size, and the tensors whose memory it occupies.
     """
     outputs = tuple(
         each.view(source.dtype).view(-1, *source.shape[1:])
@@ -117,7 +121,10 @@ def after_gather(
 
 
 def _padded(param: ShardedParam, sent: Tensor) -> Tensor:
-    """`sent`, with as many rows as every other rank sends; as for shards, if they are uneven."""
+    """Pad `sent` to as many rows as every other rank sends, if shards are uneven.
+
+    Raises ValueError if it has neither the rows of this rank's shard nor so many.
+    """
     world, rank = param.axes.shard_world, param.axes.shard_rank
     expected = param.member.chunk_rows(world)
     if param.member.rows == expected * world or not sent.dim():
@@ -134,6 +141,6 @@ def _padded(param: ShardedParam, sent: Tensor) -> Tensor:
 
 
 def _on_the_wire(tensor: Tensor) -> Tensor:
-    """As bytes if elements are single ones: not every backend sends every such dtype."""
+    """View a tensor of elements of one byte as bytes: not every backend sends every such dtype."""
     tensor = tensor.detach().contiguous().reshape(tensor.shape or (1,))
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,11 +1,11 @@
-"""What torch.compile(..., backend="autoshard") gives back, and its first call.
+"""First call of what `torch.compile(..., backend="autoshard")` returns: it shards the module.
 
 The backend itself is only called if Dynamo captures a graph, and then in the middle of
 a forward. A model that Dynamo captures nothing of (a recurrent network, say) would run
-unsharded, each rank for itself, and say nothing. So a compiled module is sharded when
+unsharded, each rank for itself, without a message. So a compiled module is sharded when
 it is first called, before its forward begins; graphs come after that. Of a compiled
-function the modules are those in its graphs: the others that it can name, if an optimizer
-steps them unsharded, are an error then, as are compiled modules that were never called.
+function the modules in its graphs are sharded. Others that it can name are an error if an
+optimizer steps them unsharded, as are compiled modules that were never called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ num_graphs = 0  # compiled so far, of those that read sharded parameters
 
 
 def watch_first_calls(read_options: ReadOptions) -> None:
-    """Have modules compiled with autoshard from now on sharded at their first call."""
+    """Have modules that are compiled with autoshard from now on sharded at their first call.
+
+    read_options: makes arguments of `shard()` of the backend's options.
+    """
 
     def wrap(fn: Any, compiled: Any, options: dict[str, Any]) -> Any:
         arguments = read_options(options)
@@ -98,8 +101,10 @@ _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
 def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Give `module`, which is to be sharded at its first call, the methods of `ShardedModule`
-    now: whichever is called first shards it."""
+    """Give `module`, to be sharded at its first call, the methods of `ShardedModule` now.
+
+    The first call, of the module or of such a method, shards it.
+    """
     if access.PARAMS in module.__dict__ or unit_of(module) is not None:
         return  # it is sharded, or a part of what is
     _arguments[module] = arguments
@@ -137,7 +142,10 @@ def _sharding_method(name: str) -> Callable[..., Any]:
 
 
 def _reduce_as_original(module: nn.Module, protocol: Any) -> Any:
-    """Copies and pickles are of the class that the user wrote: they are not sharded at a call."""
+    """Reduce `module` to the class that the user wrote, for copies and pickles.
+
+    They are not sharded at a call.
+    """
     original: Any = access.original_class(module)
     _, _, *rest = original.__reduce_ex__(module, protocol)
     return (_empty, (original,), *rest)

@@ -1,7 +1,7 @@
-"""From the graph that Dynamo hands to a backend to one over plain local shards, and back.
+"""Frames: Dynamo's graphs over DTensor parameters, rewritten to graphs over plain local shards.
 
 Dynamo's graph takes DTensor parameters and turns each into its local tensor where it
-is read. Here the parameters that are only read so become local tensors at the door:
+is read. Parameters that are only read so become local tensors at the graph's inputs:
 
     Dynamo's graph:  f(x, W: DTensor)      w = W.to_local(); w' = unshard(w, ..., -1)
     ours:            f(x, w: Tensor)       w' = unshard(w, ..., 0)
@@ -54,13 +54,13 @@ _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
 
 @dataclass
 class Frame:
-    """One captured graph, ready for AOTAutograd.
+    """Captured graph, ready for AOTAutograd.
 
     gm:      takes local shards where Dynamo's graph took DTensor parameters.
     inputs:  example inputs for it, fake where they are shards.
     params:  the table: what a marker's last argument indexes.
-    positions: of the inputs that they are.
-    stays:   numbers of those that are kept whole: inputs too.
+    positions: of `params` among the inputs.
+    stays:   numbers of those that are kept unsharded, which are more inputs of the graph.
     local:   input position -> the parameter whose shard goes there.
     """
 
@@ -72,7 +72,7 @@ class Frame:
     local: dict[int, ShardedParam] = field(default_factory=dict)
 
     def table(self) -> tuple[ParamInfo, ...]:
-        """What passes may know of the parameters."""
+        """Facts about the parameters for the passes, one entry a parameter."""
         return tuple(
             ParamInfo(
                 param.name,
@@ -88,8 +88,10 @@ class Frame:
 
     @contextlib.contextmanager
     def with_more_inputs(self) -> Iterator[None]:
-        """Inside, graph and inputs have two kinds of inputs more that no variable of the user's is
-        behind: whole parameters that are kept, and the table of parameters; see `tables.py`."""
+        """Add inputs to the graph in this context: parameters kept unsharded, and the table of all.
+
+        No variable of the user's is behind them. For the table of parameters see `tables.py`.
+        """
         if not self.params:
             yield
             return
@@ -110,7 +112,7 @@ class Frame:
                 self.inputs = before
 
     def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`compiled`, over local shards, with the signature of Dynamo's graph.
+        """Wrap `compiled`, over local shards, in a function with the signature of Dynamo's graph.
 
         name: of the graph and its collectives, the same on every rank.
         """
@@ -151,8 +153,11 @@ class Frame:
 
 
 def _watch_backward(results: Any, table: Table) -> None:
-    """When the backward of `results` begins, look at what gradients they have: `table` is told of
-    those that have none, and one that is a DTensor is an error, if no result is one."""
+    """Look at the gradients of `results` when their backward begins.
+
+    `table` is told of results without one. A gradient that is a DTensor is a RuntimeError, unless
+    one of the results is a DTensor.
+    """
     node = _torch.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
         return
@@ -175,10 +180,10 @@ def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
 
 
 def follow_replaced(example_inputs: Sequence[Any]) -> bool:
-    """Whether parameters among the inputs replaced sharded ones, or were converted, which is now
-    known.
+    """Tell whether parameters among the inputs were replaced or converted, and follow that.
 
-    The graph was traced with what stood there before, ties undone or of another dtype: trace it
+    The graph was then traced with what stood there before, ties undone or of another dtype: trace
+        it
     again.
     """
     changed = False
@@ -193,7 +198,7 @@ def follow_replaced(example_inputs: Sequence[Any]) -> bool:
 
 
 def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
-    """Rewrite Dynamo's `gm` in place.
+    """Rewrite Dynamo's `gm` in place, to take local shards.
 
     Parameters that the graph uses as DTensors (in a user's own DTensor code) stay so.
     """
@@ -220,7 +225,7 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
 
 
 def _only_read_locally(node: fx.Node) -> bool:
-    """Whether `node`, a DTensor, is only asked for its local tensor, here or in a subgraph."""
+    """Tell whether `node`, a DTensor, is only asked for its local tensor, here or in a subgraph."""
     if not node.users:
         return False
     for user in node.users:
@@ -233,7 +238,7 @@ def _only_read_locally(node: fx.Node) -> bool:
 
 
 def _localize(node: fx.Node, *, as_stand_in: bool) -> Any:
-    """Make `node` the local tensor itself, or what stands for it; returns an example of it."""
+    """Make `node` the local tensor itself, or its stand-in; returns an example of it."""
     fake = node.meta["example_value"]
     with torch.no_grad():
         local = local_tensor(fake).detach()
@@ -252,7 +257,7 @@ def _localize(node: fx.Node, *, as_stand_in: bool) -> Any:
 
 
 def _example_of_stand_in(shard: Tensor) -> Tensor:
-    """`shard`: fake, maybe a subclass whose parts are."""
+    """Make a fake stand-in for `shard`, which is fake, or a subclass with fake parts."""
     part: Any = shard
     while not isinstance(part, FakeTensor):
         part = getattr(part, part.__tensor_flatten__()[0][0])
@@ -268,7 +273,10 @@ def _number_markers(
     numbers: dict[ShardedParam, int],
     staying: set[int],
 ) -> None:
-    """Give each marker its parameter's number; `staying` gets those that are kept whole."""
+    """Give each marker its parameter's number, and add those that are kept unsharded to `staying`.
+
+    Raises ValueError for a marker of something else than a parameter.
+    """
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _UNSHARD:
             shard = node.args[0]
@@ -297,7 +305,7 @@ def _number_markers(
 
 
 def _spell_out(marker: fx.Node, param: ShardedParam, number: int) -> None:
-    """Replace `marker`, of an extended parameter, by what asks its shard what to gather."""
+    """Replace `marker`, of an extended parameter, by a call that asks its shard what to gather."""
     gather = graph_extensions.spell_out(
         param,
         members_of(marker),
@@ -314,7 +322,7 @@ def _spell_out(marker: fx.Node, param: ShardedParam, number: int) -> None:
 
 
 def _check_uses(marker: fx.Node, param: ShardedParam) -> None:
-    """Raise ValueError for what a marker, which makes a copy, can't do as a parameter would."""
+    """Raise ValueError for uses of a parameter that a marker's gathered copy doesn't allow."""
     whole = marker.meta["example_value"]
     if whole._version:
         raise ValueError(
@@ -354,7 +362,7 @@ def _subgraphs(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def _operands(node: fx.Node, subgraph: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    """(input of `subgraph`, what `node` passes for it), where that is a node.
+    """Pairs of an input of `subgraph`, and the node that `node` passes for it.
 
     The operands of a higher-order op are its last arguments, one a subgraph's input. None is
     known of a subgraph that takes more than that: the backward of an autograd.Function.
@@ -371,7 +379,7 @@ def _operands(node: fx.Node, subgraph: fx.GraphModule) -> list[tuple[fx.Node, fx
 
 
 def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """The inputs of `user`'s subgraphs that stand for `node`; empty if it has none."""
+    """Inputs of `user`'s subgraphs that stand for `node`; none if it has no subgraphs."""
     return [
         placeholder
         for subgraph in _subgraphs(user)
@@ -387,7 +395,10 @@ def _example_of_whole(param: ShardedParam) -> Tensor:
 
 
 def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
-    """These parameters, whole: there already, or gathered now, to stay if their units say so."""
+    """Return `params` unsharded: those that are kept, and others gathered now.
+
+    The latter stay if their units are configured so.
+    """
     units = list(dict.fromkeys(param.unit for param in params))
     for unit in units:
         unit.note_mode()
@@ -407,7 +418,7 @@ def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
 
 
 def _let_go(unit: Unit) -> None:
-    """Only the step that runs now needs what was kept of `unit`."""
+    """Drop the unsharded parameters kept for `unit`: only the step that runs now needs them."""
     unit.kept = None
     unit.describe()
 
@@ -419,9 +430,9 @@ def _resolved(param: Tensor) -> ShardedParam:
 
 
 def _input_for(param: Tensor, is_extended: bool) -> Tensor:
-    """What a graph gets for `param`: its shard, or what stands for one that is asked.
+    """Return what a graph takes for `param`: its shard, or the stand-in of an extended one.
 
-    Raises RuntimeError if that is another than when it was compiled.
+    Raises RuntimeError if it is extended, and was not when the graph was compiled, or the reverse.
     """
     shard = local_tensor(param)
     if has_methods(shard) != is_extended:
@@ -443,7 +454,7 @@ def _shards(
 
 
 def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
-    """In which `.grad` is to stay, if that is not the parameter's: the one it is reduced in."""
+    """Dtype of the reduce, in which `.grad` is to stay; None if it gets the parameter's own."""
     unit = sharded.unit
     if not unit.mp.keep_low_precision_grads:
         return None
@@ -453,7 +464,7 @@ def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
 
 
 class _LocalShards(torch.autograd.Function):
-    """All parameters' local tensors at once; their gradients become DTensors on the way back."""
+    """Local tensors of all parameters at once; their gradients become DTensors on the way back."""
 
     @staticmethod
     def forward(

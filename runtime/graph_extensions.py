@@ -1,8 +1,8 @@
-"""All-gather extensions in compiled graphs: what a shard asks for, written down for one graph.
+"""All-gather extensions in compiled graphs: the requests of a shard, written down for one graph.
 
     pieces = before_gather(shard, ...)       the user's method, at run time, found by the table
-    whole pieces = unshard(piece), ...       markers, as of any parameter
-    whole = ...                              the user's other method, traced: ops of the graph
+    gathered = unshard(piece), ...           markers, as of any parameter
+    unsharded = ...                          the user's other method, traced: ops of the graph
 
 The graph gets a stand-in for the shard, of its size, in the memory of one element: the first
 method may do what can't be traced. The second is traced once, for one parameter: graphs with
@@ -32,12 +32,12 @@ _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.S
 
 
 def stand_in(shard: Tensor) -> Tensor:
-    """What the graph gets for `shard`."""
+    """Make a tensor that the graph gets in place of `shard`."""
     return torch.zeros((), dtype=shard.dtype, device=shard.device).expand(shard.shape)
 
 
 def answer(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
-    """What the shard of `owner` asks for at run time: see `Request.pieces`.
+    """Return what the shard of `owner` asks to have gathered at run time: see `Request.pieces`.
 
     Raises RuntimeError if it is not what it asked for when the graph was compiled.
     """
@@ -53,7 +53,7 @@ def answer(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
 
 
 class Request:
-    """What a shard asks to have gathered for it, without the values.
+    """Request of a shard: what is to be gathered for it, without the values.
 
     pieces:   dtypes and sizes of what goes on the wire, then of tensors in the metadata.
     metadata: as text, with what there is in it beside tensors; and simple attributes of the shard.
@@ -80,8 +80,9 @@ class Request:
         self.metadata = f"{told} {simple}" if simple else told
 
     def sent(self, tensors: list[Tensor]) -> Sent:
-        """What was asked for, with the last of `tensors`, those of `pieces`, in the metadata;
-        what goes on the wire is on the meta device.
+        """Rebuild what was asked for, with tensors in the metadata, and inputs on the meta device.
+
+        tensors: those of `pieces`, of which the last are in the metadata.
         """
         beside = iter(tensors[len(self._inputs) :])
         leaves = [
@@ -93,7 +94,7 @@ class Request:
 
 
 class _Tensor:
-    """Stands in metadata for a tensor."""
+    """Placeholder for a tensor in metadata."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
@@ -134,8 +135,9 @@ def ask(owner: ShardedParam) -> tuple[Request, list[Tensor]]:
 def spell_out(
     owner: ShardedParam, members: str, group: str, keep: bool, number: int, reduce: str
 ) -> Callable[[Tensor], Tensor]:
-    """What a graph calls in place of an `unshard` marker with these arguments, for `owner`.
+    """Make the function that a graph calls for `owner` in place of an `unshard` marker.
 
+    The arguments are the marker's.
     Raises ValueError if it can't be compiled: the shard is on the host, it asks for something
     else each time, or a tensor subclass is made of what is gathered.
     """
@@ -183,7 +185,11 @@ class _Gather(torch.autograd.Function):
 
 
 def _try(owner: ShardedParam, request: Request, tensors: list[Tensor], member: Member) -> None:
-    """Make a whole of what this rank alone has: its values differ, its type is that of all."""
+    """Check that `owner`'s extension makes a plain tensor of the right dtype.
+
+    It is given this rank's pieces alone: the values are wrong, but the type is that of all. Raises
+    ValueError if it makes something else.
+    """
     with torch.no_grad():
         sent = request.sent(tensors)
         pieces = [torch.cat([each] * owner.world) for each in tensors[: len(sent.inputs)]]

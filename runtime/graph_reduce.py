@@ -1,9 +1,9 @@
-"""Reduces of compiled graphs, where the user's settings of a unit have a say.
+"""Reduces of compiled graphs, with the user's settings of units.
 
 Compiled code launches a bucket, goes on to its all-reduce, and waits for it, as
-planned. Mostly that is one collective, and nothing to ask. Where a unit of the bucket has
-hooks, a number to divide by, or gradients that wait, each unit's are a `Reduction` as in
-the eager runtime, taken through the same three steps.
+planned. Mostly that is one collective, and there is no setting to follow. If a unit of the
+bucket has hooks, a number to divide by, or gradients that wait, each unit's are a `Reduction` as
+in the eager runtime, taken through the same three steps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from autoshard.runtime.unit import Unit
 
 
 def is_plain(owners: Sequence[ShardedParam]) -> bool:
-    """Whether no user's setting concerns the reduce of these parameters, and no gradient of theirs
-    has to wait for another use of them in this backward."""
+    """Tell whether the reduce of these parameters is one collective for a mean.
+
+    It is if no setting of the user's concerns it, and no gradient of theirs has to wait for another
+    use of them in this backward.
+    """
     units = {owner.unit for owner in owners}
     if not all(unit.reducer.is_plain for unit in units):
         return False
@@ -33,13 +36,15 @@ def is_plain(owners: Sequence[ShardedParam]) -> bool:
 
 
 def _comes_again(owner: ShardedParam) -> bool:
-    """Whether another use of it than the one whose code runs now is still to come."""
+    """Tell whether another use of `owner` than the one whose code runs now is still to come."""
     return uses.num_to_come(owner) > 1
 
 
 def add_pending(owners: Sequence[ShardedParam], grads: list[Tensor], dtype: torch.dtype) -> None:
-    """To each of `grads` that `.grad` will get, add what came before in this backward, and what
-    waited for it."""
+    """Add to `grads` what came before in this backward, and what waited for it from earlier ones.
+
+    The latter only for a gradient that goes to `.grad`.
+    """
     for index, owner in enumerate(owners):
         if owner.arriving is not None:
             joined = reduce.take_arrived(owner, grads[index], dtype)
@@ -54,9 +59,9 @@ def add_pending(owners: Sequence[ShardedParam], grads: list[Tensor], dtype: torc
 def hold(
     owner: ShardedParam, grad: Tensor | None, members: str, group: str, *, like: Tensor
 ) -> Tensor:
-    """Let `grad`, if there is one, wait. Returns what stands for its shard: nothing, or what was
-    asked for by `torch.autograd.grad`, which does not wait.
+    """Let `grad`, if there is one, wait. Returns a stand-in for its shard.
 
+    If `torch.autograd.grad` asks for it, it does not wait, and its shard is returned.
     like: a tensor on the device of gradients.
     Raises RuntimeError if the parameter has hooks for after its gradient is accumulated.
     """
@@ -73,7 +78,7 @@ def hold(
 
 
 def _hold(owner: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> None:
-    """Let `grad` wait, for a later backward, or for what is to come of it in this one."""
+    """Let `grad` wait for a later backward, or for further gradients of `owner` in this one."""
     if _comes_again(owner):
         if grad is not None:
             reduce.arrive(owner, grad, dtype, is_borrowed=True)
@@ -86,7 +91,7 @@ def _hold(owner: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class Flags:
-    """Which gradients of a bucket a rank really has, of those that some backwards have not.
+    """Flags of a bucket: which gradients this rank really has, of those that some backwards lack.
 
     They travel as the bucket's last member, a number each, summed like the rest; see
     [Note: gradients that are not there] in reduce.py.
@@ -99,7 +104,7 @@ class Flags:
     def of(
         owners: Sequence[ShardedParam], sources: Sequence[Collection[int]], has: Sequence[bool]
     ) -> Flags:
-        """Flags of those `owners` whose gradients come from some outputs only.
+        """Make flags of those `owners` whose gradients come from some outputs only.
 
         sources: of each, those outputs; none for all. has: whether there is a gradient of one.
         """
@@ -111,7 +116,7 @@ class Flags:
         return Flags(tuple(owner for owner, _ in pairs), tuple(is_there for _, is_there in pairs))
 
     def member(self, dtype: torch.dtype, shards: int) -> Member:
-        """What travels: all flags, to each of the ranks that sums go to."""
+        """Member for all flags, to be sent to each of the ranks that sums go to."""
         return Member(dtype, (len(self.owners) * shards,))
 
     def tensor(self, dtype: torch.dtype, device: torch.device, shards: int) -> Tensor:
@@ -129,12 +134,12 @@ class Flags:
 
 
 def _has_before(owner: ShardedParam) -> bool:
-    """Whether a gradient of it has come before, in this backward or in one that reduced nothing."""
+    """Tell whether a gradient of `owner` waits, of this backward or of one that reduced nothing."""
     return reduce.arrived(owner) is not None or reduce.pending_of(owner) is not None
 
 
 class UnitReductions:
-    """The gradients of one bucket on their way, unit by unit."""
+    """Reductions of one bucket's gradients, unit by unit."""
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class UnitReductions:
     def _to_wait(
         unit: Unit, grads: dict[ShardedParam, Tensor | None]
     ) -> dict[ShardedParam, Tensor | None]:
-        """Those of `grads`, of `unit`, that are not reduced now."""
+        """Select those of `grads`, of `unit`, that are not reduced now."""
         if not unit.reducer.syncs:
             unit.check_may_wait()  # told to wait after forward
             return grads
@@ -191,13 +196,16 @@ class UnitReductions:
             reduction.advance()
 
     def abandon(self) -> None:
-        """Wait for what is on its way, which nobody wants any more."""
+        """Wait for collectives that are in flight, and discard their results."""
         for reduction in self._reductions:
             reduction.abandon()
 
     def wait(self, like: Tensor, members: str, group: str) -> list[Tensor]:
-        """This rank's parts of the gradients; of those that wait still, zeros: a compiler may
-        count on the strides of what a graph waits for.
+        """Wait, and return this rank's parts of the gradients.
+
+        Gradients that wait still are zeros: a compiler may count on the strides of what a graph
+            waits
+        for.
         """
         parts: dict[ShardedParam, Tensor] = {}
         for reduction in self._reductions:
@@ -213,13 +221,15 @@ class UnitReductions:
 
 
 def _is_handed_out(owner: ShardedParam) -> bool:
-    """Whether the running backward is a `torch.autograd.grad`: `.grad` is none of its business."""
+    """Tell whether the running backward is a `torch.autograd.grad`, which leaves `.grad` alone."""
     return _torch.in_backward() and _torch.returns_gradient(_leaf(owner))
 
 
 def _is_accumulated(owner: ShardedParam) -> bool:
-    """Whether `.grad` will get what the running backward finds for it; not if it is none of the
-    inputs that backward was told of."""
+    """Tell whether the running backward will fill `.grad` of `owner`, or none is running.
+
+    It does not if `owner` is none of the inputs that the backward was given.
+    """
     return not _torch.in_backward() or _torch.accumulates_gradient(_leaf(owner))
 
 

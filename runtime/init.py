@@ -1,4 +1,4 @@
-"""Before a model is cut: what is left out, on which device it is, with which values."""
+"""Preparation of a model for sharding: parts that are left out, the device, the first values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKE
 
 @dataclass(frozen=True)
 class Ignored:
-    """What the user wants left alone: no sharding, no moving, no casts, no collective."""
+    """Modules and parameters that the user wants left alone.
+
+    They are not sharded, moved or cast, and take part in no collective.
+    """
 
     modules: frozenset[nn.Module] = frozenset()
     params: frozenset[nn.Parameter] = frozenset()
@@ -31,10 +34,11 @@ class Ignored:
 def find_ignored(
     model: nn.Module, modules: Iterable[nn.Module] | None, params: Iterable[nn.Parameter] | None
 ) -> Ignored:
-    """The subtrees of `modules`, and all their parameters and `params`, wherever else they are.
+    """Find `modules` with all modules inside, their parameters, and `params`.
 
-    Modules sharded before stay what they are. Raises TypeError for what is no iterable of
-    modules or parameters, ValueError for a module that is sharded.
+    Parameters are ignored wherever else they are. Modules sharded before stay what they are. Raises
+    TypeError for what is no iterable of modules or parameters, ValueError for a module that is
+    sharded.
     """
     subtrees: dict[nn.Module, None] = {}
     for top in _iterate(modules, nn.Module, "ignored_modules"):
@@ -82,7 +86,7 @@ def _iterate(given: Any, kind: type, what: str) -> list[Any]:
 def unsharded(
     modules: Iterable[nn.Module], ignored: Ignored = Ignored()
 ) -> dict[nn.Parameter, str]:
-    """Parameters below `modules` that no unit has and nobody ignores, with their first names."""
+    """Parameters below `modules` that are neither sharded nor ignored, with their first names."""
     several: dict[nn.Parameter, str] = {}
     for number, module in enumerate(modules):
         for name, param in module.named_parameters():
@@ -118,8 +122,11 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_embeddings(modules: tuple[nn.Module, ...], ignored: Ignored) -> None:
-    """Raise for embeddings that can't be sharded: ValueError for one that writes to its weight in
-    forward, NotImplementedError for one whose gradient is sparse."""
+    """Raise an error for embeddings that can't be sharded.
+
+    It is a ValueError for one that writes to its weight in forward, a NotImplementedError for one
+    whose gradient is sparse.
+    """
     left = {id(param) for param in unsharded(modules, ignored)}
     for top in modules:
         for path, module in top.named_modules():
@@ -140,7 +147,7 @@ def check_embeddings(modules: tuple[nn.Module, ...], ignored: Ignored) -> None:
 
 
 def check_device_id(device_id: object) -> None:
-    """Raise TypeError unless it is an int, a device, or None."""
+    """Raise TypeError unless `device_id` is an int, a device, or None."""
     if device_id is None:
         return
     if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
@@ -150,7 +157,10 @@ def check_device_id(device_id: object) -> None:
 
 
 def resolve_device(device_id: int | torch.device | None, mesh_device: torch.device) -> torch.device:
-    """The device that `device_id` says, which has to be this rank's on the mesh."""
+    """Return this rank's device on the mesh; `device_id`, if given, has to name it.
+
+    Raises ValueError if it names another, TypeError if it is neither an int nor a device.
+    """
     check_device_id(device_id)
     if device_id is None:
         return mesh_device
@@ -176,7 +186,7 @@ def resolve_device(device_id: int | torch.device | None, mesh_device: torch.devi
 
 
 def move(modules: tuple[nn.Module, ...], device: torch.device, ignored: Ignored) -> None:
-    """Parameters and buffers, but ignored ones, to `device`; those on meta stay there."""
+    """Move parameters and buffers to `device`, but for ignored ones; those on meta stay there."""
     for module in modules:
         tensors: list[Tensor] = [*unsharded((module,), ignored)]
         for each in module.modules():
@@ -193,7 +203,7 @@ def materialize(
     ignored: Ignored,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Give parameters and buffers on meta memory on `device`, and their first values.
+    """Allocate memory on `device` for parameters and buffers on meta, and give them first values.
 
     Each module with some of its own is initialised by itself: by `param_init_fn(module)`,
     which should fill that module's own tensors and not its children's, or else by its
@@ -235,7 +245,7 @@ def _has_own_meta(module: nn.Module, ignored: Ignored) -> bool:
 
 
 def _make_empty(module: nn.Module, device: torch.device, ignored: Ignored) -> None:
-    """Memory for the module's own meta tensors; ties to other modules are kept."""
+    """Allocate memory for the module's own meta tensors; ties to other modules are kept."""
     for name, param in module._parameters.items():
         if param is not None and param.is_meta and param not in ignored.params:
             # Swapped in place, so that every module that has this parameter sees it.
@@ -271,7 +281,7 @@ def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None
 
     One broadcast a dtype and SYNC_BUCKET_BYTES, each tensor sent once however it is tied:
     over replicas first, then over shards.
-    Raises RuntimeError, naming the first that differs, where ranks would not send the same.
+    Raises RuntimeError, naming the first that differs, if ranks would not send the same.
     """
     buffers = [b for m in model.modules() if m not in ignored.modules for b in m.buffers(False)]
     found = dict.fromkeys((*unsharded((model,), ignored), *buffers))
@@ -301,7 +311,7 @@ def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
-    """The elements that `tensor` really has: of an expanded dim, the first."""
+    """View `tensor` without elements that are copies: of an expanded dim, the first is left."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)

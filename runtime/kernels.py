@@ -1,8 +1,8 @@
 """Implementations of the ops of `passes/ops.py`, on top of `collectives.py`.
 
-What is in flight is kept here, found by the address of its ticket, until it is waited for
-or an exception drops the ticket: then its entry goes, too, and compute on a device waits
-for it, as its buffers are free from then on. No alias stands for a ticket.
+Collectives and copies in flight are kept here, by the addresses of their tickets, until they are
+waited for. If an exception drops a ticket, its entry goes, too, and compute on a device waits for
+what is in flight, as its buffers are free from then on. No alias stands for a ticket.
 """
 
 from __future__ import annotations

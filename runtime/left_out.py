@@ -1,9 +1,10 @@
-"""Parameters beside a sharded model that nobody shards: a head of one's own, say, or loss weights.
+"""Warnings about unsharded parameters that are trained beside a sharded model.
 
-Their gradients are each rank's own, so the ranks drift apart. An optimizer that steps such
-parameters may as well train another model, replicated by other means; what tells is
-whether it also trains sharded ones, or whether their gradients come from a backward that
-sharded parameters are part of. So the backward after an optimizer's first step is watched.
+A head of the user's own, say, or loss weights. Their gradients are each rank's own, so the ranks
+drift apart. An optimizer that steps such parameters may as well train another model, replicated
+by other means. The difference is whether it also trains sharded parameters, or whether
+gradients come from a backward that sharded parameters are part of. So the backward after an
+optimizer's first step is watched.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ _WATCH = "_autoshard_watch"  # on a parameter: the hook that watches, or watched
 
 
 def note_backward() -> None:
-    """A sharded parameter is part of the backward now running."""
+    """Note that a sharded parameter is part of the backward now running."""
     _backwards.append(_torch.graph_task())
 
 
 def tell_or_watch(
     params: list[nn.Parameter], optimizer: torch.optim.Optimizer, *, has_sharded: bool
 ) -> None:
-    """Warn of unsharded `params`, which `optimizer` is about to step, if they belong together
-    with sharded ones, now or once that is known.
+    """Warn of unsharded `params`, about to be stepped, if they are trained with sharded ones.
 
-    has_sharded: whether it trains sharded parameters too.
+    That may be known now, or only after the next backward, which is watched then.
+    has_sharded: whether `optimizer` trains sharded parameters too.
     """
     for param in params:
         if not hasattr(param, _WATCH):
@@ -45,7 +46,7 @@ def tell_or_watch(
 
 
 def unwatch(param: nn.Parameter) -> None:
-    """It is going to be sharded."""
+    """Stop watching `param`, which is going to be sharded."""
     handle = getattr(param, _WATCH, None)
     if handle is not None:
         handle.remove()
@@ -67,7 +68,7 @@ def _watch(param: nn.Parameter, owner: str) -> None:
 
 
 def _is_taken_by_torch(param: nn.Parameter) -> bool:
-    """Whether torch's own `replicate` or `fully_shard` averages the gradient of `param`."""
+    """Tell whether torch's own `replicate` or `fully_shard` averages the gradient of `param`."""
     modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
     around = [each for each in modules if _torch.contracts(each) and unit_of(each) is None]
     return any(each is param for module in around for each in module.parameters())

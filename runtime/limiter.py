@@ -1,12 +1,12 @@
-"""How far the host may run ahead of the device with gathers.
+"""Limit of how far the host may run ahead of the device with gathers.
 
 A host that only launches is soon many units ahead. Each gather it launches takes memory
 at once, and what earlier ones hold is given back only when the device has come that far.
 So the drop of a unit leaves an event, and before a gather the host waits for the oldest
-where there are MAX_AHEAD: memory is that of so many units, whatever the host's lead.
+if there are MAX_AHEAD: memory is that of so many units, however far the host would go.
 
-A CUDA graph that is being captured has its order and its memory once for all, and no host that
-runs ahead: there is nothing to wait for, nor may one.
+While a CUDA graph is captured the host waits for nothing: it must not, and the graph's order and
+memory are fixed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Limiter:
         self._events: deque[Any] = deque()
 
     def dropped(self, device: torch.device) -> None:
-        """A unit's whole parameters have just been let go of."""
+        """Record that a unit's unsharded parameters on `device` have just been dropped."""
         if device.type == "cpu":  # it does what it is told before the host goes on
             return
         if not is_captured():
@@ -40,7 +40,7 @@ class Limiter:
         self._events.append(event)
 
     def wait(self) -> None:
-        """Before a gather: until fewer than MAX_AHEAD drops are ahead of the device."""
+        """Wait, before a gather, until fewer than MAX_AHEAD drops are ahead of the device."""
         if len(self._events) >= MAX_AHEAD and not is_captured():
             self._events.popleft().synchronize()
 

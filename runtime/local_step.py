@@ -1,4 +1,4 @@
-"""An optimizer's step, on shards as plain tensors.
+"""Optimizer steps on shards as plain tensors.
 
 An op on a DTensor takes tens of microseconds of Python, and AdamW has a dozen for each parameter:
 more than the arithmetic, for most of them. Optimizers that update each element by itself do the
@@ -45,7 +45,7 @@ STEP = "step"
 
 
 def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
-    """What to run the step of `optimizer` on; None for itself."""
+    """Make the stand-in that the step of `optimizer` is to run on; None for itself."""
     if type(optimizer) not in BY_ELEMENT or torch.compiler.is_compiling():
         return None
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -61,7 +61,11 @@ def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
 
 
 def _plain(param: Tensor, optimizer: optim.Optimizer, state: _States) -> Tensor:
-    """The shard of `param`, with its gradient; `param` itself where that is not all there is."""
+    """Return the shard of `param`, with its gradient, as a plain tensor, or `param` itself.
+
+    It is `param` if that is not sharded, or if its gradient or state is laid out otherwise, or has
+    another dtype or device.
+    """
     sharded, grad = find(param), param.grad
     if sharded is None or not isinstance(grad, DTensor):
         return param
@@ -79,7 +83,7 @@ def _plain(param: Tensor, optimizer: optim.Optimizer, state: _States) -> Tensor:
 
 
 class _States(dict[Tensor, Any]):
-    """By shard, or by parameter: what the optimizer knows of it."""
+    """Optimizer state by shard, or by parameter if that is stepped itself."""
 
     def __init__(self, own: MutableMapping[Tensor, Any]) -> None:
         super().__init__()
@@ -94,7 +98,10 @@ class _States(dict[Tensor, Any]):
 
 
 class _State(dict[str, Any]):
-    """Of one parameter, with shards for DTensors."""
+    """State of one parameter, with shards for DTensors.
+
+    What is set goes to the optimizer's own state at once, as a DTensor.
+    """
 
     def __init__(
         self, states: MutableMapping[Tensor, Any], param: Tensor, sharded: ShardedParam

@@ -1,4 +1,4 @@
-"""The process group and the mesh, made from what torchrun says if nobody made them."""
+"""Process groups, meshes, and what their axes are for; made by default as torchrun says."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ensure_process_group() -> None:
 
 
 def world_size() -> int:
-    """Of the default process group, or of the one that torchrun's environment calls for."""
+    """Size of the default process group, or of the one that torchrun's environment calls for."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,7 +77,7 @@ def _end_process_group() -> None:
     A process that ends with such a thread running aborts now and then ("terminate called
     without an active exception"), after all its work is done: the thread lets go of the last
     collective's tensors while Python is taken apart. Collecting garbage lets go of the last
-    references to the group, whose end waits for its threads. Where somebody else holds the group
+    references to the group, whose end waits for its threads. If something else holds the group
     only `os._exit` is safe; our tools end by it.
     """
     if dist.is_initialized():
@@ -86,13 +86,13 @@ def _end_process_group() -> None:
 
 
 def device_type() -> str:
-    """ "cuda", "cpu", ...: where parameters live unless a mesh says otherwise."""
+    """Type of the device where parameters live unless a mesh says otherwise: "cuda", "cpu", ..."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank on `mesh`."""
+    """Device of this rank on `mesh`."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(
@@ -102,7 +102,7 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 @dataclass(frozen=True)
 class FullMesh:
-    """The mesh on which a whole model lies, and the names of its data-parallel axes.
+    """Mesh on which a whole model lies, and the names of its data-parallel axes.
 
     All parameters are DTensors on it, replicated over those axes.
     """
@@ -119,11 +119,11 @@ class FullMesh:
 
 @dataclass(frozen=True)
 class Axes:
-    """A mesh, and what its axes are for.
+    """Mesh for data parallelism, and what its axes are for.
 
-    shard: the axis over which parameters are cut; None if every rank has them whole.
+    shard: the axis over which parameters are cut; None if every rank has them unsharded.
     replicate: the axis whose ranks hold copies of each other's shards; None if there is none.
-    full: what these are axes of, if parameters are DTensors on that.
+    full: the mesh of which these are axes, if parameters are DTensors on that.
     """
 
     mesh: DeviceMesh
@@ -149,7 +149,7 @@ class Axes:
 
     @property
     def shard_group(self) -> str:
-        """The name of the group that parameters are cut over; "" if they are not."""
+        """Name of the group that parameters are cut over; "" if they are not."""
         return "" if self.shard is None else str(self.shard.get_group().group_name)
 
     @property
@@ -158,12 +158,12 @@ class Axes:
 
     @property
     def shard_name(self) -> str:
-        """The name of the axis that parameters are cut over."""
+        """Name of the axis that parameters are cut over."""
         names = None if self.shard is None else self.shard.mesh_dim_names
         return names[0] if names else SHARD_AXIS
 
     def reduce_group(self, scatter_group: str) -> str:
-        """Over whom gradients are averaged, as `passes/groups.py` says it.
+        """Name of the group that gradients are averaged over, in the form of `passes/groups.py`.
 
         scatter_group: by which its first part is known, as one group of those ranks may be beside
             `shard_group`.
@@ -172,7 +172,7 @@ class Axes:
 
     @property
     def reduce_name(self) -> str:
-        """The names of the axes that gradients are averaged over."""
+        """Names of the axes that gradients are averaged over."""
         names = None if self.replicate is None else self.replicate.mesh_dim_names
         replicate = (names[0] if names else REPLICATE_AXIS) if self._has_copies else ""
         return groups.join("" if self.shard is None else self.shard_name, replicate)
@@ -189,14 +189,15 @@ class Axes:
 
 
 def check_is_mesh(mesh: object, what: str) -> None:
-    """Raise TypeError, naming `what` was given it, for what is no DeviceMesh."""
+    """Raise TypeError for what is no DeviceMesh; `what` is the function that was given it."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{what} expects a DeviceMesh as mesh, not {type(mesh).__name__}")
 
 
 def axes_of(mesh: DeviceMesh, what: str) -> Axes:
-    """1-D: all ranks shard. 2-D: the first axis replicates, the second shards (HSDP).
+    """Assign the axes of `mesh`: of 1-D it shards; of 2-D the first replicates, the second shards.
 
+    The latter is HSDP.
     what: the public name that was given the mesh. Raises ValueError for another mesh, TypeError
         for what is none.
     """
@@ -218,7 +219,7 @@ def axes_of(mesh: DeviceMesh, what: str) -> Axes:
 
 
 def axes_by_name(mesh: DeviceMesh, dims: DataParallelMeshDims, what: str) -> Axes:
-    """Those of `mesh` that `dims` names; several for one purpose are flattened into one.
+    """Assign the axes of `mesh` that `dims` names; several for one purpose are flattened into one.
 
     Raises ValueError for a mesh without these names, or if `dims` names one twice, or none.
     """
@@ -249,7 +250,11 @@ def axes_by_name(mesh: DeviceMesh, dims: DataParallelMeshDims, what: str) -> Axe
 
 
 def replicate_axes(mesh: DeviceMesh, what: str) -> Axes:
-    """1-D: all ranks hold whole parameters. 2-D `(replicate, 1)` is taken as its first axis."""
+    """Assign the axis of `mesh` to replicas: all of its ranks hold parameters unsharded.
+
+    mesh: 1-D; or 2-D `(replicate, 1)`, named, of which the first axis is taken. Raises ValueError
+        for another one, TypeError for what is none.
+    """
     check_is_mesh(mesh, what)
     if mesh.ndim == 2 and mesh.size(1) == 1 and mesh.mesh_dim_names:
         mesh = mesh[mesh.mesh_dim_names[0]]
@@ -266,7 +271,7 @@ _separate = weakref.WeakKeyDictionary()
 
 
 def separate_group(axes: Axes) -> str:
-    """The name of another group of the ranks of `axes.shard`, for reduces: the same one each time.
+    """Name of another group of the ranks of `axes.shard`, for reduces: the same one each time.
 
     Made when it is first asked for, by all of those ranks together. "" if parameters are not cut.
     """
@@ -286,7 +291,10 @@ _smaller: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
 
 
 def smaller_axes(axes: Axes, ranks: int) -> Axes:
-    """Groups of `ranks` neighbours along the shard axis; all ranks of the mesh make them."""
+    """Make axes over groups of `ranks` neighbours along the shard axis.
+
+    All ranks of the mesh make them.
+    """
     key = axes.mesh, ranks
     if key not in _smaller:
         grid = axes.mesh.mesh.reshape(-1, ranks)

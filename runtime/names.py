@@ -17,14 +17,14 @@ _PREFIX = "_orig_mod."
 
 
 def keep_names(optimized: nn.Module) -> None:
-    """Give `optimized`, what torch.compile made of a module, the module's state-dict keys."""
+    """Give `optimized`, which torch.compile made of a module, the module's state-dict keys."""
     # Set on the wrapper itself: its own __setattr__ hands everything on to the module.
     object.__setattr__(optimized, "state_dict", _StateDict(optimized))
     optimized.register_load_state_dict_pre_hook(_put_prefix_on)
 
 
 class _StateDict:
-    """`optimized.state_dict`, with the model's own keys.
+    """Method in place of `optimized.state_dict`, with the model's own keys.
 
     All instances are equal: one of them tells torch.distributed.checkpoint, which strips the
     prefix itself and wants to find it, to call the method behind any of them instead.

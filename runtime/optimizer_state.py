@@ -1,4 +1,4 @@
-"""What a checkpoint has of an optimizer.
+"""Optimizer states in checkpoints.
 
 torch makes room for an optimizer's state by a step with gradients of 0. AdamW counts that step, and
 momentum gets its share of weight decay: an optimizer that is saved before its first step, or loaded
@@ -25,9 +25,10 @@ _OTHER_TYPE = "give an optimizer of the type that was saved, or load the model a
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As torch's `get_optimizer_state_dict` has it, by names; without state before the first step.
+    """Return the state that torch's `get_optimizer_state_dict` gives, by names of parameters.
 
-    Raises ValueError if `optimizer` trains what is no parameter of `model`.
+    Without state before the first step. Raises ValueError if `optimizer` trains what is no
+    parameter of `model`.
     """
     names, own = _names(model, optimizer), optimizer.state_dict()
     flat = [name for each in names for name in each]
@@ -41,9 +42,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 def room_for(
     model: nn.Module, optimizer: torch.optim.Optimizer, known: Container[str]
 ) -> dict[str, Any]:
-    """`state_of`, to be read into, with state for those parameters that have some in `known`: what
-    a checkpoint has below "optimizer", each with all of its beginnings.
+    """Make room to read an optimizer's state into, for those parameters that have some in `known`.
 
+    It is like `state_of`.
+    known: the keys that a checkpoint has below "optimizer", each with all of its prefixes.
     Raises ValueError if an optimizer of another type was saved.
     """
     room = state_of(model, optimizer)
@@ -63,10 +65,10 @@ def room_for(
 
 
 def match_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[dict[str, Any]]:
-    """`groups`, each with the values of that one of `saved` which has its parameters.
+    """Return `groups`, each with the values of that one of `saved` which has its parameters.
 
-    Raises ValueError where parameters are not grouped as they were: they would get each other's
-    values.
+    Raises ValueError if parameters are grouped otherwise than they were, so that they would get
+    each other's values, or if a value is missing.
     """
     of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     found = [{of[name] for name in group["params"] if name in of} for group in groups]
@@ -90,13 +92,13 @@ def match_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[dict[s
 
 
 def _where(value: Any, own: Any) -> Any:
-    """A learning rate may be a tensor, on the device where it is read."""
+    """Move `value` to the device of `own` if both are tensors, as a learning rate may be."""
     both = isinstance(value, Tensor) and isinstance(own, Tensor)
     return value.to(own.device) if both else value
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Give `optimizer` what `room_for` has made room for, with groups that match its own."""
+    """Load `state`, read into what `room_for` made and with groups that match, into `optimizer`."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     number = {name: at for at, name in enumerate(names)}
     optimizer.load_state_dict(
@@ -111,7 +113,10 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Of each group's parameters, as torch has them in checkpoints."""
+    """Names of each group's parameters, as torch has them in checkpoints.
+
+    Raises ValueError for a parameter that is none of the model's.
+    """
     known: dict[Tensor, str] = {param: name for name, param in access.named_sharded(model)}
 
     def name_of(param: Tensor) -> str:
@@ -126,7 +131,10 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
 
 
 def _new_state(optimizer: torch.optim.Optimizer, group: Group, param: Tensor) -> Mapping[str, Any]:
-    """What `optimizer` keeps of a parameter like `param` after a step with a gradient of 0."""
+    """Return the state that `optimizer` has after a step for a parameter like `param`.
+
+    The parameter and its gradient are 0.
+    """
     like = nn.Parameter(torch.zeros_like(param), requires_grad=param.requires_grad)
     like.grad = torch.zeros_like(like)
     stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))

@@ -1,4 +1,4 @@
-"""Optimizers: those built before their model was sharded, and what each step is checked for."""
+"""Optimizers: moved over if built before sharding, and checked before each step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its
 def rebind_optimizers(
     optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[nn.Parameter, ShardedParam]
 ) -> None:
-    """Have `optimizers` train the sharded parameters instead.
+    """Have `optimizers` train the sharded parameters instead of those from before sharding.
 
     Lists of parameters are changed in place, so whoever shares them sees the change.
-    State shaped like its parameter is cut like it; flags stay.
+    State shaped like its parameter is cut like it; other state stays.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -56,7 +56,7 @@ def check_owners(
     """Raise RuntimeError if something other than `optimizers` trains one of `model`'s `params`.
 
     That is: an object with a `step` method that holds one, through lists, dicts and the
-    like. Also for a parameter with gradient hooks, which would never run again.
+    like. Raised also for a parameter with gradient hooks, which would never run again.
     """
     for name, param in params.items():
         left_out.unwatch(param)
@@ -86,7 +86,7 @@ def check_owners(
 def _holders(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterable[Mapping[Any, Any] | list[Any]]:
-    """The containers through which modules and torch's optimizers hold parameters."""
+    """Yield the containers through which modules and torch's optimizers hold parameters."""
     for module in model.modules():
         yield module._parameters
     for optimizer in optimizers:
@@ -98,7 +98,7 @@ def _holders(
 def _held_elsewhere(
     params: Mapping[str, nn.Parameter], known: Iterable[Mapping[Any, Any] | list[Any]]
 ) -> list[nn.Parameter]:
-    """Those of `params` that have more references than the `known` containers hold."""
+    """Select those of `params` that have more references than the `known` containers hold."""
     counts: Counter[int] = Counter()
     for container in known:
         counts.update(map(id, container))
@@ -137,7 +137,7 @@ def _cannot_move(holder: object, names: Mapping[int, str]) -> str:
 
 
 def live_optimizers() -> list[torch.optim.Optimizer]:
-    """All of torch's that there are in this process."""
+    """List all optimizers of torch's in this process."""
     kinds = _with_subclasses(torch.optim.Optimizer)
     # type(o), not isinstance: that asks o.__class__, and a dead weak proxy raises.
     return [o for o in gc.get_objects() if type(o) in kinds]
@@ -151,7 +151,10 @@ def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
 
 
 def _cut(key: str, value: Any, sharded: ShardedParam) -> Any:
-    """This rank's part of a state tensor that is shaped like its parameter."""
+    """Cut a state tensor that is shaped like its parameter to this rank's part.
+
+    Other values are returned as they are.
+    """
     if key == STEP:
         return value
     if not isinstance(value, Tensor) or tuple(value.shape) != sharded.member.size:
@@ -163,7 +166,10 @@ def _cut(key: str, value: Any, sharded: ShardedParam) -> Any:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook of torch's: what the step is to be called with instead."""
+    """Check a step before it begins, as torch's hook; returns arguments to run it on a stand-in.
+
+    None to run it as it is.
+    """
     _check_before_step(optimizer)
     _, *given = args
     if any(value is not None for value in (*given, *kwargs.values())):
@@ -231,12 +237,19 @@ def _is_out_of_place(sharded: ShardedParam) -> bool:
 
 
 def _is_idle(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step changes no parameter: torch.distributed.checkpoint makes state with one."""
+    """Tell whether a step of `optimizer` changes no parameter, as its learning rates are 0.
+
+    torch.distributed.checkpoint makes state with such a step.
+    """
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
 def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:
-    """Of parameters that nobody has sharded: those that `kind`, an optimizer, trains wrong."""
+    """Raise RuntimeError if one of `plain`, unsharded parameters, should have been sharded.
+
+    That is one of a compiled module that was not sharded yet, or one put into its module later.
+    kind: the optimizer's type, for the message.
+    """
     uncalled = _names_of_params(uncalled_modules)
     inside = _names_of_params(access.heads)
     for param in plain:
@@ -271,8 +284,10 @@ _hook = None
 
 
 def watch_optimizers() -> None:
-    """From now on, check before each optimizer step that it trains no parameter of the past, and
-    have it update shards as plain tensors."""
+    """Check each optimizer step from now on, and have it update shards as plain tensors.
+
+    A step that would train outdated parameters raises RuntimeError.
+    """
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_before_step)

@@ -1,8 +1,8 @@
-"""Parameters that are read outside of a forward, where they are DTensors: what is said of that.
+"""Hints about parameters that are read outside of a forward, where they are DTensors.
 
 torch refuses to compute with a DTensor and a plain tensor. Its error names neither the parameter
-nor the way that works, so a note is added to it: where it passes through a call of ours, and where
-nobody catches it. A loss that is a DTensor, as with a penalty on `model.parameters()`, sends
+nor a way that works, so a note is added to it: where it passes through a call of ours, and where
+it is not caught. A loss that is a DTensor, as with a penalty on `model.parameters()`, sends
 gradients that are DTensors, too, into the model's backward: that is an error there.
 """
 
@@ -25,12 +25,12 @@ _latest = threading.local()
 
 
 def note_read(name: str) -> None:
-    """The parameter of that name was read outside of a forward, and given as it is."""
+    """Note that the parameter of that name was read outside of a forward, as a DTensor."""
     _latest.name = name
 
 
 def hint() -> str:
-    """What works, in a sentence."""
+    """Advice, in a sentence, on how to compute with a parameter outside of a forward."""
     name = getattr(_latest, "name", None)
     which = f" ({name} was the latest)" if name else ""
     return (
@@ -43,7 +43,7 @@ def hint() -> str:
 
 
 def explain(error: BaseException | None) -> None:
-    """Add the hint to `error` if it says that both kinds of tensors met."""
+    """Add the hint to `error` if it is torch's about a DTensor that met a plain tensor."""
     if isinstance(error, RuntimeError) and _MIXED in str(error):
         text = f"autoshard: {hint()}"
         if text not in getattr(error, "__notes__", ()):
@@ -52,7 +52,7 @@ def explain(error: BaseException | None) -> None:
 
 @functools.cache
 def explain_uncaught() -> None:
-    """Have `explain` look at errors that nobody catches, from now on."""
+    """Have `explain` look at uncaught errors, from now on."""
     before = sys.excepthook
 
     def hook(
@@ -65,7 +65,7 @@ def explain_uncaught() -> None:
 
 
 def refuse_dtensor(grad: Tensor | None) -> None:
-    """Raise RuntimeError if `grad`, of what a model gave, is a DTensor."""
+    """Raise RuntimeError if `grad`, the gradient of a model's output, is a DTensor."""
     if isinstance(grad, DTensor):
         raise RuntimeError(
             "the gradient of the model's output is a DTensor, as the loss has a term that is one: "
@@ -74,7 +74,7 @@ def refuse_dtensor(grad: Tensor | None) -> None:
 
 
 def watch_output(output: Any) -> None:
-    """Have gradients of `output`, of an outermost forward, looked at when they arrive."""
+    """Check the gradients of `output`, of an outermost forward, when they arrive."""
     if torch.is_grad_enabled():
         for tensor in _tensors(output):
             # Not a leaf, which an identity hands on: it would gather hooks from step to step.
@@ -83,7 +83,7 @@ def watch_output(output: Any) -> None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """`value`, or those right in it."""
+    """Yield `value`, or the tensors right in it."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -1,8 +1,8 @@
-"""One sharded parameter: a DTensor of the true global shape, this rank's rows inside.
+"""Sharded parameters: DTensors of the true global shape, with this rank's rows inside.
 
 The module keeps the DTensor in `_parameters`, so `parameters()`, optimizers and
-`state_dict()` see shards of the right global shape. What forward reads is the
-business of `access.py`.
+`state_dict()` see shards of the right global shape. `access.py` decides what a read in forward
+gives.
 """
 
 from __future__ import annotations
@@ -41,17 +41,21 @@ Stamp = tuple[int, int, int, int]
 
 
 class Hooks:
-    """The user's hooks on a parameter: they want its reduced gradient, which comes later than
-    autograd, who is handed none, would call them. So they are set aside until it is there.
+    """Hooks of the user's on a parameter, set aside until its reduced gradient is there.
 
-    Autograd keeps the very dicts that they are registered in: those are emptied and refilled.
+    They want the reduced gradient, which comes later than autograd, which is handed none, would
+    call them. Autograd keeps the very dicts that they are registered in: those are emptied and
+    refilled.
     """
 
     def __init__(self) -> None:
         self._aside: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     def set_aside(self, param: Tensor) -> bool:
-        """Until `put_back()`, autograd finds none at `param`. Returns whether there are any."""
+        """Hide the hooks of `param` from autograd until `put_back()`.
+
+        Returns whether there are any.
+        """
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(param, name, None)
             if hooks:
@@ -60,7 +64,7 @@ class Hooks:
         return bool(self._aside)
 
     def put_back(self) -> None:
-        """As they were, but for what was registered since, which comes last."""
+        """Put the hooks back, with those that were registered since behind them."""
         for hooks, before in self._aside:
             since = dict(hooks)
             hooks.clear()
@@ -71,9 +75,9 @@ class Hooks:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter was laid out before it was sharded: it is its local tensor that is cut.
+    """Layout of a parameter that was a DTensor before it was sharded: its local tensor is cut.
 
-    size: of the whole.
+    size: its global size.
     data_axes: those over which gradients are left to our reduce, as `dp_mesh_dims` names them.
     """
 
@@ -83,7 +87,7 @@ class TensorParallel:
     data_axes: tuple[int, ...] = ()
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The parameter as the model computes with it; gradients go to `local`."""
+        """Make the DTensor that the model computes with of `local`, to which gradients go."""
         keywords: dict[str, Any] = {}
         if self.data_axes:
             keywords["grad_placements"] = [
@@ -101,7 +105,7 @@ class TensorParallel:
         )
 
     def without(self, axes: tuple[int, ...]) -> TensorParallel | None:
-        """The same over the mesh's other axes; None if there are none."""
+        """Return the same layout over the mesh's other axes; None if there are none."""
         names = self.mesh.mesh_dim_names or ()
         left = [axis for axis in range(self.mesh.ndim) if axis not in axes]
         if not left:
@@ -112,7 +116,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a parameter as optimizers see it: over all axes, those of tensor parallelism last."""
+    """Layout of a parameter as optimizers see it: over all axes, tensor-parallel ones last."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -129,7 +133,7 @@ class Layout:
 
 
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
-    """Of `member` cut over `axes`, after it was laid out as `tp` says."""
+    """Layout of `member` cut over `axes`, after it was laid out as `tp` says."""
     tp = None if tp is None else tp.without(tp.data_axes)
     if tp is None:
         return Layout(axes.mesh, axes.placements(member), member.size)
@@ -156,7 +160,7 @@ spell it out: Dynamo traces the reading of a name faster."""
 
 @dataclass(eq=False)
 class ShardedParam:
-    """One parameter, wherever it is registered.
+    """Sharded parameter, in all places where it is registered.
 
     name:   from the outermost sharded module, "layers.3.mlp.w1"; the first name if tied.
     places: every (module, attribute) that reads it; more than one if tied.
@@ -195,7 +199,7 @@ class ShardedParam:
     def describe(self) -> None:
         """Write down for markers how its unit gathers and reduces it; see `passes/ops.py`.
 
-        Raises TypeError if its shard has one of the two methods of an extension.
+        Raises TypeError if its shard has only one of the two methods of an extension.
         """
         self.is_extended = is_extended(self.name, self.shard)
         self.follows_mode = self.unit.mp.full_precision_in_eval
@@ -204,7 +208,10 @@ class ShardedParam:
         self.tell_places()
 
     def tell_places(self) -> None:
-        """Write down in each place what its getter hands to the marker; None if it has to ask."""
+        """Write down in each module that reads it what its getter hands to the marker.
+
+        None if the getter has to ask.
+        """
         asked = None if self.tp is not None or self.follows_mode else self.asked
         for module, attribute in self.places:
             module.__dict__.setdefault(ASKED, {})[attribute] = asked
@@ -230,7 +237,7 @@ class ShardedParam:
 
     @property
     def reduce_group(self) -> str:
-        """Over whom compiled code reduces its gradient, as `passes/groups.py` says it."""
+        """Group over which compiled code reduces its gradient, named as in `passes/groups.py`."""
         reducer = self.unit.reducer
         scatter_group = reducer.scatter_group or self.axes.shard_group
         if not reducer.syncs or self.unit.is_unordered:
@@ -242,23 +249,25 @@ class ShardedParam:
 
     @property
     def reduce_axis(self) -> str:
-        """The names of the axes of `reduce_group`."""
+        """Names of the axes of `reduce_group`."""
         has_all = self.unit.reducer.syncs and self.unit.reducer.all_reduces
         return self.axes.reduce_name if has_all else self.axes.shard_name
 
     @property
     def shard(self) -> Tensor:
-        """This rank's rows, (local rows, *rest); the storage that optimizers update."""
+        """Rows of this rank, (local rows, *rest); the storage that optimizers update."""
         return local_tensor(self.param)
 
     def grad_from(self, shard: Tensor) -> DTensor:
-        """A gradient for `param` out of this rank's rows of it."""
+        """Make a gradient for `param` from this rank's rows of it."""
         return self.layout.dtensor(shard)
 
     @property
     def stamp(self) -> Stamp:
-        """Another one whenever the parameter was written to: as a DTensor, through its local
-        tensor, or by a torch optimizer's step, whose foreach and fused kernels count no version.
+        """Stamp of its values: another one whenever the parameter was written to.
+
+        As a DTensor, through its local tensor, or by a torch optimizer's step, whose foreach and
+        fused kernels count no version.
         """
         return id(self.param), self.param._version, self.shard._version, self.num_updates
 
@@ -271,10 +280,11 @@ class ShardedParam:
             )
 
     def refresh(self) -> bool:
-        """Follow what was done to the modules since: a parameter replaced, or converted.
+        """Follow what was done to the modules since: a parameter replaced, converted, or extended.
 
-        As by `load_state_dict(assign=True)`, or `model.to(dtype)`; or given methods that say what
-        is gathered. Returns whether it was.
+        It is replaced as by `load_state_dict(assign=True)`, converted as by `model.to(dtype)`, and
+        extended by methods that say what is gathered. Returns whether there was any of it. Raises
+        ValueError for a replacement that is not sharded alike.
         """
         self.hooks.put_back()  # a backward may have broken off
         before = self.param, self.member.dtype, self.is_extended
@@ -292,7 +302,7 @@ class ShardedParam:
         return self.param is not before[0] or (dtype, self.is_extended) != before[1:]
 
     def _replace(self, param: nn.Parameter) -> None:
-        """Take `param`, put in a module by somebody else, as the parameter of all places.
+        """Take `param`, which was put in a module since, as the parameter of all places.
 
         Raises ValueError if it is not sharded as this one is.
         """
@@ -319,11 +329,10 @@ class ShardedParam:
 def shard_parameter(
     name: str, param: nn.Parameter, axes: Axes, dim: int, offload: OffloadPolicy
 ) -> ShardedParam:
-    """Cut `param` along `dim` to this rank's part of it, where it is, or on the host; a scalar
-    stays whole.
+    """Cut `param` along `dim` to this rank's part, where it is, or on the host; no scalar is cut.
 
-    Raises ValueError for a dim other than 0 that ranks can't share evenly; NotImplementedError
-    for a non-contiguous parameter.
+    Raises ValueError for a dim other than 0 that ranks can't share evenly, or a DTensor on a mesh
+    of another kind; NotImplementedError for a non-contiguous parameter.
     """
     tp, whole = None, param.detach()
     data_axes = _data_axes(name, whole, axes.full)
@@ -362,7 +371,7 @@ def shard_parameter(
 
 
 def _data_axes(name: str, whole: Tensor, full: FullMesh | None) -> tuple[int, ...]:
-    """The axes of `full` over which parameter `name` is cut or copied.
+    """Positions of the axes of `full` over which parameter `name` is cut or copied.
 
     Raises ValueError if it is not replicated over them, or lies elsewhere.
     """
@@ -385,7 +394,7 @@ def _data_axes(name: str, whole: Tensor, full: FullMesh | None) -> tuple[int, ..
 
 
 def local_tensor(param: Tensor) -> Tensor:
-    """The local tensor of a DTensor, no autograd."""
+    """Return the local tensor of a DTensor, without autograd."""
     local = param._local_tensor  # type: ignore[attr-defined]
     assert isinstance(local, Tensor)
     return local
@@ -395,7 +404,7 @@ IGNORED = "_autoshard_ignored"  # parameter attribute: the user asked for it to 
 
 
 def is_ignored(param: Tensor) -> bool:
-    """Whether the user asked for `param` to be left alone."""
+    """Tell whether the user asked for `param` to be left alone."""
     return bool(getattr(param, IGNORED, False))
 
 
@@ -419,7 +428,7 @@ def remember(sharded: ShardedParam) -> None:
 
 
 def find(param: object) -> ShardedParam | None:
-    """What `param`, a parameter from before or after sharding, belongs to."""
+    """Find the sharded parameter that `param`, from before or after sharding, belongs to."""
     entry = _known.get(id(param))
     if entry is None:
         return None
@@ -430,7 +439,10 @@ def find(param: object) -> ShardedParam | None:
 
 
 def lend(sharded: ShardedParam, whole: Tensor) -> Tensor:
-    """`whole`, which is given out for `sharded`: an optimizer that holds it is refused."""
+    """Mark `whole` as a copy that is given out for `sharded`, and return it.
+
+    An optimizer that holds it is refused.
+    """
     setattr(whole, _LENT_BY, sharded.name)
     _lent[id(whole)] = whole
     return whole
@@ -441,9 +453,10 @@ _lent: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 def check_wanted() -> None:
-    """Raise RuntimeError if a backward was to give a gradient to what was lent, and is held still.
+    """Raise RuntimeError if a backward was to give a gradient to a copy that `lend` marked.
 
-    `backward(inputs=...)` marks it, and runs nothing of ours: no graph leads there.
+    `backward(inputs=...)` marks it, and runs nothing of ours: no graph leads there. Only copies
+    that still live are seen.
     """
     for whole in list(_lent.values()):
         if whole.retains_grad:
@@ -455,13 +468,13 @@ def check_wanted() -> None:
 
 
 def lent_by(tensor: Tensor) -> str | None:
-    """The name of the parameter that `tensor` was given out for, if it was."""
+    """Name of the parameter that `tensor` was given out for, if it was."""
     name: str | None = getattr(tensor, _LENT_BY, None)
     return name
 
 
 def resolve(param: Tensor) -> ShardedParam | None:
-    """As `find`, for a parameter that may have been put in place of a sharded one since."""
+    """Find the sharded parameter of `param`, also if that has been put in its place since."""
     sharded = find(param)
     if sharded is not None or not isinstance(param, DTensor):
         return sharded
@@ -477,7 +490,7 @@ def resolve(param: Tensor) -> ShardedParam | None:
 
 
 def names_at(addresses: Collection[object]) -> list[str]:
-    """The names of parameters whose shards are there, in that order."""
+    """Names of the parameters whose shards are at `addresses`, in that order."""
     known = {
         each.shard.data_ptr(): each.name
         for each in (sharded() for _, sharded in list(_known.values()))

@@ -1,4 +1,4 @@
-"""The plans of a model's compiled graphs, for people."""
+"""Plans of a model's compiled graphs, for the user to look at."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, list[Plan]] = weakref.WeakKeyDictio
 
 
 def plans(model: nn.Module) -> list[Plan]:
-    """One `Plan` for each graph compiled so far of `model`, or of modules in it.
+    """List the plans of the graphs compiled so far of `model`, or of modules in it: one a graph.
 
     model: sharded, or what torch.compile made of it. Empty before the first call.
     """
@@ -22,6 +22,6 @@ def plans(model: nn.Module) -> list[Plan]:
 
 
 def record(units: Iterable[Unit], plan: Plan) -> None:
-    """Add `plan` to the outermost module among those that head `units`."""
+    """Add `plan` to those of the outermost module among those that head `units`."""
     root = min(units, key=lambda unit: (not unit.is_root, unit.name.count("."))).modules[0]
     _plans.setdefault(root, []).append(plan)

@@ -16,9 +16,9 @@ _BUFFER_DTYPES = "_autoshard_buffer_dtypes"  # module attribute: {buffer: the dt
 
 
 def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_full: bool) -> Any:
-    """`(args, kwargs)` in the unit's dtype; the same objects where nothing needs a cast.
+    """Cast `(args, kwargs)` to the unit's dtype; the same objects where nothing needs a cast.
 
-    in_full: the unit computes in full precision now.
+    in_full: whether the unit computes in full precision now.
     """
     dtype = unit.mp.param_dtype
     if dtype is None or not unit.mp.cast_forward_inputs or in_full:
@@ -27,13 +27,13 @@ def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, in
 
 
 def cast_output(unit: Unit, output: Any) -> Any:
-    """`output` in the unit's output dtype."""
+    """Cast `output` to the unit's output dtype."""
     dtype = unit.mp.output_dtype
     return output if dtype is None else cast(output, dtype)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `value`, in containers too, as `dtype`.
+    """Cast floating-point tensors in `value`, in containers too, to `dtype`.
 
     A container in which nothing changes is passed on itself, not a copy of it: forward may
     want to write to it.
@@ -86,7 +86,7 @@ def ignore_buffers(modules: set[nn.Module]) -> None:
 
 
 def cast_buffers(unit: Unit) -> bool:
-    """Before forward: have the buffers of the unit's modules in the dtype that it asks for.
+    """Cast, before forward, the buffers of the unit's modules to the dtype that it asks for.
 
     Returns whether any was in another.
     """
@@ -97,7 +97,7 @@ def cast_buffers(unit: Unit) -> bool:
 
 
 def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype]]:
-    """(module, name, buffer, the dtype that it should have)"""
+    """List buffers in a wrong dtype: (module, name, buffer, the dtype that it should have)."""
     found: list[tuple[nn.Module, str, Tensor, torch.dtype]] = []
     if unit.mp.buffer_dtype is None:
         return found
@@ -115,13 +115,13 @@ def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype
 
 
 def units_that_cast(module: nn.Module) -> list[Unit]:
-    """The units in `module` that ask for a dtype of buffers."""
+    """Units in `module` that ask for a dtype of buffers."""
     units = (unit_of(each) for each in module.modules())
     return [unit for unit in units if unit is not None and unit.mp.buffer_dtype is not None]
 
 
 def _own_modules(head: nn.Module) -> list[nn.Module]:
-    """`head` and the modules in it that no other unit has, and that are not ignored."""
+    """List `head` and the modules in it that no other unit has, and that are not ignored."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -139,7 +139,7 @@ def _own_modules(head: nn.Module) -> list[nn.Module]:
 def keep_buffer_dtypes(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """A state-dict hook of a unit's module: buffers go out in the dtype they had."""
+    """Give out buffers in the dtype they had, as a state-dict hook of a unit's module."""
     for path, each in module.named_modules():
         for name, dtype in each.__dict__.get(_BUFFER_DTYPES, {}).items():
             key = f"{prefix}{path}.{name}" if path else prefix + name

@@ -1,8 +1,8 @@
-"""Reduce: what becomes of a unit's whole gradients once backward has the last of them.
+"""Reduction of a unit's gradients, unsharded, once backward has the last of them.
 
-    whole gradients --launch--> in flight --advance--> in flight --wait--> mean, `.grad`
-                    reduce-scatter         all-reduce
-                    over `shard`           over `replicate`
+    unsharded gradients --launch--> in flight --advance--> in flight --wait--> mean, `.grad`
+                        reduce-scatter         all-reduce
+                        over `shard`           over `replicate`
 
 [Note: gradients that are not there]
 All trainable parameters of a unit are sent, whichever of them got a gradient on this
@@ -12,12 +12,12 @@ the rest, tells whether any rank had one. Where none had, `.grad` stays as it is
 looks at these numbers only if it lacks a gradient itself: it need not wait for a device.
 
 [Note: gradients that wait]
-A backward that is not to be reduced (all micro-batches but the last) leaves its whole
+A backward that is not to be reduced (all microbatches but the last) leaves its unsharded
 gradients in `ShardedParam.pending`, summed in the dtype of the reduce. They are not in
 `.grad`, so that `zero_grad()` would miss them. Hence `.grad` is watched: zeros are put
-there if it was empty, and who empties it, or zeroes it, drops what is pending. Sums that
+there if it was empty, and code that empties it, or zeroes it, drops what is pending. Sums that
 wait for their all-reduce alone (`Reducer.partial`) are watched alike. Zeroing by foreach
-kernels, which count no version, is not seen; torch's optimizers empty it unless told not to.
+kernels, which count no version, is not seen; torch's optimizers empty it unless configured not to.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_WITH_REPLICAS = 2  # one all-reduced beside the next one's reduce-scatter
 
 @dataclass
 class Reducer:
-    """How a unit's gradients are reduced, as told by the methods of `ShardedModule`.
+    """Settings of how a unit's gradients are reduced, made by the methods of `ShardedModule`.
 
     syncs: False lets gradients wait; see [Note: gradients that wait].
     all_reduces: False stops after the reduce-scatter, and sums up what that gives.
@@ -62,7 +62,7 @@ class Reducer:
     reduce_scatter: the user's, in place of ours.
     scatter_group: the name of a group of its own; "" for that of gathers.
     partial: sums that are reduce-scattered and wait to be all-reduced; like those that wait
-        whole, they are dropped if `.grad` is emptied meanwhile. By parameter, as another
+        unsharded, they are dropped if `.grad` is emptied meanwhile. By parameter, as another
         backward may reduce others together.
     """
 
@@ -79,20 +79,22 @@ class Reducer:
 
     @property
     def is_custom(self) -> bool:
-        """Whether a reduce gives something else than the mean, or is not ours."""
+        """Tell whether a reduce gives something else than the mean, or is not ours."""
         told = self.divide_by, self.all_reduce_hook, self.comm_hook, self.reduce_scatter
         return any(each is not None for each in told)
 
     @property
     def is_plain(self) -> bool:
-        """Whether a reduce is one over all ranks of gradients that are there, and gives the mean;
-        what waits whole may be added to them first."""
+        """Tell whether a reduce is over all ranks, and gives the mean of gradients that are there.
+
+        Gradients that wait unsharded may be added to them first.
+        """
         return self.syncs and self.all_reduces and not (self.is_custom or self.partial)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """This rank's part of a parameter's sum, and `.grad` as it was then.
+    """Part of a parameter's sum on this rank, and `.grad` as it was then.
 
     chunk: flat, padded.
     count: of ranks that had a gradient, one number.
@@ -104,9 +106,9 @@ class Partial:
 
 
 class Reduction:
-    """The gradients of some parameters of one unit, to be reduced together, on their way.
+    """Reduction of the gradients of some parameters of one unit, together, from launch to `.grad`.
 
-    grads: whole, None where this rank has none; see [Note: gradients that are not there].
+    grads: unsharded, None where this rank has none; see [Note: gradients that are not there].
     wanted: the parameters whose gradient is asked for; the others' are sent all the same.
     dtype: in which they are summed.
     stands_alone: these are handed out: nothing is added to them, or left for later.
@@ -136,7 +138,7 @@ class Reduction:
 
     @property
     def max_in_flight(self) -> int:
-        """Of reductions, with this one about to be launched."""
+        """Number of reductions that may be in flight, with this one about to be launched."""
         if self._reducer.in_flight is not None:
             return self._reducer.in_flight
         return MAX_WITH_REPLICAS if self._unit.axes.replicate_world > 1 else MAX_IN_FLIGHT
@@ -148,7 +150,7 @@ class Reduction:
         return collectives.division(self._reducer.divide_by or float(self._unit.axes.num_ranks))
 
     def launch(self) -> None:
-        """Start summing."""
+        """Start summing: by the reduce-scatter, or the user's hook."""
         axes, first = self._unit.axes, self._params[0]
         whole = [
             torch.zeros(p.member.size, dtype=self._dtype, device=p.device) if grad is None else grad
@@ -203,7 +205,7 @@ class Reduction:
         self._wanted = set()
 
     def _pieces(self, flat: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Of what this rank has of the sums: each parameter's, and the number that goes with it."""
+        """Split this rank's part of the sums: one for each parameter, and the number beside it."""
         world = self._unit.axes.shard_world
         lengths = [param.member.chunk_numel(world) for param in self._params]
         *chunks, counts = flat.split([*lengths, len(self._params)])
@@ -222,7 +224,10 @@ class Reduction:
             torch._foreach_add_(sums, waiting)
 
     def wait(self) -> dict[ShardedParam, Tensor]:
-        """This rank's part of the mean gradients, of wanted parameters that have one anywhere."""
+        """Wait, and return this rank's part of the mean gradients.
+
+        They are those of wanted parameters that have one on any rank.
+        """
         self.advance()
         assert self._flight is not None
         flight, self._flight = self._flight.wait(), None
@@ -244,12 +249,12 @@ class Reduction:
         }
 
     def abandon(self) -> None:
-        """Wait for what is on its way, which nobody wants any more."""
+        """Wait for what is in flight, and discard it."""
         if self._flight is not None:
             self._flight = self._flight.wait()
 
     def accumulate(self) -> None:
-        """Wait, and add what comes to `.grad`."""
+        """Wait, and add the mean gradients to `.grad`."""
         for param, shard in self.wait().items():
             accumulate(param, shard)
         for param in self._wanted:
@@ -257,7 +262,10 @@ class Reduction:
 
 
 def flags_of(has_grad: Sequence[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """See [Note: gradients that are not there]; made without the host waiting for `device`."""
+    """Make the numbers that tell which gradients a rank has, without waiting for `device`.
+
+    See [Note: gradients that are not there].
+    """
     if all(has_grad):
         return torch.ones(len(has_grad), dtype=dtype, device=device)
     flags = torch.tensor(has_grad, dtype=dtype)
@@ -266,15 +274,16 @@ def flags_of(has_grad: Sequence[bool], dtype: torch.dtype, device: torch.device)
 
 
 def make_room(param: ShardedParam) -> None:
-    """A gradient is about to be added to `.grad` by autograd: not to zeros that stand for one."""
+    """Empty `.grad` if it has zeros that stand for a gradient: one is about to be added to it."""
     if param.param.grad is not None and _is_placeholder(param.param.grad):
         param.param.grad = None
 
 
 def fill_unused(unit: Unit, used: set[ShardedParam]) -> None:
-    """Gradients of zeros, if asked for, where compiled code, the same on every rank, finds none.
+    """Fill in gradients of zeros, if configured, for parameters without one after compiled code.
 
-    used: those for which it does.
+    That code is the same on every rank.
+    used: those for which it finds a gradient.
     """
     if unit.reducer.sends_unused:
         for param in unit.params:
@@ -318,7 +327,7 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
 
 @dataclass
 class Pending:
-    """See [Note: gradients that wait]."""
+    """Gradients that wait for a later backward; see [Note: gradients that wait]."""
 
     sum: Sum
     seen: Seen
@@ -333,14 +342,14 @@ def _is_placeholder(grad: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Seen:
-    """A parameter's `.grad` when a gradient began to wait beside it."""
+    """Snapshot of a parameter's `.grad` when a gradient began to wait beside it."""
 
     grad: Tensor
     version: int
 
     @staticmethod
     def now(param: ShardedParam) -> Seen:
-        """As it is, filled with zeros if it was empty."""
+        """Take a snapshot of `.grad`, filled with zeros if it was empty."""
         if param.param.grad is None:
             zeros = _zeros(param)
             setattr(zeros, _PLACEHOLDER, True)
@@ -348,7 +357,7 @@ class Seen:
         return Seen(param.param.grad, _version(param.param.grad))
 
     def is_left(self, param: ShardedParam) -> bool:
-        """Whether `.grad` is still that; not if it was emptied or zeroed.
+        """Tell whether `.grad` is still as in the snapshot; not if it was emptied or zeroed.
 
         Raises RuntimeError if it was changed otherwise: what waits would miss that.
         """
@@ -369,7 +378,7 @@ units_that_wait: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def _zeros(param: ShardedParam) -> Tensor:
-    """A gradient in the dtype that `.grad` may have."""
+    """Make a gradient of zeros, in the dtype that `.grad` may have."""
     dtype = param.param.grad_dtype or param.shard.dtype
     return param.grad_from(torch.zeros_like(param.shard, dtype=dtype))
 
@@ -377,7 +386,7 @@ def _zeros(param: ShardedParam) -> Tensor:
 def hold(
     param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
 ) -> None:
-    """Let `grad`, whole, wait for a backward that is reduced.
+    """Let `grad`, unsharded, wait for a backward that is reduced.
 
     is_borrowed: its memory is about to be used for something else.
     """
@@ -389,7 +398,7 @@ def hold(
 
 @dataclass
 class Sum:
-    """Whole gradients of one parameter, added up.
+    """Sum of unsharded gradients of one parameter.
 
     total: in the dtype of the reduce.
     owned: whether `total` may be written to.
@@ -410,8 +419,10 @@ def _added(before: Sum | None, grad: Tensor, dtype: torch.dtype, *, is_borrowed:
 
 @dataclass
 class Arriving:
-    """See uses.py: a sum that is not complete in the backward `task`; that of another one, which
-    broke off, is nobody's."""
+    """Sum of gradients that is not complete yet, in the backward `task`; see uses.py.
+
+    A sum of another backward, which broke off, is ignored.
+    """
 
     sum: Sum
     task: int
@@ -420,7 +431,7 @@ class Arriving:
 def arrive(
     param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
 ) -> None:
-    """Let `grad`, whole, wait for those that come after it in the running backward.
+    """Let `grad`, unsharded, wait for those that come after it in the running backward.
 
     is_borrowed: its memory is about to be used for something else.
     """
@@ -430,13 +441,13 @@ def arrive(
 
 
 def arrived(param: ShardedParam) -> Sum | None:
-    """What has come before of its gradient in the running backward."""
+    """Return the sum of gradients of `param` that came before in the running backward."""
     arriving = param.arriving
     return None if arriving is None or arriving.task != _torch.graph_task() else arriving.sum
 
 
 def take_arrived(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """`grad`, the last of the running backward, with those that came before."""
+    """Add to `grad`, the last of the running backward, those that came before."""
     before = arrived(param)
     param.arriving = None
     if before is None or grad is None:
@@ -445,12 +456,12 @@ def take_arrived(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -
 
 
 def _version(grad: Tensor) -> int:
-    """Goes up when `grad` is written to, as a DTensor or through its local tensor."""
+    """Version of `grad`: goes up when it is written to as a DTensor or through its local tensor."""
     return grad._version + local_tensor(grad)._version
 
 
 def pending_of(param: ShardedParam) -> Tensor | None:
-    """The whole gradient that waits, if any does; none if `.grad` was emptied or zeroed since.
+    """Return the unsharded gradient of `param` that waits; None if `.grad` was emptied or zeroed.
 
     Raises RuntimeError if `.grad` was changed otherwise.
     """
@@ -463,7 +474,10 @@ def pending_of(param: ShardedParam) -> Tensor | None:
 
 
 def is_waiting(param: ShardedParam) -> bool:
-    """Whether a gradient of it waits, whole or for its all-reduce. Raises as `pending_of`."""
+    """Tell whether a gradient of `param` waits, unsharded or for its all-reduce.
+
+    Raises as `pending_of`.
+    """
     partial = param.unit.reducer.partial.get(param)
     return pending_of(param) is not None or (partial is not None and partial.seen.is_left(param))
 
@@ -475,7 +489,7 @@ def forget(param: ShardedParam) -> None:
 
 
 def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """`grad`, whole, with what was waiting for it."""
+    """Add to `grad`, unsharded, what was waiting for it."""
     total = pending_of(param)
     param.pending = None
     if total is None:

@@ -1,8 +1,8 @@
-"""What autograd saves for backward while a step is open.
+"""Saved-tensor hooks: what autograd keeps for backward while a step is open.
 
-Hooks on saved tensors replace a view of a gathered parameter by a `_SavedView`: which
-parameter, which strides. Unpacking gathers the unit again and makes the view anew; what stays
-whole after forward is `Held` meanwhile, and gathered again only if the unit is resharded.
+They replace a view of a gathered parameter by a `_SavedView`: which parameter, which strides.
+Unpacking gathers the unit again and makes the view anew; memory that stays unsharded after forward
+is `Held` meanwhile, and gathered again only if the unit is resharded.
 Nothing resizes storages, and nothing hangs on outputs. Hooks of the user's that were there
 before (as of `save_on_cpu`) still get every other tensor. With hooks, autograd leaves it to
 them to find writes to what is saved.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Whose memory a storage is: of this parameter, the one of `Whole.sources` at this index."""
+    """Owner of a storage's memory: the parameter, and which of its `Whole.sources` it is."""
 
     param: ShardedParam
     index: int
@@ -38,13 +38,13 @@ class Source:
 
 
 class Sources:
-    """The storages of whole parameters that are gathered now."""
+    """Storages of unsharded parameters that are gathered now, each with its `Source`."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, Source] = {}
 
     def add(self, whole: Whole) -> None:
-        """Those of `whole`, but for what is the memory of a shard itself (in a world of one)."""
+        """Add the storages of `whole`, but for those of shards themselves (in a world of one)."""
         for param, tensors in whole.sources().items():
             own = {_storage(each) for each in _plain_tensors(param.shard)}
             for index, tensor in enumerate(tensors):
@@ -57,7 +57,7 @@ class Sources:
                 self._by_storage.pop(_storage(tensor), None)
 
     def of(self, tensor: Tensor) -> Source | None:
-        """Whose memory `tensor`, no subclass, is."""
+        """Find the owner of the memory of `tensor`, which is no subclass."""
         source = self._by_storage.get(_storage(tensor))
         return source if source is not None and source.dtype == tensor.dtype else None
 
@@ -66,7 +66,7 @@ class Sources:
 
 
 class Held:
-    """Memory of a whole parameter that stays from forward to backward.
+    """Memory of an unsharded parameter that stays from forward to backward.
 
     What autograd saved of it holds this, and lets go of it as backward goes on.
     """
@@ -77,14 +77,14 @@ class Held:
         unit.held.add(self)
 
     def free(self) -> None:
-        """Backward is to gather it again."""
+        """Let go of the memory; backward is to gather it again."""
         if self.memory is not None:
             self.memory = None
             self._step.needs_again(self._unit)
 
 
 class _Regathered:
-    """Kept in place of a tensor whose memory is a gathered parameter's."""
+    """Object kept in place of a tensor whose memory is a gathered parameter's."""
 
     def unpack(self) -> Tensor:
         raise NotImplementedError
@@ -92,7 +92,7 @@ class _Regathered:
 
 @dataclass(frozen=True)
 class _SavedView(_Regathered):
-    """A view of a gathered parameter, to be made again from a new gather."""
+    """View of a gathered parameter, to be made again from a new gather."""
 
     step: Step
     source: Source
@@ -118,7 +118,7 @@ class _SavedView(_Regathered):
 
 @dataclass(frozen=True)
 class _SavedSubclass(_Regathered):
-    """A tensor subclass around such views, as all-gather extensions may make them."""
+    """Tensor subclass around such views, as all-gather extensions may make them."""
 
     kind: Any
     parts: dict[str, Any]  # each a tensor or `_Regathered`
@@ -137,7 +137,7 @@ class _SavedSubclass(_Regathered):
 
 @dataclass(frozen=True)
 class _SavedOther:
-    """Any other tensor, and the version that it had."""
+    """Tensor that is no gathered parameter's, and the version that it had."""
 
     tensor: Tensor
     version: int
@@ -158,7 +158,7 @@ def _check_version(tensor: Tensor, expected: int) -> None:
 
 
 def _pack(step: Step, tensor: Tensor) -> Any:
-    """What autograd keeps instead of `tensor`: itself, or how to gather it again."""
+    """Return what autograd keeps instead of `tensor`: itself, or how to gather it again."""
     if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # as checked
         parts = {name: _pack(step, getattr(tensor, name)) for name in names}
@@ -189,7 +189,10 @@ def _pack(step: Step, tensor: Tensor) -> Any:
 
 
 def push_hooks(step: Step) -> bool:
-    """Have autograd keep what `_pack` makes of tensors; whether it has to: see below."""
+    """Have autograd keep what `_pack` makes of tensors; returns whether that is needed.
+
+    It is not in a checkpoint, in backward, or in a transform of torch.func.
+    """
     outer = _torch.saved_tensors_hooks_on_top()
     # A checkpointed block is run again in backward, parameters and all, and what that
     # second forward saves is wanted at once: neither is gathered a second time.
@@ -218,24 +221,24 @@ def push_hooks(step: Step) -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Whether what runs now does so inside a non-reentrant checkpoint."""
+    """Tell whether what runs now does so inside a non-reentrant checkpoint."""
     hooks = _torch.saved_tensors_hooks_on_top()
     return hooks is not None and _torch.is_checkpoint_hook(hooks[0])
 
 
 def in_recomputation() -> bool:
-    """Whether what runs now is run again by a non-reentrant checkpoint."""
+    """Tell whether what runs now is run again by a non-reentrant checkpoint."""
     hooks = _torch.saved_tensors_hooks_on_top()
     return hooks is not None and _torch.is_recomputation_hook(hooks[0])
 
 
 def pop_hooks() -> None:
-    """The end of what the latest `push_hooks` began, if that returned True."""
+    """Remove the hooks of the latest `push_hooks` that returned True."""
     _torch.pop_saved_tensors_hooks()
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor`, or what a subclass is made of."""
+    """Yield `tensor`, or the tensors that a subclass is made of."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # as checked
             yield from _plain_tensors(getattr(tensor, name))

@@ -66,20 +66,20 @@ def fully_shard(
     """Shard the parameters of `module` that no nested unit has, as one unit, in place.
 
     Call bottom-up: blocks first, the whole model last. Parameters become DTensors of
-    their whole size, sharded on dim 0 over `mesh`, scalars replicated; `requires_grad` and ties
+    their global size, sharded on dim 0 over `mesh`, scalars replicated; `requires_grad` and ties
     are kept; buffers are left alone.
 
     module: one module, or several that are gathered and reduced together.
     mesh: 1-D; or 2-D, named, to replicate over its first axis and shard over its second
         (HSDP); by default all ranks, on the accelerator if there is one. The default
-        process group is made from torchrun's environment if nobody made it.
-    reshard_after_forward: True frees whole parameters after forward and gathers them
+        process group is made from torchrun's environment if there is none.
+    reshard_after_forward: True frees unsharded parameters after forward and gathers them
         again in backward; False keeps them until backward is over; None is True, but
         False for the outermost module; an int, a factor of the number of ranks, keeps
         shards over groups of so many neighbouring ranks, from which backward gathers.
     shard_placement_fn: the dim along which a parameter is cut, as `Shard(dim)`. Dims other
         than 0 must divide evenly.
-    mp_policy, offload_policy: in which dtypes it works, and where its shards live.
+    mp_policy, offload_policy: in which dtypes the unit works, and where its shards live.
     ignored_params: parameters to leave alone.
     dp_mesh_dims: torch's `DataParallelMeshDims`, since 2.13: which axes of `mesh`, on which the
         whole model lies, shard and replicate. Each parameter is a DTensor on `mesh`, replicated
@@ -137,8 +137,9 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     device_id: int | torch.device | None = None,
 ) -> Any:
-    """As `fully_shard`, with whole parameters on every rank: one all-reduce a unit in backward.
+    """Make one unit of `module` with unsharded parameters on every rank, all-reduced in backward.
 
+    There is one all-reduce a unit. Otherwise it is like `fully_shard`.
     mesh: 1-D; or 2-D of (replicate, shard) whose second axis has size 1.
     device_id: this rank's device, to check it.
 
@@ -185,15 +186,15 @@ def shard(
     limit_all_gathers: bool = True,
     strict_order: bool = True,
 ) -> nn.Module:
-    """Shard a whole model in one call, in place: its units are found, the rest is the root.
+    """Shard a model in one call, in place: find its units by a policy; the rest is the root's unit.
 
     mesh: 1-D, or for the hybrid strategies 2-D and named (replicate, shard).
     policy: which modules are units: one of `autoshard.wrap`, or a function of a module
         that returns a bool. None takes the model's repeated blocks, or what Hugging
         Face's `_no_split_modules` names. A `CustomPolicy` may return a strategy, or
         arguments of `fully_shard`, for one unit.
-    strategy: "full_shard" (parameters, gradients and optimizer state; whole parameters
-        freed after forward), "shard_grad_op" (whole parameters kept until backward),
+    strategy: "full_shard" (parameters, gradients and optimizer state; unsharded
+        parameters freed after forward), "shard_grad_op" (kept until backward),
         "no_shard" (replicas), "hybrid_shard" and "hybrid_shard_zero2" (the first two
         inside, replicas across).
     mp_policy: dtypes. BatchNorm layers stay in full precision, as units of their own, and
@@ -277,7 +278,7 @@ STRATEGIES: dict[str, bool | None] = {
 
 
 def _strategy_axes(strategy: str, mesh: DeviceMesh) -> Axes:
-    """`mesh`, used as `strategy` says. Raises ValueError if it doesn't fit."""
+    """Return the axes of `mesh` as `strategy` uses them. Raises ValueError if it doesn't fit."""
     check_is_mesh(mesh, f"strategy {strategy!r}")
     wanted = 2 if strategy.startswith("hybrid") else 1
     if strategy == "no_shard":
@@ -303,7 +304,10 @@ _OVERRIDES = (
 
 
 def _check_overrides(model: nn.Module, units: Mapping[nn.Module, Overrides]) -> None:
-    """Before anything is sharded: overrides are a strategy, or what `fully_shard` takes by name."""
+    """Check overrides before anything is sharded: a strategy, or named arguments of `fully_shard`.
+
+    Raises ValueError or TypeError for others.
+    """
     for path, module in model.named_modules():
         overrides = units.get(module, {})
         unknown = [key for key in overrides if key not in _OVERRIDES]
@@ -316,7 +320,7 @@ def _check_overrides(model: nn.Module, units: Mapping[nn.Module, Overrides]) -> 
 
 
 def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
-    """Arguments of `_make_unit` from those of `fully_shard`, and a strategy.
+    """Make arguments of `_make_unit` from those of `fully_shard`, and a strategy.
 
     axes: those of the whole model, which the strategy may use otherwise; None: only check.
     """
@@ -346,7 +350,10 @@ _BACKWARD = 'an int, "pre", "post" or None'
 
 
 def _prefetch(forward: bool | int, backward: str | int | None) -> tuple[int, int, bool]:
-    """Units to gather ahead in forward and in backward, and whether the latter comes late."""
+    """Return the units to gather ahead in forward, those in backward, and whether these come late.
+
+    Raises ValueError for other values than `shard()` takes.
+    """
     if not isinstance(forward, int) or forward < 0:
         raise ValueError(f"forward_prefetch is {forward!r}; expected {_FORWARD}")
     if backward in ("pre", "post"):
@@ -359,7 +366,10 @@ def _prefetch(forward: bool | int, backward: str | int | None) -> tuple[int, int
 
 
 def _read_mp_policy(policy: Any) -> MixedPrecisionPolicy:
-    """`policy`, or one like it: that of torch's FSDP2 has the same fields, fewer of them."""
+    """Return `policy` as one of ours: that of torch's FSDP2 has the same fields, fewer of them.
+
+    Raises TypeError for something else.
+    """
     if policy is None:
         return MixedPrecisionPolicy()
     if isinstance(policy, MixedPrecisionPolicy):
@@ -431,7 +441,10 @@ def _make_unit(
 
 
 def _read_reshard(reshard: bool | int | None, axes: Axes) -> tuple[bool | None, Axes | None]:
-    """An int that is the number of ranks is True, 1 is False, and others name a smaller mesh."""
+    """Return whether a unit reshards after forward, and the smaller mesh that it reshards to.
+
+    An int that is the number of ranks is True, 1 is False, and others name a smaller mesh.
+    """
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
     _check_reshard(reshard, axes)
@@ -486,7 +499,7 @@ def _first_names(container: nn.Module) -> str:
 
 
 def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
-    """Shard what is whole below the unit's modules; tie places to parameters sharded before."""
+    """Shard parameters below the unit's modules; tie places to those that are sharded already."""
     names = init.unsharded(unit.modules)
     inside = {each for module in unit.modules for each in module.modules()}
     for module in (each for top in unit.modules for each in top.modules()):

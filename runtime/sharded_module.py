@@ -1,6 +1,6 @@
-"""What a sharded module can do beside what its own class can.
+"""Methods that a sharded module has beside those of its own class.
 
-The methods have the names and the meaning that FSDP2 gave them. `recurse=True` acts on
+They have the names and the meaning that FSDP2 gave them. `recurse=True` acts on
 the units of all modules inside, too.
 """
 
@@ -26,39 +26,39 @@ from autoshard.runtime.whole import Whole
 
 
 class UnshardHandle(fsdp.UnshardHandle):
-    """What `unshard(async_op=True)` gives: `wait()` for the whole parameters."""
+    """Handle that `unshard(async_op=True)` returns: `wait()` for the unsharded parameters."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Until the whole parameters are there; forward waits by itself."""
+        """Wait until the unsharded parameters are there; forward waits by itself."""
         if self._unit.kept is not None:
             self._unit.kept.tensors()
 
 
 class GradientReductionHandle:
-    """What `finalize_backward(async_op=True)` gives: `wait()` for the gradients."""
+    """Handle that `finalize_backward(async_op=True)` returns: `wait()` for the gradients."""
 
     def __init__(self, root: Unit) -> None:
         self._root = root
 
     def wait(self) -> None:
-        """Until reduces that were launched are over, and `.grad` is filled."""
+        """Wait until reduces that were launched are over, and `.grad` is filled."""
         self._root.finish_reduces()
 
 
 class ShardedModule(fsdp.FSDPModule, nn.Module):
-    """Mixed into the class of every module that heads a unit; `isinstance` tells such modules.
+    """Mixin for the class of every module that heads a unit; `isinstance` tells such modules.
 
-    They are FSDP2's `FSDPModule` to those who ask for that, with all of its public methods up to
+    They are FSDP2's `FSDPModule` to code that asks for that, with all of its public methods up to
     torch 2.13, and nothing of what FSDP2 does: `torch.distributed.fsdp.fully_shard` has not seen
     them. A part of a container that heads a unit, as `model.layers[1:3]`, is of the container's
     own class.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class that was sharded: containers make parts of themselves so."""
+        """Make a module of the class that was sharded, as containers do for parts of themselves."""
         original: type[nn.Module] | None = cls.__dict__.get("_autoshard_original")
         return object.__new__(cls) if original is None else original(*args, **kwargs)
 
@@ -73,7 +73,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's unit now, until `reshard()`; not the units of modules inside.
 
-        Reads of its parameters then give whole ones. Returns a handle if `async_op`.
+        Reads of its parameters then give unsharded ones. Returns a handle if `async_op`.
         """
         unit = _unit(self)
         if unit.kept is None or unit.kept.is_stale:
@@ -87,9 +87,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Let go of whole parameters of this module's unit; not of the units of modules inside.
+        """Drop unsharded parameters of this module's unit; not of the units of modules inside.
 
-        Of those, too, that stay from forward to backward (`reshard_after_forward=False`): backward
+        Those, too, that stay from forward to backward (`reshard_after_forward=False`): backward
         gathers them again. Compiled code has such parameters among what it saved for backward, and
         keeps those.
         Raises RuntimeError if one was written to, as that would be lost.
@@ -99,16 +99,16 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What stands in the modules: DTensors, or whole tensors where those are there.
+        """Yield parameters as they stand in the modules: DTensors, or unsharded copies of them.
 
-        That is so from `unshard()` to `reshard()` or the next backward; and of a unit of
-        `fully_shard` that was told `reshard_after_forward=False`, after an eager forward with
-        gradients, until backward. A parameter with a gradient is given sharded all the same. They
-        are copies: gradients of what is computed from them go to the sharded parameters, writes to
-        them raise RuntimeError later, and optimizers refuse them. What was computed before doesn't
-        depend on them: inputs of `torch.autograd.grad`, or of a backward, have to be taken before
-        the forward. Inside of a forward it gives sharded ones. `parameters()` is the same without
-        names.
+        There are copies from `unshard()` to `reshard()` or the next backward; and of a unit of
+        `fully_shard`, or one that `set_reshard_after_forward` was called on, with
+        `reshard_after_forward=False`, after an eager forward with gradients, until backward. A
+        parameter with a gradient is given sharded all the same. Gradients of what is computed from
+        copies go to the sharded parameters, writes to copies raise RuntimeError later, and
+        optimizers refuse them. What was computed before doesn't depend on them: inputs of
+        `torch.autograd.grad`, or of a backward, have to be taken before the forward. Inside of a
+        forward it gives sharded ones. `parameters()` is the same without names.
         """
         named = super().named_parameters(prefix, recurse, remove_duplicate)
         return named if torch.compiler.is_compiling() else access.named_registered(named)
@@ -124,7 +124,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             return super().requires_grad_(requires_grad)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """True frees whole parameters after forward, False keeps them for backward.
+        """Set whether unsharded parameters are freed after forward; False keeps them for backward.
 
         Raises ValueError for another type.
         """
@@ -137,15 +137,19 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """False keeps whole parameters after backward: for micro-batches between two updates."""
+        """Set whether unsharded parameters are freed after backward.
+
+        False keeps them: for microbatches between two updates. Raises ValueError for another type.
+        """
         _expect_bool("reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
             unit.describe()
 
     def set_strict_order(self, strict_order: bool) -> None:
-        """False: ranks may run other parts of the model, or leave some out, in each step.
+        """Set whether ranks run the same parts of the model in the same order.
 
+        False: they may run other parts, or leave some out, in each step.
         Then a forward gathers the whole model first, which stays until backward is over, and the
         end of backward reduces all of it: the memory of a replica, and no overlap. Parameters that
         no rank has reached get no gradient.
@@ -160,9 +164,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             unit.describe()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: backward needs no parameter of this unit (an embedding's), so none is prefetched.
+        """Set whether backward prefetches this unit; False if it needs none of its parameters.
 
-        One that backward asks for all the same is gathered then.
+        An embedding's backward needs none. One that backward asks for all the same is gathered
+        then. Raises ValueError for another type.
         """
         _expect_bool("unshard_in_backward", unshard_in_backward)
         _unit(self).unshard_in_backward = unshard_in_backward
@@ -174,14 +179,17 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         _unit(self).next_in_forward = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
-        """The same in backward; an empty list is the default, the unit before in forward."""
+        """Gather the units of `modules` ahead when this one's is gathered in backward.
+
+        An empty list is the default, the unit before in forward.
+        """
         _unit(self).next_in_backward = _units_of(modules) or None
 
     # ---- reduction
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave gradients to wait, whole, for the first one after."""
+        """Let gradients of backwards in this context wait, unsharded, for the first one after."""
         before = [(unit, unit.reducer.syncs) for unit in _units(self, True)]
         self.set_requires_gradient_sync(False)
         try:
@@ -194,16 +202,20 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """False: backward reduces nothing; gradients wait for one that does."""
+        """Set whether backward reduces gradients; with False they wait for one that does.
+
+        Raises ValueError for another type.
+        """
         _expect_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
             unit.reducer.syncs = requires_gradient_sync
             unit.describe()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: backward reduce-scatters, and leaves the all-reduce over replicas to a later one.
+        """Set whether backward all-reduces over replicas; with False that is left to a later one.
 
-        Without a replicated axis it makes no difference.
+        It reduce-scatters in any case. Without a replicated axis it makes no difference. Raises
+        ValueError for another type.
         """
         _expect_bool("requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
@@ -211,28 +223,31 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             unit.describe()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: a backward may end before its reduces have."""
+        """Set whether a backward ends only when its reduces have; with False it may end before.
+
+        Raises ValueError for another type.
+        """
         _expect_bool("is_last_backward", is_last_backward)
         _torch.stand_in_for_fsdp2(self, self.finalize_backward)  # for a stage of a pipeline
         for unit in _units(self, True):
             unit.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """True: call `finalize_backward()` after the last backward before a step.
+        """Set whether `finalize_backward()` is called after the last backward before a step.
 
-        It is `set_is_last_backward(False)`, whose place it takes; False undoes both.
-        Raises RuntimeError if this is not the root.
+        It is `set_is_last_backward(not enabled)`, whose place it takes; False undoes both.
+        Raises ValueError for another type, RuntimeError if this is not the root.
         """
         _expect_bool("enabled", enabled)
         _root(self, "set_manual_backward_finalization")
         self.set_is_last_backward(not enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce gradients that wait for a backward that is reduced, as that would; fill `.grad`.
+        """Reduce gradients that wait, as the next backward that is reduced would; fill `.grad`.
 
         For schedules in which reduction is a step of its own: let gradients wait in all backwards,
-        then `set_requires_gradient_sync(True)`, and call this, on all ranks together. Whole
-        parameters that were kept for the next backward are let go of, unless
+        then `set_requires_gradient_sync(True)`, and call this, on all ranks together. Unsharded
+        parameters that were kept for the next backward are dropped, unless
         `set_reshard_after_backward(False)` holds still.
 
         async_op: return when reduces are launched, a handle to wait for them.
@@ -247,7 +262,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         return None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by `factor` rather than by the number of ranks."""
+        """Divide this unit's summed gradients by `factor` rather than by the number of ranks.
+
+        Raises ValueError for what is no positive number.
+        """
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"the gradient divide factor should be positive, not {factor!r}")
         unit = _unit(self)
@@ -255,13 +273,17 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         unit.describe()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have collectives sum, and divide beside them; they never do anything else here."""
+        """Do nothing: collectives always sum here, and divisions are done beside them.
+
+        Raises ValueError for what is no bool.
+        """
         _expect_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """True: parameters that no rank has used get gradients of zeros rather than none.
+        """Set whether parameters that no rank has used get gradients of zeros rather than none.
 
-        Ranks that use different parameters of a unit are right in either case.
+        Ranks that use different parameters of a unit are right in either case. Raises ValueError
+        for another type.
         """
         _expect_bool("enable", enable)
         for unit in _units(self, recurse):
@@ -270,10 +292,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Let so many reduces be in flight at once; by default one, with replicas two.
+        """Set how many reduces may be in flight at once; by default one, with replicas two.
 
         Each holds the gradients that it sends. More of them hide reduces that take longer than
-        what is computed beside them. Compiled code doesn't ask: there the plan says what is in
+        what is computed beside them. Compiled code ignores it: there the plan says what is in
         flight, and a `memory_budget` bounds it.
         Raises TypeError for what is no int, and ValueError for one less than 1.
         """
@@ -374,7 +396,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             _allocate(unit, "symmetric", allocate, prepare)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Use `set_gradient_divide_factor()` instead: this is its former name. Warns so."""
+        """Set the divide factor by the former name of `set_gradient_divide_factor()`. Warns so."""
         warnings.warn(
             "set_reduce_scatter_divide_factor is deprecated: call set_gradient_divide_factor",
             FutureWarning,
@@ -429,8 +451,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             each.describe()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the first gather of the next forward wait for `event`, rather than for all that
-        the device was given before."""
+        """Have the first gather of the next forward wait for `event` alone.
+
+        By default it waits for all that the device was given before.
+        """
         _unit(self).post_optim_event = event
 
     # ---- state
@@ -454,10 +478,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         return state.clip_grad_norm_(self, max_norm, norm_type)
 
     def full_params(self, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """A context in which all parameters of this module and below are whole, on every rank.
+        """Context in which all parameters of this module and below are unsharded, on every rank.
 
         Inside, `module.weight`, `parameters()` and `state_dict()` give plain tensors of the
-        whole size, ties kept, without gradients. All ranks must enter together; leaving needs
+        global size, ties kept, without gradients. All ranks must enter together; leaving needs
         no other rank, so that what is done inside may differ. It takes the memory of the whole
         module once more on every rank.
 
@@ -475,7 +499,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         return state.full_params(self, writeback=writeback)
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: forget what it left, on all ranks alike.
+        """Forget what an exception in forward or backward left, on all ranks alike.
 
         Raises RuntimeError if this is not the root.
         """
@@ -534,7 +558,7 @@ def _expect_bool(name: str, value: object) -> None:
 
 
 def _refuse_own(unit: Unit, what: str, by: str) -> None:
-    """Raise UsageError if `unit` has communication of its own, other than `by` this very call."""
+    """Raise UsageError if `unit` has communication of its own that `by` did not set."""
     own = unit.reducer.reduce_scatter if unit.all_gather is None else unit.all_gather
     if own is not None and unit.allocates != by:
         raise UsageError(
@@ -545,7 +569,7 @@ def _refuse_own(unit: Unit, what: str, by: str) -> None:
 
 
 def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
-    """Have `unit` send in buffers that `allocate` gives; None: in ours."""
+    """Have `unit` send from and receive into buffers that `allocate` gives; None: ours."""
     unit.allocates = None if allocate is None else by
     is_ours = allocate is None
     unit.all_gather = None if is_ours else AllGatherIn(allocate, *prepare)

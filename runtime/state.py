@@ -1,7 +1,7 @@
-"""The state of a sharded module as one whole: the norm of its gradients, its parameters.
+"""State of all of a sharded module at once: the norm of its gradients, its parameters.
 
 clip_grad_norm_   shards of gradients -> this rank's sum of powers -> all-reduce -> norm -> scaled
-full_params       shards -> whole plain parameters in their places -> the block -> this rank's
+full_params       shards -> unsharded plain parameters in their places -> the block -> this rank's
                   rows of them back into the shards
 
 Both ask each DTensor how it is laid out, its mesh and its placements, so a mesh with
@@ -38,7 +38,7 @@ EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_g
 @_torch.disable
 @torch.no_grad()
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """See `ShardedModule.clip_grad_norm_`."""
+    """Clip the norm of gradients: see `ShardedModule.clip_grad_norm_`."""
     power = float(norm_type)
     if not power > 0:
         raise ValueError(f"norm_type should be greater than 0, or inf, not {norm_type!r}")
@@ -57,7 +57,7 @@ _Layout = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh, and its axes that
 
 @dataclass
 class _Share:
-    """What this rank has of the gradients that are laid out over the same ranks.
+    """Gradients on this rank that are laid out over the same ranks.
 
     axes: of `mesh`, those over which the gradients are cut.
     """
@@ -69,7 +69,10 @@ class _Share:
     is_double: bool = False
 
     def norm_power(self, power: float) -> Tensor:
-        """f64[2]: the sum of all elements' powers, or their maximum; whether NaN was met."""
+        """Sum the powers of all elements, over all ranks; for a norm of inf, their maximum.
+
+        Returns f64[2]: that, and, for a norm of inf, whether there was a NaN.
+        """
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
         norms = [norm.to(found) for norm in _norms(self.grads, power)]
         if norms:
@@ -87,9 +90,11 @@ class _Share:
 
 
 def _shares(module: nn.Module) -> list[_Share]:
-    """One a mesh and its sharding axes, in the order of parameters, also where none has a gradient.
+    """Group gradients by mesh and sharding axes, in the order of parameters.
 
-    So every rank issues the same collectives whichever gradients it has.
+    There is a group also where no parameter has a gradient: so every rank issues the same
+        collectives
+    whichever gradients it has.
     """
     shares: dict[_Layout, _Share] = {}
     for name, param in access.named_sharded(module):
@@ -120,9 +125,9 @@ def _sharding_axes(name: str, tensor: DTensor) -> tuple[int, ...]:
 
 
 def _total_norm(shares: list[_Share], power: float) -> Tensor:
-    """The norm of all gradients, a scalar, f32 unless a parameter is f64.
+    """Norm of all gradients, a scalar, f32 unless a parameter is f64.
 
-    Powers are summed in f64: no smaller than what is rounded off in the result.
+    Powers are summed in f64: that rounds off no more than the result does.
     """
     device = shares[0].device if shares else torch.device("cpu")
     dtype = torch.float64 if any(share.is_double for share in shares) else torch.float32
@@ -137,7 +142,7 @@ def _total_norm(shares: list[_Share], power: float) -> Tensor:
 
 
 def _norms(grads: list[Tensor], power: float) -> Iterator[Tensor]:
-    """Each gradient's norm, those of half precision in f32."""
+    """Yield each gradient's norm, those of half precision in f32, and first."""
     halves = [grad for grad in grads if grad.dtype in (torch.float16, torch.bfloat16)]
     others = [grad for grad in grads if grad.dtype not in (torch.float16, torch.bfloat16)]
     if halves:
@@ -158,7 +163,7 @@ def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 @contextlib.contextmanager
 def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """See `ShardedModule.full_params`."""
+    """Unshard all parameters in a context: see `ShardedModule.full_params`."""
     _refuse_full_params(module)
     params = _params_below(module)
     for param in params:
@@ -195,7 +200,7 @@ _ENTER_HINT = "entering full_params() gathers, so all ranks of the model's mesh 
 
 @dataclass
 class _Borrowed:
-    """One parameter while it is whole: where that was put, to be taken out again."""
+    """Parameter that is unsharded in `full_params()`, and the places where it was put meanwhile."""
 
     param: ShardedParam
     whole: nn.Parameter
@@ -208,7 +213,7 @@ class _Borrowed:
                 self.places.append((module, attribute))
 
     def take_out(self) -> list[Tensor | None]:
-        """Put the sharded one back; returns what stood there instead of what was put there."""
+        """Put the sharded one back; returns what stood there instead of the unsharded one."""
         found = [module._parameters.get(attribute) for module, attribute in self.places]
         for module, attribute in self.places:
             # Registering anew, not setting: a deleted one comes back too.
@@ -229,7 +234,7 @@ class _Borrowed:
         param.requires_grad_(whole.requires_grad)
 
     def accepts(self, other: Tensor | None) -> bool:
-        """Whether `other` can have been put in place of the whole parameter."""
+        """Tell whether `other`, put in place of the unsharded parameter, can be written back."""
         member = self.param.member
         return (
             other is not None
@@ -283,7 +288,7 @@ def _give_back(borrowed: list[_Borrowed], writeback: bool) -> Exception | None:
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal, a NaN to itself too, and 0 not to -0."""
+    """Tell whether two tensors are equal bit for bit: a NaN to itself too, and 0 not to -0."""
     if left.shape != right.shape or left.device != right.device:
         return False
     return torch.equal(_bits(left), _bits(right))
@@ -311,7 +316,7 @@ def _refuse_full_params(module: nn.Module) -> None:
 
 
 def _refuse_whole(module: nn.Module, what: str) -> None:
-    """Raise RuntimeError if a parameter below `module` is whole already."""
+    """Raise RuntimeError if a parameter below `module` is unsharded by `full_params()` already."""
     for each in module.modules():
         if each in access.whole_heads:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The eager runtime: one forward of a root, and the backward that follows it.
+"""Eager runtime: one forward of a root, and the backward that follows it.
 
 forward   a parameter read gathers its unit; the unit's forward ends: dropped
 backward  a saved parameter is wanted: its unit is gathered again;
@@ -45,7 +45,7 @@ Grads = dict[ShardedParam, Tensor | None]
 
 
 def open_step() -> Step | None:
-    """The step whose forward this thread is in, if any."""
+    """Return the step whose forward this thread is in, if any."""
     step: Step | None = getattr(_open, "step", None)
     return step
 
@@ -80,16 +80,16 @@ class Step:
 
     @property
     def num_gathered(self) -> int:
-        """Units that are gathered, or on the way, by this step."""
+        """Number of units that are gathered, or on the way, by this step."""
         return len({*self._forward, *self._backward})
 
     def pop_hooks(self) -> None:
-        """Leave saved tensors to autograd again."""
+        """Remove the step's hooks on saved tensors."""
         if self.has_hooks:
             pop_hooks()
 
     def is_on_the_stack(self) -> bool:
-        """Whether the owner's forward is still running, or was broken off and nobody told us."""
+        """Tell whether the owner's forward is still running; it may have broken off unnoticed."""
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self.opened_in:
             frame = frame.f_back
@@ -98,15 +98,15 @@ class Step:
     # ---- forward
 
     def read(self, param: ShardedParam) -> Tensor:
-        """The whole parameter, as forward may use it."""
+        """Return the unsharded parameter, as forward may use it."""
         return self.attach(param, self._in_forward(param.unit).tensors()[param])
 
     def read_in_backward(self, param: ShardedParam) -> Tensor:
-        """The whole parameter, for a part of forward that a checkpoint runs again."""
+        """Return the unsharded parameter, for a part of forward that a checkpoint runs again."""
         return self.attach(param, self.gather_again(param.unit).tensors()[param])
 
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
-        """`data`, its gathered data, with its gradient going to the unit's reduce."""
+        """Return `data`, gathered for `param`, with its gradient going to the unit's reduce."""
         if not (self.has_grad and param.param.requires_grad):
             return data if param.tp is None else param.tp.wrap(data)
         # Also under the caller's no_grad: what it reads may be used outside of that.
@@ -115,7 +115,10 @@ class Step:
             return attached if param.tp is None else param.tp.wrap(attached)
 
     def leave(self, unit: Unit, *, failed: bool) -> None:
-        """`unit`'s forward has ended."""
+        """End a forward of `unit`; drop its parameters if it was the last, and the unit reshards.
+
+        failed: by an exception.
+        """
         self.running.remove(unit)
         self._ended[unit] = self._ended.get(unit, 0) + 1
         # A unit of several modules is done when each of them has run.
@@ -124,7 +127,7 @@ class Step:
             self._drop(unit, check=not failed)
 
     def close(self, *, failed: bool = False) -> None:
-        """The owner's forward has ended: only what backward needs stays.
+        """End the owner's forward: only what backward needs stays.
 
         failed: by an exception.
         """
@@ -178,7 +181,7 @@ class Step:
         return whole
 
     def _take_course(self) -> None:
-        """A forward of the owner begins: other ranks are to come to one, too."""
+        """Compare with other ranks that a forward of the owner begins."""
         if self.owner.is_unordered:
             return  # compiled code or a checkpoint, which others may not run, comes here, too
         what = f"an eager forward of {self.owner.name}"
@@ -187,13 +190,15 @@ class Step:
         course.take(event, self.owner.axes.mesh)
 
     def _take(self, phase: str, event: str) -> None:
-        """`event` is about to be launched, in the order that all ranks have, if they have one."""
+        """Note that `event` is about to be launched, in the order of all ranks if there is one."""
         if not self.owner.is_unordered:
             self.owner.order(phase).take(event)
 
     def _is_checkpointed(self, unit: Unit) -> bool:
-        """Whether what reads `unit` now, in forward, seems to be in a checkpoint, to be read again
-        when this step is closed."""
+        """Tell whether what reads `unit` in forward seems to be in a checkpoint, to be read again.
+
+        That is when this step is closed.
+        """
         if not self.has_grad:
             return False
         if not torch.is_grad_enabled():  # as in a reentrant one, or for a teacher, which is frozen
@@ -236,7 +241,7 @@ class Step:
         whole.drop()
 
     def hold(self, source: Source) -> Held:
-        """What keeps the memory of `source`, read in forward, while anybody has saved it."""
+        """Return what keeps the memory of `source`, read in forward, while it is saved."""
         known = self._held.get(source)
         if known is None:
             unit = source.param.unit
@@ -245,7 +250,7 @@ class Step:
         return known
 
     def _lend(self, unit: Unit) -> None:
-        """Until backward, who reads parameters of `unit` outside of forward gets whole ones."""
+        """Have reads of `unit` outside of forward give unsharded parameters until backward."""
         tokens = self._made_tokens(unit)
         if tokens is not None and unit in self._read:
             tokens.lent = Lent(self._forward[unit])
@@ -253,7 +258,7 @@ class Step:
             self._lends = True
 
     def lent(self, unit: Unit) -> Lent | None:
-        """Those, if there are any."""
+        """Return the unsharded parameters that `unit` lends until backward, if it does."""
         tokens = self._made_tokens(unit) if self._lends else None
         return None if tokens is None else tokens.lent
 
@@ -279,7 +284,7 @@ class Step:
     # ---- backward
 
     def begin_backward(self) -> None:
-        """Something saved in forward is wanted: launch what backward gathers first."""
+        """Begin backward, as something saved in forward is wanted: launch its first gathers."""
         if self._lends and _torch.in_backward():
             self._take_back()
         wants_some = self._needed or self._run_again
@@ -290,11 +295,11 @@ class Step:
             self._prefetch_backward(None)
 
     def needs_again(self, unit: Unit) -> None:
-        """Backward will gather `unit`, for what forward saved of it."""
+        """Note that backward will gather `unit`, for what forward saved of it."""
         self._needed.add(unit)
 
     def gather_again(self, unit: Unit) -> Whole:
-        """`unit` as backward may use it, or what a checkpoint runs again."""
+        """Gather `unit` for backward, or for what a checkpoint runs again."""
         if unit in self._read_again:
             return self._backward[unit]
         self._take("backward", unit.gather)
@@ -313,12 +318,15 @@ class Step:
         return whole
 
     def _will_reduce(self, unit: Unit) -> bool:
-        """Whether this backward does: something in `unit` trains, and is among its inputs."""
+        """Tell whether this backward reduces `unit`.
+
+        It does if something in `unit` trains, and is among the inputs of the backward.
+        """
         tokens = self._made_tokens(unit)
         return tokens is not None and tokens.will_reduce()
 
     def _prefetch_backward(self, unit: Unit | None) -> None:
-        """Launch what comes after `unit`, or first."""
+        """Launch the gathers that backward needs after `unit`, or, for None, first."""
         wanted = self._needed | self._run_again
         coming = [u for u in reversed(self.order) if u in wanted and u.unshard_in_backward]
         of = unit or self.owner
@@ -333,14 +341,14 @@ class Step:
                 following.kept = Whole(following)  # that step finds it there
 
     def reshard(self, unit: Unit) -> None:
-        """Let go of what is kept of `unit` from forward to backward, and after it."""
+        """Drop what is kept of `unit` from forward to backward, or after it, unless in use."""
         if unit not in self._read_again and unit not in self._read:
             whole = self._backward.pop(unit, None)
             if whole is not None:
                 whole.drop()
 
     def _end(self, unit: Unit) -> None:
-        """Backward is over for `unit`: drop its whole parameters, or keep them for the next."""
+        """End backward for `unit`: drop its unsharded parameters, or keep them for later."""
         whole = self._backward.pop(unit, None)
         self._read_again.pop(unit, None)
         if whole is None or whole is unit.kept:
@@ -351,7 +359,7 @@ class Step:
             whole.drop()
 
     def reduce(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
-        """Every gradient of `unit` is in: launch its reduce, let go of its parameters.
+        """Launch the reduce of `unit`, of which every gradient is in, and drop its parameters.
 
         grads: taken out, so that each is freed when it is copied.
         wanted: the parameters of which `.grad` is to be filled.
@@ -378,14 +386,17 @@ class Step:
         self._needed.discard(unit)
 
     def _reduce_now(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
-        """Launch the reduce of `grads`, and of what waited for them."""
+        """Launch the reduce of `grads`, with gradients that waited added to them."""
         _add_pending(unit, grads, wanted)
         for reduction in self._reductions(unit, grads, wanted):
             self._start(reduction)
 
     def _reduce_waiting(self, unit: Unit) -> None:
-        """Reduce what backwards have left to wait of `unit`; where ranks have no order, with zeros
-        for what no backward of this rank has reached."""
+        """Reduce gradients of `unit` that backwards have left to wait.
+
+        Where ranks have no order, it does so with zeros for what no backward of this rank has
+        reached.
+        """
         if not unit.reducer.syncs:
             return
         if unit.is_unordered or any(reduce.pending_of(p) is not None for p in unit.params):
@@ -395,8 +406,10 @@ class Step:
                 self._reduce_now(unit, dict.fromkeys(trainable), set(trainable))
 
     def _join_arrived(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
-        """Add to `grads` what came before in this backward, and take out those that are to come
-        again; see uses.py."""
+        """Add to `grads` what came before in this backward; take out those that are to come again.
+
+        See uses.py.
+        """
         tokens = self._made_tokens(unit)
         if tokens is not None:
             tokens.use.end()
@@ -415,7 +428,10 @@ class Step:
     def reduce_now(
         self, unit: Unit, grads: Grads, wanted: set[ShardedParam]
     ) -> dict[ShardedParam, Tensor]:
-        """As `reduce`, but returns this rank's part of the mean gradients and fills no `.grad`."""
+        """Reduce gradients of `unit` as `reduce` does, but fill no `.grad`.
+
+        Returns this rank's part of the mean gradients.
+        """
         self._queue_callback()
         reduced: dict[ShardedParam, Tensor] = {}
         for reduction in self._reductions(unit, grads, wanted, stands_alone=True):
@@ -511,7 +527,10 @@ class Step:
             self.owner.order("backward").end()
 
     def _hold_arrived(self, unit: Unit) -> None:
-        """Let wait what has not met the last of its gradient: a backward did not bring that."""
+        """Let sums that lack the last of their gradients wait for a later backward.
+
+        This backward did not bring it.
+        """
         for param in unit.params:
             dtype = unit.reduced_member(param, unit.gathered_member(param).dtype).dtype
             grad = None if param.arriving is None else reduce.take_arrived(param, None, dtype)
@@ -519,7 +538,7 @@ class Step:
                 reduce.hold(param, grad, dtype)
 
     def abandon(self) -> None:
-        """After an exception: let go of everything, in flight or not."""
+        """Drop everything after an exception, in flight or not."""
         for whole in (*self._forward.values(), *self._backward.values()):
             whole.drop()
         self._forward, self._backward = {}, {}
@@ -535,8 +554,9 @@ class Step:
 
 
 def close_compiled(owner: Unit) -> None:
-    """Backward runs compiled code of `owner`'s model: at its end, do what is left of its
-    gradients. Of those that waited, some may be of parameters which that code doesn't use.
+    """Do, at the end of a backward that runs compiled code, what is left of gradients.
+
+    Of those in `owner`'s model that waited, some may be of parameters which that code doesn't use.
     """
     task = _torch.graph_task()
     if owner.closed_in != task:
@@ -547,8 +567,10 @@ def close_compiled(owner: Unit) -> None:
 
 
 def finalize(owner: Unit) -> None:
-    """Outside of backward: launch what is left to reduce of `owner`'s model, as the end of one
-    would, and let go of what was kept for another. Raises RuntimeError inside of one, or forward.
+    """Launch, outside of backward, what is left to reduce of `owner`'s model.
+
+    As the end of a backward would; also drops what was kept for another. Raises RuntimeError inside
+    of one, or of a forward.
     """
     if open_step() is not None or _torch.in_backward():
         raise RuntimeError("finalize_backward was called inside a forward or a backward")
@@ -568,7 +590,7 @@ def finalize(owner: Unit) -> None:
 
 
 def _add_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
-    """To each gradient that is wanted, add what waited for it."""
+    """Add to each gradient that is wanted what waited for it."""
     for param in wanted & grads.keys():
         own = unit.gathered_member(param).dtype
         dtype = unit.reduced_member(param, own).dtype
@@ -578,7 +600,7 @@ def _add_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
 def _ahead(
     unit: Unit, given: list[Unit] | None, order: Iterable[Unit], limit: int
 ) -> Sequence[Unit]:
-    """What to gather ahead at `unit`: those `given`, or the next `limit` in `order`."""
+    """Select the units to gather ahead at `unit`: those `given`, or the next `limit` in `order`."""
     if given is not None:
         return given
     order = list(order)
@@ -587,14 +609,14 @@ def _ahead(
 
 
 def step_in_backward(unit: Unit) -> Step:
-    """The step whose backward is running, as far as `unit` can tell: its latest."""
+    """Return the step whose backward is running, as far as `unit` can tell: its latest."""
     if unit.last_step is None:
         unit.last_step = Step(unit)
     return unit.last_step
 
 
 def read_unsharded(param: ShardedParam) -> Tensor:
-    """The whole parameter, outside of forward, between `unshard()` and `reshard()`."""
+    """Return the unsharded parameter, outside of forward, between `unshard()` and `reshard()`."""
     unit = param.unit
     if unit.kept is None or unit.kept.is_stale:
         unit.kept = Whole(unit)
@@ -605,9 +627,11 @@ def read_unsharded(param: ShardedParam) -> Tensor:
 
 
 def registered(param: ShardedParam) -> Tensor:
-    """What `parameters()` gives for `param`: itself, or the whole one where that is there, between
-    `unshard()` and `reshard()`, and between a forward that keeps it and its backward. One that has
-    a gradient is given as it is: who clips gradients, or looks at them, is to find it.
+    """Return what `parameters()` gives for `param`: itself, or its unsharded copy if there is one.
+
+    There is between `unshard()` and `reshard()` or the next backward, and between a forward that
+    keeps it and its backward. A parameter that has a gradient is given as it is: code that clips
+    gradients, or looks at them, is to find it.
     """
     unit = param.unit
     if open_step() is not None or _torch.in_backward() or param.param.grad is not None:
@@ -623,7 +647,7 @@ def registered(param: ShardedParam) -> Tensor:
 
 
 def abandon_open_step() -> None:
-    """After an exception that no hook saw: nothing is open any more."""
+    """Abandon the open step after an exception that no hook saw: nothing is open any more."""
     step = open_step()
     if step is not None:
         step.pop_hooks()
@@ -632,7 +656,7 @@ def abandon_open_step() -> None:
 
 
 def _caller() -> FrameType | None:
-    """The innermost frame that is not of this package, nor of what wraps its functions."""
+    """Return the innermost frame that is not of this package, nor of what wraps its functions."""
     frame: FrameType | None = sys._getframe()
     ours = ("autoshard.", "torch._dynamo.")
     while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
@@ -641,7 +665,7 @@ def _caller() -> FrameType | None:
 
 
 def enter(unit: Unit) -> None:
-    """A module of `unit` starts its forward: open a step if none is."""
+    """Begin the forward of a module of `unit`: open a step if none is open."""
     step = open_step()
     if step is not None and step.owner is unit and not step.is_on_the_stack():
         abandon_open_step()  # no hook ran for a KeyboardInterrupt
@@ -654,7 +678,10 @@ def enter(unit: Unit) -> None:
 
 
 def leave(unit: Unit) -> None:
-    """The matching end; closes the step that `unit` opened. Also run for exceptions."""
+    """End the forward of a module of `unit`, and close the step that `unit` opened.
+
+    Also run for exceptions.
+    """
     step = open_step()
     if step is None or unit not in step.running:
         return

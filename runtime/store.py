@@ -1,8 +1,8 @@
-"""Questions to the store over which ranks talk, each with a limit.
+"""Client of the store over which ranks talk, with a limit for each question.
 
-torch's client waits for an answer for as long as the kernel sends again: where a cable is cut, a
-quarter of an hour. So a thread asks, over a connection of its own, and who waits for it in vain
-raises.
+torch's client waits for an answer for as long as the kernel sends again: if a cable is cut, a
+quarter of an hour. So a thread asks, over a connection of its own, and callers that wait for it in
+vain raise.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Store:
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str:
-        """Of a key that is there."""
+        """Return the value of a key that is there."""
         return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """Of keys that are there."""
+        """Return the values of keys that are there."""
         found = self._ask(lambda: self._store.multi_get(list(keys)))
         return [value.decode() for value in found]
 
@@ -101,9 +101,10 @@ def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]
 
 
 class Arrivals:
-    """Which of `keys`, by rank, are not in the store yet.
+    """Keys, by rank, that are waited for in the store.
 
-    Asked for more and more rarely: a store that is told to wait says so on stderr when it has
+    They are asked for more and more rarely: a store that is told to wait says so on stderr when it
+        has
     waited in vain.
     """
 
@@ -113,7 +114,7 @@ class Arrivals:
         self._longest_pause_s = LONGEST_PAUSE_S * max(1.0, len(keys) / MANY)
 
     def wait(self, seconds: float) -> bool:
-        """Whether all come within `seconds`."""
+        """Wait for all keys; returns whether they come within `seconds`."""
         deadline, pause_s = time.monotonic() + seconds, 0.001
         while not self._store.check(list(self._keys.values())):
             if time.monotonic() > deadline:
@@ -123,7 +124,7 @@ class Arrivals:
         return True
 
     def missing(self) -> list[int]:
-        """Ranks whose keys are not there now, a few of them."""
+        """List ranks whose keys are not there now, LOOKED_AT of them at most."""
         found: list[int] = []
         for rank, key in list(self._keys.items()):
             if len(found) == LOOKED_AT:

@@ -25,24 +25,24 @@ import torch
 
 @functools.cache
 def all_reduce_stream(device: torch.device) -> Any:
-    """The one stream of `device` on which reduce-scatters are waited for, before all-reduces."""
+    """Stream of `device` on which reduce-scatters are waited for, before all-reduces."""
     return torch.Stream(device)
 
 
 @functools.cache
 def copy_stream(device: torch.device, direction: str) -> Any:
-    """The stream of `device` for copies to it, "load", or for those to the host, "store"."""
+    """Stream of `device` for copies to it, "load", or for those to the host, "store"."""
     return torch.Stream(device)
 
 
 def is_captured() -> bool:
-    """Whether what the device is given now becomes part of a CUDA graph."""
+    """Tell whether what the device is given now becomes part of a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
 def on_all_reduce_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
-    """Work inside goes to that stream; on a CPU, to where it would go anyway.
+    """Give the work in this context to the all-reduce stream; on a CPU it makes no difference.
 
     after_compute: after what compute was given so far, which a reduce-scatter need not wait for.
     """

@@ -1,4 +1,4 @@
-"""How compiled code finds its parameters: by the number of a table, which travels as a tensor.
+"""Tables of parameters for compiled code, which finds one by a number that travels as a tensor.
 
 A graph is the same on every rank, may come out of a cache, and runs all blocks that are alike,
 so that it can't name objects. It gets the number of a table as an input, saves it for backward
@@ -24,7 +24,7 @@ _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
 
 
 class Table:
-    """The parameters of one model that a graph runs with; it keeps none of them alive.
+    """Table of one model's parameters that a graph runs with; it keeps none of them alive.
 
     tensor: i64[1], its number. On the host, where it is read.
     unused_outputs: numbers of forward's outputs for which the running backward has no gradient.
@@ -45,7 +45,7 @@ class Table:
 
     @property
     def root(self) -> Unit:
-        """The unit of the outermost module that they are in."""
+        """Unit of the outermost module that the parameters are in."""
         known = self._root()
         if known is None or not known.is_root:
             known = unit_of(root_of(self[0]))
@@ -55,36 +55,39 @@ class Table:
 
     @functools.cached_property
     def members(self) -> weakref.WeakSet[ShardedParam]:
-        """Its parameters, to look one up among them."""
+        """Set of its parameters, to look one up among them."""
         return weakref.WeakSet(self[number] for number in range(len(self._params)))
 
     def lacks(self, outputs: Collection[int]) -> bool:
-        """Whether the running backward has no gradient for any of `outputs`, if they are told."""
+        """Tell whether the running backward has no gradient for any of `outputs`.
+
+        Not if these are none.
+        """
         return bool(outputs) and self.unused_outputs.issuperset(outputs)
 
     @property
     def units(self) -> list[Unit]:
-        """Those that they are in."""
+        """Units that the parameters are in."""
         return list(dict.fromkeys(self[number].unit for number in range(len(self._params))))
 
     @functools.cached_property
     def where(self) -> str:
-        """The names of their units, as ranks compare them."""
+        """Names of their units, as ranks compare them."""
         return listed([unit.name for unit in self.units])
 
     def is_of(self, params: Sequence[ShardedParam]) -> bool:
-        """Whether it is a table of these parameters, in this order."""
+        """Tell whether it is a table of these parameters, in this order."""
         return all(own() is param for own, param in zip(self._params, params, strict=True))
 
 
 class Tables:
-    """Those of one graph: one for each block that it runs."""
+    """Tables of one graph: one for each block that it runs."""
 
     def __init__(self) -> None:
         self._by_ids: dict[tuple[int, ...], Table] = {}
 
     def of(self, params: Sequence[ShardedParam]) -> Table:
-        """The table of these parameters, made when they are first met."""
+        """Return the table of these parameters, made when they are first met."""
         key = tuple(map(id, params))
         table = self._by_ids.get(key)
         if table is None or not table.is_of(params):  # ids are used again
@@ -93,11 +96,11 @@ class Tables:
 
 
 def table_at(table: Tensor | None) -> Table | None:
-    """The table of that number; None if there is none, in a graph by itself."""
+    """Return the table of that number; None if there is none, in a graph by itself."""
     return None if table is None else _tables[int(table.item())]
 
 
 def look_up(table: Tensor | None, params: Sequence[int]) -> list[ShardedParam]:
-    """The parameters at `params` in the table of that number; none if there is no table."""
+    """Return the parameters at `params` in the table of that number; none if there is no table."""
     known = table_at(table)
     return [] if known is None else [known[number] for number in params]

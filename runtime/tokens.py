@@ -1,7 +1,7 @@
-"""What autograd sees of a unit.
+"""Tokens: what autograd sees of a unit.
 
-Whole parameters come and go, several times in one step, but a unit must be reduced
-once. So autograd gets, per unit and step, *tokens*: tensors with the shape of the whole
+Unsharded parameters come and go, several times in one step, but a unit must be reduced
+once. So autograd gets, per unit and step, *tokens*: tensors with the shape of the unsharded
 parameters and the memory of one element.
 
     parameters -> _Reduce -> anchor -> _Collect -> tokens -> _Attach -> gathered parameters
@@ -10,7 +10,7 @@ parameters and the memory of one element.
 unit is gathered or used, autograd sums the gradients at the token, in the order in which
 it would for an unsharded parameter, and runs `_Collect.backward` once, when the last is
 in. That only takes them: for as long as it runs autograd holds what it was handed, and
-to hold whole gradients beside the buffers that they are copied into is the peak of a
+to hold unsharded gradients beside the buffers that they are copied into is the peak of a
 step. `_Reduce.backward`, which comes next, reduces.
 """
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class Tokens:
-    """One token for each trainable parameter of `unit`; their gradients end in `step.reduce`.
+    """Tokens of `unit`, one for each trainable parameter; their gradients end in `step.reduce`.
 
-    lent: whole parameters that forward left there for who reads them before backward.
+    lent: unsharded parameters that forward left there, to be read before backward.
 
     The graph holds them, by the nodes that attach to them, and the step only weakly: it is
     held by the graph itself, and the two would keep each other alive for ever.
@@ -55,24 +55,27 @@ class Tokens:
         self.lent: Lent | None = None
 
     def free(self) -> None:
-        """Lend nothing any more. Raises RuntimeError if what was lent was written to."""
+        """Stop lending parameters. Raises RuntimeError if one that was lent was written to."""
         lent, self.lent = self.lent, None
         if lent is not None:
             lent.check_unwritten()
 
     def will_reduce(self) -> bool:
-        """Whether the running backward will."""
+        """Tell whether the running backward will reduce the unit."""
         first = next(iter(self._tokens.values()))
         return _torch.will_run(first.grad_fn)
 
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
-        """`data`, gathered, whose gradient goes to the token of `param`."""
+        """Return `data`, gathered, with its gradient going to the token of `param`."""
         attached: Tensor = _torch.apply(_Attach, self._tokens[param], data, self)
         return attached
 
 
 class _Collect(torch.autograd.Function):
-    """Forward makes a unit's tokens; backward, run when all their gradients are in, takes them."""
+    """Autograd function whose forward makes a unit's tokens, and whose backward takes gradients.
+
+    Its backward is run when all of the tokens' gradients are in.
+    """
 
     @staticmethod
     def forward(
@@ -94,7 +97,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Its backward reduces the gradients that `_Collect` has taken."""
+    """Autograd function whose backward reduces the gradients that `_Collect` has taken."""
 
     @staticmethod
     def forward(
@@ -122,7 +125,7 @@ def _select(params: list[ShardedParam], chosen: Iterable[bool]) -> set[ShardedPa
 
 
 class _Attach(torch.autograd.Function):
-    """The gathered data, with its gradient going to the token."""
+    """Autograd function that gives the gathered data, with its gradient going to the token."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, data: Tensor, tokens: Tokens) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the bytes of a gather or a reduce move: by torch's collectives, or by sends and receives.
+"""Transport of gathers and reduces: by torch's collectives, or by sends and receives.
 
 gloo's all-gather copies what it has received once more, and its reduce-scatter copies what it
 sends, sums all of it on every rank, and keeps a part (torch 2.11 to 2.15). Among few ranks, pieces
@@ -28,14 +28,16 @@ LEAST = 1 << 16  # bytes of a whole parameter: packing a smaller one is faster t
 
 
 class Work(Protocol):
-    """What a launch gives to wait for."""
+    """Collective that was launched, to be waited for."""
 
     def wait(self) -> object: ...
 
 
 def sends_members(group: str, device: torch.device) -> bool:
-    """Whether members of a bucket are sent one by one, so that nothing is gained by packing large
-    ones."""
+    """Tell whether members of a bucket are sent one by one.
+
+    Nothing is gained then by packing large ones.
+    """
     return bool(group) and _by_messages(_torch.resolve_group(group), device)
 
 
@@ -44,14 +46,14 @@ def _by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def sends_alone(member: Member, group: str, device: torch.device) -> bool:
-    """Whether `member` has a message of its own in a grouped gather."""
+    """Tell whether `member` has a message of its own in a grouped gather."""
     return member.num_bytes >= LEAST and sends_members(group, device)
 
 
 def too_small(
     members: Sequence[Member], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, ...]:
-    """The numbers of members of a grouped gather that are better sent together: two or more."""
+    """Numbers of members of a grouped gather that are better sent together: none, or several."""
     if not _by_messages(group, device):
         return ()
     found = [number for number, member in enumerate(members) if member.num_bytes < LEAST]
@@ -59,7 +61,7 @@ def too_small(
 
 
 def swaps(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a reduce is a `swap`, and an addition."""
+    """Tell whether a reduce is a `swap`, and an addition."""
     return group.size() == 2 and _by_messages(group, device)
 
 
@@ -100,7 +102,7 @@ def all_reduce(sums: Tensor, group: dist.ProcessGroup) -> Work:
 
 
 def bare_reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
-    """What the link has to do with a `reduce`, or with the `swap` in place of it: for measuring."""
+    """Begin only what a `reduce`, or the `swap` in its place, does to the link: for measuring."""
     if swaps(group, send.device):
         return swap(receive, send[: receive.numel()], group)
     return reduce(receive, send, group)
@@ -132,7 +134,7 @@ class Exchange:
         self._messages = self._channel.begin(group, sends, receives)
 
     def wait(self) -> None:
-        """Until all has come and gone; a second time nothing is left to do."""
+        """Wait until all messages have come and gone; a second time nothing is left to do."""
         messages, self._messages = self._messages, None
         if messages is None:
             return
@@ -148,7 +150,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class _Messages:
-    """What gloo reads and writes has to live until it has done so, wanted or not."""
+    """Messages in flight: their tensors have to live until gloo is done, wanted or not."""
 
     receives: Sequence[tuple[int, Tensor]]
     sends: Sequence[tuple[int, Tensor]]
@@ -165,8 +167,10 @@ class _Messages:
 
 
 class _Channel:
-    """The exchanges of one group. Each has a tag of its own: ranks that don't begin the same ones
-    wait in vain, and mix nothing up."""
+    """Exchanges of one group, each with a tag of its own.
+
+    Ranks that don't begin the same ones wait in vain, and mix nothing up.
+    """
 
     def __init__(self) -> None:
         self._number = 0
@@ -193,8 +197,11 @@ class _Channel:
         return messages
 
     def end(self, messages: _Messages) -> None:
-        """`messages` have come and gone. Those that were abandoned before have, or soon will: the
-        other ranks began them before these, too."""
+        """Note that `messages` have come and gone.
+
+        Those that were abandoned before have, or soon will: the other ranks began them before
+            these, too.
+        """
         at = self._open.index(messages)
         for each in self._open[:at]:
             if each.is_abandoned:

@@ -1,4 +1,4 @@
-"""A unit: the parameters that are gathered, and whose gradients are reduced, together."""
+"""Units: parameters that are gathered, and whose gradients are reduced, together."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ SHOWN = 3  # names in a list
 
 @dataclass(eq=False)
 class Unit:
-    """One or more modules whose parameters, less those of nested units, travel together.
+    """Unit of modules: their parameters, less those of nested units, are gathered together.
 
     name:    of its first module, from the outermost sharded module; "root" for that one.
-    is_root: no other unit's module contains this one's; told by the enclosing call.
-    reshard_after_forward: True frees whole parameters after forward and gathers them
+    is_root: no other unit's module contains this one's; set by the enclosing call.
+    reshard_after_forward: True frees unsharded parameters after forward and gathers them
         again in backward; False keeps them; None means True except for the root,
         whose parameters backward would want right away.
-    reshard_after_backward: False keeps whole parameters for the next forward.
+    reshard_after_backward: False keeps unsharded parameters for the next forward.
     unshard_in_backward: False if backward needs none of its parameters (an embedding's).
     forward_prefetch, backward_prefetch: how many units to gather ahead, of those that
         followed it in the step before; next_in_forward, next_in_backward: or these.
     prefetches_after_backward: only when its own gradients are in.
-    kept: whole parameters beyond a step: asked for, or kept after backward.
-    held: what stays of whole parameters from forward to backward, unless it is resharded.
+    kept: unsharded parameters beyond a step: asked for, or kept after backward.
+    held: what stays of unsharded parameters from forward to backward, unless it is resharded.
     is_unsharded_by_user: from `unshard()` to `reshard()`; reading: the step of reads meanwhile.
     smaller: after forward, shards over fewer ranks are kept, from which backward gathers.
     limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
@@ -104,8 +104,11 @@ class Unit:
     _gathers: dict[bool, str] = field(default_factory=dict)  # by computes_in_full_precision
 
     def forward_of(self, what: str, units: Iterable[Unit]) -> str:
-        """`what`, a forward that this unit owns and that uses `units`, as ranks compare it: with
-        what these were told, and noticing one that left out a backward, which others are in."""
+        """Describe a forward that this unit owns and that uses `units`, as ranks compare it.
+
+        what: its name. Added are the settings of `units`, and whether no backward came since the
+            forward before: so a rank that left out a backward, which others are in, is noticed.
+        """
         ran, self.backward_ran = self.backward_ran, False
         told: dict[str, list[str]] = {}  # by setting: in which units
         for unit in units:
@@ -118,7 +121,7 @@ class Unit:
 
     @property
     def settings(self) -> list[str]:
-        """What it was told, other than by default, that decides about its collectives.
+        """Settings of this unit, other than defaults, that decide about its collectives, as text.
 
         Not whether gradients wait, which changes within a step: it shows in what backward reduces.
         """
@@ -158,13 +161,15 @@ class Unit:
 
     @property
     def is_unordered(self) -> bool:
-        """Whether ranks need not run its modules in one order, or at all; see unordered.py."""
+        """Tell whether ranks need not run its modules in one order, or at all; see unordered.py."""
         return not self.strict_order and self.axes.num_ranks > 1
 
     @property
     def lends(self) -> bool:
-        """Whether `parameters()` gives whole ones between forward and backward, as FSDP2's does, to
-        who asked for that by FSDP2's argument. Others find there what `torch.autograd.grad` takes.
+        """Tell whether `parameters()` gives unsharded ones between forward and backward.
+
+        FSDP2's does, and so does ours if the user asked for that by FSDP2's argument. Otherwise it
+        gives what `torch.autograd.grad` takes.
         """
         is_told = self.reshard_after_forward is False and self.is_by_fsdp2
         return is_told and self.world > 1 and not self.is_unordered
@@ -179,15 +184,18 @@ class Unit:
 
     @property
     def keeps_after_backward(self) -> bool:
-        """Whether its whole parameters outlive backward; so does one that is to be repeated
-        before the update, if they were kept from forward."""
+        """Tell whether its unsharded parameters outlive backward.
+
+        They do also if they were kept from forward, and gradients wait, so that there will be
+        another backward before the update.
+        """
         if self.is_unordered:
             return False
         return not self.reshard_after_backward or not (self.reshards or self.reducer.syncs)
 
     @property
     def stays(self) -> bool:
-        """Whether compiled code finds its whole parameters there, or is to leave them there."""
+        """Tell whether compiled code finds its parameters unsharded, or is to leave them so."""
         if self.is_unordered:
             return self.world > 1
         is_kept = self.is_unsharded_by_user or self.kept is not None
@@ -196,11 +204,11 @@ class Unit:
 
     @property
     def world(self) -> int:
-        """Over how many ranks its parameters are cut."""
+        """Number of ranks that its parameters are cut over."""
         return self.axes.shard_world
 
     def order(self, phase: str) -> Order:
-        """The collectives of one phase ("forward", "backward") of the steps that it owns."""
+        """Order of collectives in one phase ("forward", "backward") of the steps that it owns."""
         if phase not in self.orders:
             key = f"{self.identity}/{phase}"
             self.orders[phase] = Order(key, f"the {phase} of {self.name}", self.axes.mesh)
@@ -208,7 +216,10 @@ class Unit:
 
     @functools.cached_property
     def identity(self) -> str:
-        """The same on every rank, whatever else a rank has sharded; and for units just alike."""
+        """Digest of the unit: the same on every rank, whatever else a rank has sharded.
+
+        Units that are just alike have the same.
+        """
         members = [(param.name, str(param.member)) for param in self.params]
         return hashlib.sha256(repr((self.name, members)).encode()).hexdigest()[:16]
 
@@ -223,7 +234,7 @@ class Unit:
 
     @property
     def gather(self) -> str:
-        """Its gather, as ranks compare it: "the gather of layers.3 (float32: 576 bytes)"."""
+        """Name of its gather, to compare: "the gather of layers.3 (float32: 576 bytes)"."""
         known = self._gathers.get(self.computes_in_full_precision)
         if known is None:
             num_bytes: dict[str, int] = {}
@@ -236,7 +247,7 @@ class Unit:
         return known
 
     def describe(self) -> None:
-        """How it gathers or reduces has changed: write it down for markers."""
+        """Write down for markers how it gathers and reduces, after a change of that."""
         self._gathers = {}
         for param in self.params:
             param.describe()
@@ -244,7 +255,10 @@ class Unit:
     def gathered_member(
         self, param: ShardedParam, *, in_full_precision: bool | None = None
     ) -> Member:
-        """`param` as forward computes with it, now or as told."""
+        """Member of `param` as it is gathered, in the dtype that forward computes with.
+
+        in_full_precision: None: as the latest forward does.
+        """
         own, wanted = param.member.dtype, self.mp.param_dtype
         if in_full_precision is None:
             in_full_precision = self.computes_in_full_precision
@@ -253,22 +267,22 @@ class Unit:
         return Member(wanted, param.member.size, param.member.dim)
 
     def reduced_member(self, param: ShardedParam, dtype: torch.dtype) -> Member:
-        """`param`'s gradient, computed in `dtype`, as it is reduced."""
+        """Member of `param`'s gradient, computed in `dtype`, as it is reduced."""
         if self.mp.reduce_dtype is not None and dtype.is_floating_point:
             dtype = self.mp.reduce_dtype
         return Member(dtype, param.member.size, param.member.dim)
 
     @property
     def asks_for_full_precision(self) -> bool:
-        """Whether a forward that begins now, in this mode, is to compute in full precision."""
+        """Tell whether a forward that begins now, in this mode, is to compute in full precision."""
         return self.mp.full_precision_in_eval and not self.modules[0].training
 
     def note_mode(self) -> None:
-        """A forward begins: it, and its backward, compute as the mode says that it is in now."""
+        """Note the mode as a forward begins: it, and its backward, compute as that says."""
         self.computes_in_full_precision = self.asks_for_full_precision
 
     def reshard(self) -> None:
-        """Let go of whole parameters, of those that backward is to find in place, too.
+        """Drop unsharded parameters, those that backward is to find in place, too.
 
         Raises RuntimeError if one of them was written to.
         """
@@ -297,12 +311,12 @@ class Unit:
             )
 
     def finish_reduces(self) -> None:
-        """Wait for what backwards of its steps have launched, and fill `.grad`."""
+        """Wait for reduces that backwards of its steps have launched, and fill `.grad`."""
         while self.carried:
             self.carried.pop(0).accumulate()
 
     def reset(self) -> None:
-        """Forget whole parameters, and gradients on their way to `.grad`."""
+        """Forget unsharded parameters, and gradients on their way to `.grad`."""
         if self.kept is not None:
             self.kept.drop()
         self.kept, self.is_unsharded_by_user = None, False
@@ -312,9 +326,10 @@ class Unit:
             forget(param)
 
     def make_ready(self) -> None:
-        """Before a gather: follow what was done to the parameters since the last.
+        """Prepare for a gather: follow what was done to the parameters since the last.
 
-        Raises RuntimeError, naming them, if some are still on the meta device.
+        Raises RuntimeError, naming them, if some are still on the meta device, or, if they are to
+        be offloaded, not in host memory.
         """
         for param in self.params:
             param.refresh()
@@ -334,12 +349,12 @@ class Unit:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether its shards live on the host."""
+        """Tell whether its shards live on the host."""
         return isinstance(self.offload, CPUOffloadPolicy)
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of them, and a digest that tells all of them from others."""
+    """Join the first SHOWN of `names`, with a digest of all if there are more."""
     if len(names) <= SHOWN:
         return ", ".join(names)
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
@@ -347,12 +362,12 @@ def listed(names: Sequence[str]) -> str:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` heads, if it heads one."""
+    """Return the unit that `module` heads, if it heads one."""
     unit: Unit | None = module.__dict__.get(UNIT)
     return unit
 
 
 def units_below(unit: Unit) -> list[Unit]:
-    """`unit`, and those that modules inside its own head, in the order of the modules."""
+    """List `unit`, and the units that modules inside its own head, in the order of the modules."""
     found = {unit_of(each): None for module in unit.modules for each in module.modules()}
     return [each for each in found if each is not None]

@@ -1,4 +1,4 @@
-"""What a unit is told beside its modules: in which dtypes it works, and where its shards live."""
+"""Policies of a unit: in which dtypes it works, and where its shards live."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards live between steps: with this policy, on the device of the mesh."""
+    """Policy of where shards live between steps: with this one, on the device of the mesh."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Uses of a unit's parameters: who has read them, and what the running backward has yet to bring.
+"""Uses of a unit's parameters: forwards that have read them, and gradients that are to come.
 
 A unit may be read by several forwards before one backward: a discriminator of real and of made
-samples, both halves of a contrastive loss. Their gradients are summed whole, as for an unsharded
-model, and reduced once, with the last: the sum of two means is rounded otherwise than the mean of a
-sum. So who is about to reduce a gradient asks whether another one of the same parameter is still to
-come in this backward, and lets it wait if so.
+samples, both halves of a contrastive loss. Their gradients are summed unsharded, as for an
+unsharded model, and reduced once, with the last: the sum of two means is rounded otherwise than
+the mean of a sum. So code that is about to reduce a gradient asks whether another one of the same
+parameter is still to come in this backward, and lets it wait if so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Use:
-    """One forward's reading of `params`, for as long as autograd has a graph of it.
+    """Reading of `params` by one forward, for as long as autograd has a graph of it.
 
     node: of autograd's graph, which runs in backward once their gradients are in.
     """
@@ -32,11 +32,11 @@ class Use:
         self._ended_in = -1
 
     def end(self) -> None:
-        """Note that the running backward has its gradients."""
+        """Note that the running backward has the gradients of this use."""
         self._ended_in = _torch.graph_task()
 
     def is_to_come(self, param: ShardedParam) -> bool:
-        """Whether the running backward will bring a gradient of `param`, and has not yet."""
+        """Tell whether the running backward will bring a gradient of `param`, and has not yet."""
         if param not in self._params or self._ended_in == _torch.graph_task():
             return False
         node = self._node()
@@ -44,7 +44,7 @@ class Use:
 
 
 def num_to_come(param: ShardedParam) -> int:
-    """How many uses of `param` have still to bring their gradients in the running backward."""
+    """Number of uses of `param` that have yet to bring their gradients in the running backward."""
     uses = param.unit.uses
     if not uses or not _torch.in_backward():
         return 0
@@ -52,5 +52,5 @@ def num_to_come(param: ShardedParam) -> int:
 
 
 def may_repeat(unit: Unit) -> bool:
-    """Whether there is more than one use of `unit`, of this backward or another."""
+    """Tell whether there is more than one use of `unit`, of this backward or another."""
     return len(unit.uses) > 1

@@ -1,9 +1,9 @@
-"""Where each rank is, said when a collective does not end.
+"""Watchdog: says where each rank is when a collective does not end.
 
     AUTOSHARD_WATCHDOG=30 torchrun ...     or     autoshard.watchdog(30)
 
-A thread of each rank looks at what its rank has launched. If that has not come within so many
-seconds, it asks all ranks, over the store, where they are; whoever lives answers:
+A thread of each rank looks at what its rank has launched. If a collective has not ended within so
+many seconds, it asks all ranks, over the store, where they are; those that live answer:
 
     rank 0 has waited 30 s for the gather of layers.3.up.weight and 3 more (bucket 3 of its graph),
       in backward: collective 41 of group 1, of ranks [0, 1, 2]
@@ -11,7 +11,7 @@ seconds, it asks all ranks, over the store, where they are; whoever lives answer
       rank 2 has launched 40 there, the last one the gather of layers.2.up.weight and 3 more; it
         is at train.py:17 in load_batch
 
-It stops nothing: that is the group's timeout's business.
+It stops nothing: the timeout of the group does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _ASKED, _ANSWER = "autoshard/watchdog/asked", "autoshard/watchdog/answer"
 
 @dataclass
 class _Open:
-    """A collective that was launched. event: of a device, after which it has ended."""
+    """Collective that was launched and may not have ended.
+
+    event: of a device, after which it has ended.
+    """
 
     what: Issued
     number: int  # of its group's
@@ -57,8 +60,9 @@ class _Open:
 
 
 class Watchdog:
-    """That of this process.
+    """Watchdog of this process: reports which collective each rank is at.
 
+    after_s: seconds that one may take.
     store: to talk over, for this thread alone.
     """
 
@@ -80,11 +84,11 @@ class Watchdog:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was not stopped, and its store is there."""
+        """Tell whether it was not stopped, and its store is there."""
         return not self._stop.is_set()
 
     def stop(self) -> None:
-        """Observe nothing more; the thread ends by itself."""
+        """Stop observing; the thread ends by itself."""
         if not self._stop.is_set():
             self._stop.set()
             self._observing.__exit__(None, None, None)
@@ -127,8 +131,10 @@ class Watchdog:
             self.stop()
 
     def _stuck(self) -> _Open | None:
-        """The collective that was launched first of those that are late, and is worth a report:
-        once, and then each time that it is twice as late."""
+        """Return the collective that was launched first of those that are late, if worth a report.
+
+        It is reported once, and then each time that it is twice as late.
+        """
         with self._lock:
             for key, entry in list(self._open.items()):
                 if entry.event is not None and entry.event.query():
@@ -145,7 +151,7 @@ class Watchdog:
             return first
 
     def _answer(self) -> None:
-        """Say where this rank is, if somebody has asked."""
+        """Tell the store where this rank is, if another one has asked."""
         asked = self._store.add(_ASKED, 0)
         if asked > self._seen:
             self._seen = asked
@@ -192,7 +198,7 @@ class Watchdog:
 
 
 def _line(rank: int, position: dict[str, Any] | None, group: str, number: int) -> str:
-    """What there is to say of `rank`, while another one waits for collective `number`."""
+    """Describe where `rank` is, for one that waits for collective `number` of `group`."""
     if position is None:
         return f"rank {rank} does not answer: it has ended, or is stopped, or watches nothing"
     reached, what, waits = position["groups"].get(group, [0, "none", False])
@@ -207,7 +213,7 @@ def _line(rank: int, position: dict[str, Any] | None, group: str, number: int) -
 
 
 def _code_of(frame: FrameType | None) -> str:
-    """Where the user's code is: the innermost frame outside of autoshard and torch."""
+    """Describe where the user's code is: the innermost frame outside of autoshard and torch."""
     innermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -225,14 +231,14 @@ _running: list[Watchdog] = []  # one, or none
 
 
 def watchdog(after_s: float | None = 30.0) -> None:
-    """Have a thread say, in the log, where every rank is when a collective does not end.
+    """Start a thread that logs where every rank is when a collective does not end.
 
     after_s: seconds that one may take; None for no watchdog any more. To be called by all ranks,
         after `init_process_group`; those without it don't answer. The environment variable
         AUTOSHARD_WATCHDOG does the same for all models that are sharded later, and
         TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL has it after 60 s.
     Its thread asks a GPU for events, which a capture of a CUDA graph forbids to all threads, unless
-    it is told otherwise: `torch.cuda.graph(graph, capture_error_mode="thread_local")`.
+    it is configured otherwise: `torch.cuda.graph(graph, capture_error_mode="thread_local")`.
     Raises ValueError if it is no positive number, RuntimeError if there is no process group.
     """
     if after_s is not None and not after_s > 0:
@@ -248,7 +254,10 @@ def watchdog(after_s: float | None = 30.0) -> None:
 
 
 def watch_as_told() -> None:
-    """Start a watchdog if the environment asks for one, and none is there."""
+    """Start a watchdog if the environment asks for one, and none is running.
+
+    Raises ValueError if the variable AUTOSHARD_WATCHDOG is no number.
+    """
     told = os.environ.get(VARIABLE, "")
     is_debugged = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() in ("INFO", "DETAIL")
     if not (told or is_debugged) or any(each.is_running for each in _running):

@@ -1,4 +1,4 @@
-"""Whole parameters of one unit: launched, gathered, dropped."""
+"""Unsharded parameters of one unit: launched, gathered, dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoshard.runtime.unit import Unit
 
 @dataclass(frozen=True)
 class Parts:
-    """This rank's parts of a unit, cut over fewer ranks than its shards: backward gathers them."""
+    """Parts of a unit on this rank, cut over fewer ranks than its shards: backward gathers them."""
 
     axes: Axes
     tensors: dict[ShardedParam, Tensor]
@@ -32,7 +32,7 @@ _Piece = tuple[ShardedParam, int]
 
 
 class Whole:
-    """A gather of `unit`, from its launch to the drop of what came of it.
+    """Gather of `unit`, from its launch to the drop of the unsharded parameters.
 
     Where parameters are not cut (a world of one, or replicas), nothing is launched.
     parts: what to gather instead of the shards.
@@ -71,7 +71,7 @@ class Whole:
             self._flights.append((list(pieces), flight))
 
     def _to_send(self, param: ShardedParam, parts: Parts | None) -> list[tuple[Member, Tensor]]:
-        """What this rank sends of `param`: its shard, or what an extension makes of that."""
+        """List what this rank sends of `param`: its shard, or what an extension makes of it."""
         member = self.unit.gathered_member(param)
         if parts is not None:
             return [(member, parts.tensors[param])]
@@ -83,8 +83,10 @@ class Whole:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a parameter was written to since it was gathered, as by an optimizer, or
-        forward is to compute in another dtype."""
+        """Tell whether a parameter was written to since it was gathered, as by an optimizer.
+
+        Also if forward is to compute in another dtype.
+        """
         stamps = [param.stamp for param in self.unit.params]
         return (
             stamps != self._stamps
@@ -93,11 +95,11 @@ class Whole:
 
     @property
     def is_here(self) -> bool:
-        """Whether it has been waited for."""
+        """Tell whether it has been waited for."""
         return self._tensors is not None
 
     def tensors(self) -> dict[ShardedParam, Tensor]:
-        """Its whole parameters, waiting for them if need be."""
+        """Return the unsharded parameters, waiting for them if need be."""
         if self._tensors is None:
             for pieces, flight in self._flights:
                 self._arrived.update(zip(pieces, collectives.wait_gather(flight), strict=True))
@@ -119,18 +121,18 @@ class Whole:
         return whole
 
     def sources(self) -> dict[ShardedParam, tuple[Tensor, ...]]:
-        """The tensors that hold the memory of its whole parameters; mostly just those."""
+        """Return the tensors that hold the memory of unsharded parameters; mostly just those."""
         self.tensors()
         return self._sources
 
     def cut(self, axes: Axes) -> Parts:
-        """This rank's parts of what was gathered, over the shard axis of `axes`."""
+        """Cut the unsharded parameters over the shard axis of `axes`, to this rank's parts."""
         world, rank = axes.shard_world, axes.shard_rank
         whole = self.tensors().items()
         return Parts(axes, {p: part_of(tensor, p.member, world, rank) for p, tensor in whole})
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if a whole parameter was written to, which would be lost."""
+        """Raise RuntimeError if an unsharded parameter was written to, which would be lost."""
         if self.unit.world == 1 or self._tensors is None:
             return
         written = _written(self._tensors, self._versions)
@@ -142,7 +144,7 @@ class Whole:
             )
 
     def drop(self) -> None:
-        """Let go, waiting for what is still on its way."""
+        """Drop the unsharded parameters, waiting for what is still in flight."""
         for _, flight in self._flights:
             flight.wait()
         whole = self._tensors
@@ -152,7 +154,7 @@ class Whole:
 
 
 class Lent:
-    """Whole parameters that stay between forward and backward, to be read."""
+    """Unsharded parameters that stay between forward and backward, to be read."""
 
     def __init__(self, whole: Whole) -> None:
         self.tensors = dict(whole.tensors())
@@ -170,7 +172,7 @@ class Lent:
 
 
 def _written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> list[str]:
-    """The names of those that were written to since they had `versions`."""
+    """Names of the parameters in `tensors` that were written to since they had `versions`."""
     return [
         param.name
         for (param, tensor), version in zip(tensors.items(), versions, strict=False)
@@ -179,6 +181,8 @@ def _written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> list[s
 
 
 def _on_device(param: ShardedParam) -> Tensor:
-    """Its shard where it is gathered: a copy, from pinned memory an asynchronous one, if that is
-    not where it lives."""
+    """Return the shard of `param` on the device where it is gathered.
+
+    It is a copy if it lives elsewhere, from pinned memory an asynchronous one.
+    """
     return param.shard.to(param.device, non_blocking=True)

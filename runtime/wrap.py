@@ -1,4 +1,4 @@
-"""The search for units: ask a policy, or see which blocks repeat, and put parents first."""
+"""Search for units: ask a policy, or see which blocks repeat, and put parents first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def find_units(
     model: nn.Module, policy: Policy | None, ignored: Set[nn.Module] = frozenset()
 ) -> dict[nn.Module, Overrides]:
-    """The modules of `model` that become units, each with a dict of overrides of its own.
+    """Find the modules of `model` that become units, each with a dict of overrides of its own.
 
     Parents come first; `model` is not among them. No unit is made of a module without
     forward, which is never called, or without parameters, or in several places twice.
@@ -57,7 +57,7 @@ def override_mixed_precision(
     units: Mapping[nn.Module, Overrides],
     ignored: Set[nn.Module] = frozenset(),
 ) -> dict[nn.Module, Overrides]:
-    """`units`, and every instance of `classes` in a unit of its own that keeps its dtypes.
+    """Add every instance of `classes` to `units`, in a unit of its own that keeps its dtypes.
 
     The override is {"mp_policy": None}; units that were there keep their others. The dicts
     are new, and no two units share one. `model` stays out, and what is in `ignored` or below.
@@ -75,7 +75,7 @@ def override_mixed_precision(
 def log_mixed_units(model: nn.Module) -> None:
     """Log, at level INFO, each unit in sharded `model` that has frozen and trainable parameters.
 
-    That is right, only not thrifty: the frozen are gathered with the others, though none of
+    That is right, but wasteful: the frozen are gathered with the others, though none of
     their gradients are reduced. FSDP1 warned, or refused.
     """
     units = dict.fromkeys(access.unit_of(module) for module in model.modules())
@@ -90,7 +90,7 @@ def log_mixed_units(model: nn.Module) -> None:
 
 
 class _Candidates:
-    """The modules of a model that may become units."""
+    """Modules of a model that may become units."""
 
     def __init__(self, model: nn.Module, ignored: Set[nn.Module]) -> None:
         self._model = model
@@ -105,7 +105,10 @@ class _Candidates:
                 )
 
     def chosen_by(self, policy: Policy, *, overrides: bool = False) -> dict[nn.Module, Overrides]:
-        """Those that `policy(module)` names; it may return `overrides`."""
+        """Select the modules for which `policy(module)` is true, or returns allowed `overrides`.
+
+        Raises ValueError for other answers.
+        """
         units = {}
         for path, module in self._model.named_modules():
             if self._may_be_unit(module):
@@ -125,12 +128,12 @@ class _Candidates:
         return units
 
     def chosen_on_the_way_up(self, policy: Policy) -> dict[nn.Module, Overrides]:
-        """Those that `policy(module=, recurse=, nonwrapped_numel=)` names."""
+        """Select the modules for which `policy(module=, recurse=, nonwrapped_numel=)` is true."""
         units: dict[nn.Module, Overrides] = {}
         seen: dict[nn.Module, set[nn.Parameter]] = {}
 
         def visit(module: nn.Module) -> set[nn.Parameter]:
-            """The module's parameters that units have; a module in two places is one unit."""
+            """Return the module's parameters that units have; if in two places it is one unit."""
             if module not in seen:
                 seen[module] = decide(module)
             return seen[module]
@@ -155,7 +158,7 @@ class _Candidates:
         return units
 
     def may_be_called(self, module: nn.Module) -> bool:
-        """Whether it is below the model, has a forward, and is not ignored."""
+        """Tell whether `module` is below the model, has a forward, and is not ignored."""
         return (
             module is not self._model
             and module not in self._ignored
@@ -188,7 +191,7 @@ def _numel(params: Iterable[nn.Parameter]) -> int:
 def _parents_first(
     model: nn.Module, units: Mapping[nn.Module, Overrides]
 ) -> dict[nn.Module, Overrides]:
-    """`units` in the model's order, but one in several places after all that contain it.
+    """Sort `units` in the model's order, but one in several places after all that contain it.
 
     Sharded backwards, every unit then finds those inside it sharded.
     """
@@ -225,7 +228,7 @@ def _no_split_classes(model: nn.Module) -> set[type]:
 
 
 def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
-    """The modules that stand, twice or more, beside each other in one container.
+    """Find the modules that stand, twice or more, beside each other in one container.
 
     A transformer's blocks sit in one ModuleList or Sequential; a block is a module with
     children of its own. Blocks inside such blocks (experts, heads) stay with theirs.

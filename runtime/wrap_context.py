@@ -19,7 +19,7 @@ from torch import nn
 def enable_wrap(
     *, wrapper_cls: Callable[..., Any], **wrapper_kwargs: Any
 ) -> AbstractContextManager[None]:
-    """A context in which `wrap(module)` calls `wrapper_cls(module, **wrapper_kwargs)`.
+    """Have `wrap(module)` call `wrapper_cls(module, **wrapper_kwargs)` in this context.
 
     wrapper_cls: `fully_shard`, or whatever takes a module and returns one.
 
@@ -36,7 +36,7 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> Any:
-    """What the enclosing `enable_wrap` makes of `module`; without one, `module` itself.
+    """Apply the enclosing `enable_wrap` to `module`; without one, return `module` itself.
 
     For an argument given several times, `module._wrap_overrides` (a dict, if there) counts
     before `wrap_overrides`, and those before the arguments of `enable_wrap`.

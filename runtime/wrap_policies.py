@@ -42,7 +42,7 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Ask `lambda_fn(module)`: is it a unit, and does it differ from the others?
+    """Policy that asks `lambda_fn(module)` if it is a unit, and if it differs from the others.
 
     It returns False or {} for no unit, True for a unit, or a dict for a unit with those
     arguments of `fully_shard`, as {"reshard_after_forward": False}. Anything else is a
@@ -126,7 +126,7 @@ def _wrap_module_cls_individually(
     *args: Any,
     **kwargs: Any,
 ) -> bool:
-    """A ModuleWrapPolicy as a function; private in torch too, but scripts import it."""
+    """Apply a ModuleWrapPolicy as a function; private in torch too, but scripts import it."""
     return recurse or isinstance(module, tuple(module_classes))
 
 
@@ -136,6 +136,9 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[Callable[..., bool]],
 ) -> bool:
-    """Any of `policies`, all of FSDP1's form; private in torch too, but scripts import it."""
+    """Apply several `policies` of FSDP1's form, one of which is enough for a unit.
+
+    Private in torch too, but scripts import it.
+    """
     arguments = {"module": module, "recurse": recurse, "nonwrapped_numel": nonwrapped_numel}
     return any(policy(**arguments) for policy in policies)
