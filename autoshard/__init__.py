@@ -6,7 +6,7 @@ autoshard.shard(model, policy=...)            # or the whole model in one call
 """
 
 from autoshard import wrap as wrap
-from autoshard.passes.plan import Plan as Plan
+from autoshard.passes.ir.plan import Plan as Plan
 from autoshard.runtime.access import register_forward_method as register_forward_method
 from autoshard.runtime.checkpoint import CheckpointError as CheckpointError
 from autoshard.runtime.checkpoint import load_checkpoint as load_checkpoint

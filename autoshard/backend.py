@@ -24,19 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch, passes, plan_cache
 from autoshard.options import CompileOptions
-from autoshard.passes import groups
-from autoshard.passes.auto_buckets import PricedGraph
-from autoshard.passes.drafts import INNER
 from autoshard.passes.dump import Dump
-from autoshard.passes.lower_eagerly import lower_eagerly
-from autoshard.passes.lower_inductor import lower_inductor
-from autoshard.passes.match import is_gradient, is_marker, table_of
-from autoshard.passes.meta import PLAN, PRICED
-from autoshard.passes.plan import Plan, show_bytes
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.match import is_gradient, is_marker, table_of
+from autoshard.passes.ir.meta import PLAN
+from autoshard.passes.ir.plan import Plan, show_bytes
+from autoshard.passes.ir.text import render
+from autoshard.passes.lowering.eager import lower_eagerly
+from autoshard.passes.lowering.inductor import lower_inductor
 from autoshard.passes.planner.keep import worth_keeping
-from autoshard.passes.prices import Prices
-from autoshard.passes.roofline import hint_of
-from autoshard.passes.text import render
+from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
+from autoshard.passes.plans.drafts import INNER
+from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.roofline import hint_of
 from autoshard.progress import progress
 from autoshard.runtime import access, first_call
 from autoshard.runtime.adopt import adopt, plain_parameters

@@ -2,8 +2,8 @@
 
 On a hit, AOTAutograd's cache returns the compiled graphs of a frame, and none of our passes run.
 The plans that they made are in one file for each graph, named by the graph's key in Inductor's
-cache; that key depends on the plan, too (`lower_inductor.KeepOrder`). Two frames are alike if they
-have the same `frame_key`, which covers all that passes depend on, except for the graph and its
+cache; that key depends on the plan, too (`lowering.inductor.KeepOrder`). Two frames are alike if
+they have the same `frame_key`, which covers all that passes depend on, except for the graph and its
 inputs, and torch's own settings: AOTAutograd compares these itself.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard import _torch
-from autoshard.passes.plan import Plan
+from autoshard.passes.ir.plan import Plan
 
 NO_PLAN = "null"  # of a graph without collectives
 
@@ -33,9 +33,13 @@ def frame_key(facts: Sequence[object]) -> str:
 def _sources() -> str:
     found = hashlib.sha256(importlib.metadata.version("autoshard").encode())
     here = Path(__file__).parent
-    for folder in (".", "passes", "passes/planner", "runtime"):
-        for path in sorted((here / folder).glob("*.py")):
-            found.update(path.read_bytes())
+    paths = [
+        *here.glob("*.py"),
+        *(here / "passes").resolve().rglob("*.py"),  # rglob follows no links to folders
+        *(here / "runtime").resolve().rglob("*.py"),
+    ]
+    for path in sorted(paths):
+        found.update(path.read_bytes())
     return found.hexdigest()
 
 

@@ -47,7 +47,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import autoshard
 import autoshard.backend
-from autoshard.passes.lower_eagerly import lower_eagerly
+from autoshard.passes.lowering.eager import lower_eagerly
 
 STEPS = 4
 SAME = "bit for bit"

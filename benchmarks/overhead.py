@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autoshard import _torch
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
-from autoshard.passes.roofline import is_view, is_written, num_bytes_of, tensors_of
+from autoshard.passes.plans.roofline import is_view, is_written, num_bytes_of, tensors_of
 from autoshard.tools.contestants import CONTESTANTS, Contestant, Setting, autoshard_compiled
 from autoshard.tools.device import current_device
 from autoshard.tools.workloads import Sizes, Workload, llama

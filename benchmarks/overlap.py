@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoshard
-from autoshard.passes.layout import first_row
-from autoshard.passes.plan import Plan
+from autoshard.passes.ir.layout import first_row
+from autoshard.passes.ir.plan import Plan
 from autoshard.passes.planner.topology import KINDS, Topology
 from autoshard.tools.calibrate import calibrate
 from autoshard.tools.contestants import (

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
-from autoshard.passes.layout import DTYPES
+from autoshard.passes.ir.layout import DTYPES
 from autoshard.tools.bench import ALONE, Result, bench_step
 from autoshard.tools.contestants import CONTESTANTS
 from autoshard.tools.device import current_device

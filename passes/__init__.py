@@ -12,9 +12,10 @@ from autoshard.passes.drop_local_markers import drop_local_markers as drop_local
 from autoshard.passes.give_table import give_table as give_table
 from autoshard.passes.hoist_shards import hoist_shards as hoist_shards
 from autoshard.passes.insert_collectives import insert_collectives as insert_collectives
+from autoshard.passes.ir.meta import ParamInfo as ParamInfo
+from autoshard.passes.ir.plan import Plan
 from autoshard.passes.keep_gathered import keep_gathered as keep_gathered
 from autoshard.passes.merge_markers import merge_markers as merge_markers
-from autoshard.passes.meta import ParamInfo as ParamInfo
 from autoshard.passes.name_params import name_params as name_params
 from autoshard.passes.note_outputs import note_outputs as note_outputs
 from autoshard.passes.part_markers import part_markers as part_markers
@@ -22,10 +23,9 @@ from autoshard.passes.pipeline import Pass as Pass
 from autoshard.passes.pipeline import PassError as PassError
 from autoshard.passes.pipeline import run as run
 from autoshard.passes.pipeline import run_one as run_one
-from autoshard.passes.plan import Plan
 from autoshard.passes.plan_buckets import Bucketing as Bucketing
 from autoshard.passes.plan_buckets import plan_buckets as plan_buckets
-from autoshard.passes.prices import Prices as Prices
+from autoshard.passes.plans.prices import Prices as Prices
 from autoshard.passes.tag_recompute import tag_recompute as tag_recompute
 from autoshard.passes.use_kept import use_kept as use_kept
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from autoshard.passes import groups, ops
-from autoshard.passes.layout import read_members, show_members
-from autoshard.passes.match import (
+from autoshard.passes.ir import groups, ops
+from autoshard.passes.ir.layout import read_members, show_members
+from autoshard.passes.ir.match import (
     device_of_host_shard,
     is_again,
     is_reduce_grad,

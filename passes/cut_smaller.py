@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes import groups, ops
-from autoshard.passes.layout import read_members
-from autoshard.passes.match import (
+from autoshard.passes.ir import groups, ops
+from autoshard.passes.ir.layout import read_members
+from autoshard.passes.ir.match import (
     AGAIN,
     forward_inputs,
     is_unshard,

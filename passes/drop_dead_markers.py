@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.match import is_preparation, is_unshard
+from autoshard.passes.ir.match import is_preparation, is_unshard
 
 
 def drop_dead_markers(gm: fx.GraphModule) -> fx.GraphModule:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes import groups
-from autoshard.passes.layout import read_members
-from autoshard.passes.match import group_of, is_marker, members_of, outputs_of
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.layout import read_members
+from autoshard.passes.ir.match import group_of, is_marker, members_of, outputs_of
 
 _CAST = torch.ops.prims.convert_element_type.default  # Inductor lowers no aten cast any more here
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import fx
 
-from autoshard.passes.meta import PLAN
-from autoshard.passes.text import render
+from autoshard.passes.ir.meta import PLAN
+from autoshard.passes.ir.text import render
 
 
 class Dump:

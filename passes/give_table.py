@@ -14,9 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes.match import forward_inputs, is_before_gather, is_gradient, table_of
-
-TABLE = "table"  # what the input is called when it has been found
+from autoshard.passes.ir.match import forward_inputs, is_before_gather, is_gradient, table_of
 
 
 def give_table(gm: fx.GraphModule) -> fx.GraphModule:

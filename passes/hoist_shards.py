@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.match import is_preparation, is_unshard
+from autoshard.passes.ir.match import is_preparation, is_unshard
 
 
 def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:

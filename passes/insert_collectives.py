@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.passes import ops
-from autoshard.passes.drafts import markers_of
-from autoshard.passes.match import (
+from autoshard.passes.ir import ops
+from autoshard.passes.ir.match import (
     asked_of,
     group_of,
     is_compute,
@@ -30,9 +29,10 @@ from autoshard.passes.match import (
     outputs_of,
     table_of,
 )
-from autoshard.passes.meta import PLAN, SOURCE
-from autoshard.passes.plan import Bucket
+from autoshard.passes.ir.meta import PLAN, SOURCE
+from autoshard.passes.ir.plan import Bucket
 from autoshard.passes.planner.costs import GROUPED
+from autoshard.passes.plans.drafts import markers_of
 
 _FIRST = {
     "gather": (ops.launch_gather, "launch_gather"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes.match import asked_of, is_before_gather, is_gradient, is_unshard, param_of
+from autoshard.passes.ir.match import asked_of, is_before_gather, is_gradient, is_unshard, param_of
 
 _ADD = torch.ops.aten.add.Tensor
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from autoshard import _torch
-from autoshard.passes.give_table import TABLE
-from autoshard.passes.match import (
+from autoshard.passes.ir.match import (
+    TABLE,
     is_before_gather,
     is_hold_grad,
     is_marker,
@@ -22,7 +22,7 @@ from autoshard.passes.match import (
     param_of,
     table_of,
 )
-from autoshard.passes.meta import PARAM, SOURCE, ParamInfo
+from autoshard.passes.ir.meta import PARAM, SOURCE, ParamInfo
 
 
 def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphModule:

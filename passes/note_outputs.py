@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.match import is_gradient, tangents
+from autoshard.passes.ir.match import is_gradient, tangents
 
 
 def note_outputs(gm: fx.GraphModule) -> fx.GraphModule:

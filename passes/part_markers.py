@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes.match import is_marker, is_reduce_grad
+from autoshard.passes.ir.match import is_marker, is_reduce_grad
 
 _CLONE = torch.ops.aten.clone.default
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from autoshard import _torch
-from autoshard.passes.verify import verify
-from autoshard.passes.verify_changed import arguments, verify_changed
+from autoshard.passes.ir.verify import verify
+from autoshard.passes.ir.verify_changed import arguments, verify_changed
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 """A pass takes ownership of the module it is given and returns it transformed."""

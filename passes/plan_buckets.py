@@ -15,7 +15,7 @@ For shards that live on the host, the copies to the device are launched one unit
 gather. Gradients are copied back as soon as they are reduced, and these copies are waited for where
 the gradients are read.
 
-With "auto", `auto_buckets.py` decides all of this by predicted costs.
+With "auto", `plans/auto_buckets.py` decides all of this by predicted costs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autoshard.passes import groups
-from autoshard.passes.auto_buckets import PricedGraph
-from autoshard.passes.drafts import Draft, Key, gather_drafts, reduce_drafts
-from autoshard.passes.liveness import count_between
-from autoshard.passes.match import group_of, is_compute, is_marker
-from autoshard.passes.meta import PLAN, PRICED, ParamInfo
-from autoshard.passes.plan import Event, Plan
-from autoshard.passes.prices import Prices
-from autoshard.passes.roofline import is_fusible, is_view
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.match import group_of, is_compute, is_marker
+from autoshard.passes.ir.meta import PLAN, ParamInfo
+from autoshard.passes.ir.plan import Event, Plan
+from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
+from autoshard.passes.plans.drafts import Draft, Key, gather_drafts, reduce_drafts
+from autoshard.passes.plans.liveness import count_between
+from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.roofline import is_fusible, is_view
 
 Bucketing = str | Sequence[str | Sequence[str]]
 """`"per_unit"`, `"none"`, `"auto"`, or lists of module names."""

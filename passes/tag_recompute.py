@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from autoshard._torch import CheckpointPolicy
-from autoshard.passes import ops
-from autoshard.passes.match import is_barrier, is_before_gather, is_kept, is_unshard
+from autoshard.passes.ir import ops
+from autoshard.passes.ir.match import is_barrier, is_before_gather, is_kept, is_unshard
 
 REGION = 100_000
 """The `ac_graph_id` of our tags, above any checkpointed region's. The partitioner saves

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.match import forward_inputs, is_unshard, param_of, stays_whole
+from autoshard.passes.ir.match import forward_inputs, is_unshard, param_of, stays_whole
 
 
 def use_kept(gm: fx.GraphModule) -> fx.GraphModule:

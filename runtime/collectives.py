@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from autoshard import _torch
-from autoshard.passes.layout import Member, rows_of, show_members
+from autoshard.passes.ir.layout import Member, rows_of, show_members
 from autoshard.runtime import comms, transport
 from autoshard.runtime.comms import Comm
 from autoshard.runtime.mesh import Axes

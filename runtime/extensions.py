@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autoshard.passes.layout import Member
+from autoshard.passes.ir.layout import Member
 from autoshard.runtime.errors import UsageError, UsageTypeError
 
 if TYPE_CHECKING:

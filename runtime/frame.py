@@ -27,9 +27,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.passes.give_table import TABLE
-from autoshard.passes.match import asks_shard, group_of, is_kept, members_of, stays_whole
-from autoshard.passes.meta import ParamInfo
+from autoshard.passes.ir.match import TABLE, asks_shard, group_of, is_kept, members_of, stays_whole
+from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.planner.costs import GROUPED, PACKED
 from autoshard.runtime import (
     graph_extensions,

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from autoshard import _torch
-from autoshard.passes import ops
-from autoshard.passes.layout import DTYPE_NAMES, Member, read_members, show_members
+from autoshard.passes.ir import ops
+from autoshard.passes.ir.layout import DTYPE_NAMES, Member, read_members, show_members
 from autoshard.runtime import extensions
 from autoshard.runtime.extensions import Sent
 from autoshard.runtime.param import ShardedParam

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.passes import ops
-from autoshard.passes.layout import Member, read_members
+from autoshard.passes.ir import ops
+from autoshard.passes.ir.layout import Member, read_members
 from autoshard.runtime import reduce, uses
 from autoshard.runtime.param import ShardedParam
 from autoshard.runtime.reduce import Reduction

@@ -1,4 +1,4 @@
-"""Implementations of the ops of `passes/ops.py`, on top of `collectives.py`.
+"""Implementations of the ops of `passes/ir/ops.py`, on top of `collectives.py`.
 
 Collectives and copies in flight are kept here, by the addresses of their tickets, until they are
 waited for. If an exception drops a ticket, its entry goes, too, and compute on a device waits for
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoshard.passes import groups, ops
-from autoshard.passes.layout import part_of, read_members
-from autoshard.passes.ops import library
+from autoshard.passes.ir import groups, ops
+from autoshard.passes.ir.layout import part_of, read_members
+from autoshard.passes.ir.ops import library
 from autoshard.runtime import collectives, copies, graph_extensions, graph_reduce
 from autoshard.runtime.collectives import GroupedFlight, InFlight
 from autoshard.runtime.copies import Copies

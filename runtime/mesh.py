@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import _torch
-from autoshard.passes import groups
-from autoshard.passes.layout import Member
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.layout import Member
 from autoshard.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Axes:
         return names[0] if names else SHARD_AXIS
 
     def reduce_group(self, scatter_group: str) -> str:
-        """Name of the group that gradients are averaged over, in the form of `passes/groups.py`.
+        """Name of the group that gradients are averaged over, in the form of `passes/ir/groups.py`.
 
         scatter_group: by which its first part is known, as one group of those ranks may be beside
             `shard_group`.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoshard.passes.layout import part_of
+from autoshard.passes.ir.layout import part_of
 from autoshard.runtime import access, left_out
 from autoshard.runtime.local_step import STEP, stand_in_of
 from autoshard.runtime.mesh import world_size

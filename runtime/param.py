@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from autoshard import _torch
-from autoshard.passes import groups
-from autoshard.passes.layout import Member, part_of, show_members
-from autoshard.passes.ops import FROM_HOST
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.layout import Member, part_of, show_members
+from autoshard.passes.ir.ops import FROM_HOST
 from autoshard.runtime.errors import UnsupportedError
 from autoshard.runtime.extensions import has_methods, is_extended
 from autoshard.runtime.mesh import Axes, FullMesh, mesh_device
@@ -151,7 +151,7 @@ def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
 
 
 Asked = tuple[str, str, bool, str]
-"""Of a marker: its members, group, keep and reduce; see `passes/ops.py`."""
+"""Of a marker: its members, group, keep and reduce; see `passes/ir/ops.py`."""
 
 ASKED = "_autoshard_asked"
 """Module attribute: {parameter's attribute: `Asked`; None where there is more to ask}. Getters
@@ -197,7 +197,7 @@ class ShardedParam:
         self.is_updated_by_hook = False  # since forward, when its gradient was accumulated
 
     def describe(self) -> None:
-        """Write down for markers how its unit gathers and reduces it; see `passes/ops.py`.
+        """Write down for markers how its unit gathers and reduces it; see `passes/ir/ops.py`.
 
         Raises TypeError if its shard has only one of the two methods of an extension.
         """
@@ -237,7 +237,7 @@ class ShardedParam:
 
     @property
     def reduce_group(self) -> str:
-        """Group over which compiled code reduces its gradient, named as in `passes/groups.py`."""
+        """Group over which compiled code reduces its gradient, named as `passes.ir.groups` says."""
         reducer = self.unit.reducer
         scatter_group = reducer.scatter_group or self.axes.shard_group
         if not reducer.syncs or self.unit.is_unordered:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from autoshard.passes.plan import Plan
+from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.unit import Unit
 
 _plans: weakref.WeakKeyDictionary[nn.Module, list[Plan]] = weakref.WeakKeyDictionary()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.passes.layout import Member
+from autoshard.passes.ir.layout import Member
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Division, InFlight
 from autoshard.runtime.comms import Comm

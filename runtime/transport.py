@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.passes.layout import Member
+from autoshard.passes.ir.layout import Member
 
 FIRST_TAG, TAGS = 1 << 24, 1 << 24  # of messages: users' own are mostly small
 FEW = 8  # ranks, each of which has a connection to each other one

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autoshard.passes.layout import Member
-from autoshard.passes.plan import Plan
+from autoshard.passes.ir.layout import Member
+from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.agreement import Agreed, Order
 from autoshard.runtime.comms import Comm
 from autoshard.runtime.mesh import Axes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoshard.passes.layout import Member, part_of
+from autoshard.passes.ir.layout import Member, part_of
 from autoshard.runtime import collectives, extensions, transport
 from autoshard.runtime.collectives import GroupedFlight, InFlight
 from autoshard.runtime.extensions import Sent

@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import _torch
-from autoshard.passes import ops
-from autoshard.passes.layout import DTYPE_NAMES
+from autoshard.passes.ir import ops
+from autoshard.passes.ir.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import KINDS, Topology, default_topology
-from autoshard.passes.roofline import op_key
+from autoshard.passes.plans.roofline import op_key
 from autoshard.runtime import transport
 from autoshard.tools.device import current_device, synchronize, timed
 

@@ -378,7 +378,7 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
         return launch(arguments, options.ranks)
     import torch
 
-    from autoshard.passes.layout import DTYPES
+    from autoshard.passes.ir.layout import DTYPES
     from autoshard.runtime.mesh import device_type, ensure_process_group
     from autoshard.tools.bench import Result, bench_step
     from autoshard.tools.contestants import CONTESTANTS, read_contestants

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from autoshard import _torch
 from autoshard.options import CompileOptions
-from autoshard.passes.plan import show_bytes
+from autoshard.passes.ir.plan import show_bytes
 from autoshard.runtime import agreement, transport
 from autoshard.runtime.mesh import device_type
 from autoshard.runtime.transport import Work

@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from autoshard import _torch, passes
 from autoshard.backend import Draft
 from autoshard.options import CompileOptions
-from autoshard.passes.auto_buckets import PricedGraph
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.repeat import repeat
 from autoshard.passes.planner.topology import Topology
-from autoshard.passes.prices import Prices
+from autoshard.passes.plans.auto_buckets import PricedGraph
+from autoshard.passes.plans.prices import Prices
 from autoshard.runtime.frame import Frame, make_frame
 from autoshard.runtime.shard import fully_shard
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autoshard.passes.layout import Member
+from autoshard.passes.ir.layout import Member
 from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem

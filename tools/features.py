@@ -258,7 +258,7 @@ def _imports_passes(node: ast.stmt) -> bool:
         return False
     names = {f"{node.module}.{alias.name}" for alias in node.names}
     return any(
-        name.startswith("autoshard.passes") and not name.startswith("autoshard.passes.layout")
+        name.startswith("autoshard.passes") and not name.startswith("autoshard.passes.ir.layout")
         for name in names
     )
 

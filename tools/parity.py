@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from autoshard.passes.layout import first_row
+from autoshard.passes.ir.layout import first_row
 from autoshard.runtime.mesh import device_type, ensure_process_group
 from autoshard.runtime.shard import shard
 

@@ -29,8 +29,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 from autoshard import _torch
 from autoshard.backend import Lowered, watch_lowered
-from autoshard.passes.match import event_of, is_pack
-from autoshard.passes.roofline import is_view
+from autoshard.passes.ir.match import event_of, is_pack
+from autoshard.passes.plans.roofline import is_view
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autoshard.passes.plan import show_bytes
+from autoshard.passes.ir.plan import show_bytes
 from autoshard.passes.planner.search import Decision
 from autoshard.passes.planner.simulate import Run
 from autoshard.tools.estimate import Estimate, Memory

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.passes.layout import DTYPES, Member
+from autoshard.passes.ir.layout import DTYPES, Member
 from autoshard.passes.planner.topology import Topology, default_topology
 from autoshard.runtime.unit_policies import MixedPrecisionPolicy
 from autoshard.tools.dry_run import cut_stacks, grown, mean_loss, trace

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.backend import Compilation
 from autoshard.options import CompileOptions
-from autoshard.passes.lower_eagerly import lower_eagerly
-from autoshard.passes.plan import Plan
-from autoshard.passes.text import render
+from autoshard.passes.ir.plan import Plan
+from autoshard.passes.ir.text import render
+from autoshard.passes.lowering.eager import lower_eagerly
 from autoshard.runtime.frame import Frame
 from autoshard.tools.dry_run import compile_only, pretend_ranks, shard_without_weights
 from autoshard.tools.planning import Workload, on_meta, policy_of, step_of

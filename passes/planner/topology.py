@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoshard.passes.planner.costs import Link
-from autoshard.passes.schema import read_as
+from autoshard.passes.planner.schema import read_as
 
 FOLDER = Path(__file__).resolve().parent / "topologies"
 KINDS = ("gather", "reduce", "all_reduce")

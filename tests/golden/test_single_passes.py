@@ -11,10 +11,10 @@ from torch import fx, nn
 
 from autoshard import _torch, passes
 from autoshard.passes import ParamInfo
-from autoshard.passes.match import is_gradient, is_marker, is_reduce_grad, param_of
-from autoshard.passes.meta import PLAN, SOURCE
+from autoshard.passes.ir.match import is_gradient, is_marker, is_reduce_grad, param_of
+from autoshard.passes.ir.meta import PLAN, SOURCE
+from autoshard.passes.ir.text import parse, render
 from autoshard.passes.pipeline import pass_name
-from autoshard.passes.text import parse, render
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 NUM_RANKS = {

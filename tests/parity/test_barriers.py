@@ -25,7 +25,7 @@ from torch._higher_order_ops.effects import _EffectType
 
 import autoshard
 from autoshard import _torch
-from autoshard.passes import lower_inductor
+from autoshard.passes.lowering import inductor as lower_inductor
 
 LAYERS = 2
 SEEN: list[float] = []  # by the op with an effect

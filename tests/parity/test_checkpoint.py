@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import fully_shard
-from autoshard.passes.layout import local_rows
+from autoshard.passes.ir.layout import local_rows
 
 OPTIONS = {"lowering": "eager", "strict": True}
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)

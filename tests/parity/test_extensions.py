@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 import autoshard
-from autoshard.passes.layout import show_members
+from autoshard.passes.ir.layout import show_members
 
 aten = torch.ops.aten
 KEEPS_CLASS = {

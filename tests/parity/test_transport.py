@@ -14,7 +14,7 @@ from support.ranks import on_ranks
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.passes.layout import Member
+from autoshard.passes.ir.layout import Member
 from autoshard.runtime import collectives, kernels, transport
 from autoshard.runtime.copies import Copies
 

@@ -22,9 +22,9 @@ from support.programs import (
 from torch import Tensor, fx
 
 from autoshard import passes
-from autoshard.passes import ops
-from autoshard.passes.layout import read_members
-from autoshard.passes.match import (
+from autoshard.passes.ir import ops
+from autoshard.passes.ir.layout import read_members
+from autoshard.passes.ir.match import (
     bucket_of,
     is_barrier,
     is_launch,
@@ -36,10 +36,10 @@ from autoshard.passes.match import (
     kind_of,
     param_of,
 )
-from autoshard.passes.meta import PLAN, SOURCE
-from autoshard.passes.roofline import is_fusible, is_view
-from autoshard.passes.text import parse, render
-from autoshard.passes.verify import verify
+from autoshard.passes.ir.meta import PLAN, SOURCE
+from autoshard.passes.ir.text import parse, render
+from autoshard.passes.ir.verify import verify
+from autoshard.passes.plans.roofline import is_fusible, is_view
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from autoshard import Plan, passes
 from autoshard.passes import ParamInfo
-from autoshard.passes.layout import DTYPES, local_rows
-from autoshard.passes.match import (
+from autoshard.passes.ir.layout import DTYPES, local_rows
+from autoshard.passes.ir.match import (
     bucket_of,
     event_of,
     is_launch,
@@ -25,9 +25,9 @@ from autoshard.passes.match import (
     is_wait,
     kind_of,
 )
-from autoshard.passes.meta import PLAN
+from autoshard.passes.ir.meta import PLAN
+from autoshard.passes.ir.text import parse
 from autoshard.passes.planner.topology import Topology
-from autoshard.passes.text import parse
 
 WORLD = 2
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.passes.layout import first_row
+from autoshard.passes.ir.layout import first_row
 from autoshard.runtime.collectives import Issued, observe
 
 FLOOR = 0.02

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 import autoshard
 from autoshard import fully_shard
 from autoshard.options import CompileOptions
-from autoshard.passes.plan import Bucket, Event, Plan
+from autoshard.passes.ir.plan import Bucket, Event, Plan
 from autoshard.passes.planner.topology import FOLDER
 from autoshard.runtime import watchdog
 

@@ -74,7 +74,7 @@ FORMS: dict[str, tuple[str, set[str]]] = {
     ),
     "about the arithmetic of shards": (
         """
-        from autoshard.passes.layout import Member
+        from autoshard.passes.ir.layout import Member
         def test_x(): ...
         """,
         {"eager"},

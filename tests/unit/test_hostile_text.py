@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from autoshard.passes.sizes import MAX_LENGTH, read_size
-from autoshard.passes.text import parse
+from autoshard.passes.ir.sizes import MAX_LENGTH, read_size
+from autoshard.passes.ir.text import parse
 
 RUN = "__import__('os').system('touch RAN')"
 
@@ -57,7 +57,7 @@ def test_at_once_and_nothing_is_run(tmp_path: object) -> None:
     """All of them in a process that ends within the time that all may take; it made no file."""
     program = (
         "import os, sys, time\n"
-        "from autoshard.passes.text import parse\n"
+        "from autoshard.passes.ir.text import parse\n"
         "for text in eval(sys.stdin.read()):\n"
         "    begin = time.process_time()\n"
         "    try:\n"

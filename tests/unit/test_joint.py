@@ -12,8 +12,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import passes
-from autoshard.passes.match import is_reduce_grad, is_unshard
-from autoshard.passes.text import render
+from autoshard.passes.ir.match import is_reduce_grad, is_unshard
+from autoshard.passes.ir.text import render
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

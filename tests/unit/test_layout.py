@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.passes import layout
-from autoshard.passes.layout import (
+from autoshard.passes.ir import layout
+from autoshard.passes.ir.layout import (
     DTYPE_NAMES,
     DTYPES,
     Member,

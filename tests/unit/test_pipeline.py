@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from autoshard import passes
 from autoshard.passes import ParamInfo
-from autoshard.passes.lower_inductor import keep_order, planned_order
-from autoshard.passes.match import is_launch, is_marker, is_pack
-from autoshard.passes.meta import PLAN
-from autoshard.passes.text import parse, render
-from autoshard.passes.verify import verify
+from autoshard.passes.ir.match import is_launch, is_marker, is_pack
+from autoshard.passes.ir.meta import PLAN
+from autoshard.passes.ir.text import parse, render
+from autoshard.passes.ir.verify import verify
+from autoshard.passes.lowering.inductor import keep_order, planned_order
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

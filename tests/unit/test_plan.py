@@ -27,8 +27,8 @@ from support.programs import (
 )
 
 from autoshard import Plan
-from autoshard.passes.plan import Bucket, Event, Figures
-from autoshard.passes.text import render
+from autoshard.passes.ir.plan import Bucket, Event, Figures
+from autoshard.passes.ir.text import render
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -169,8 +169,8 @@ from torch import fx, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import autoshard
 from autoshard import passes
-from autoshard.passes.meta import PLAN, ParamInfo
-from autoshard.passes.text import parse, render
+from autoshard.passes.ir.meta import PLAN, ParamInfo
+from autoshard.passes.ir.text import parse, render
 dist.init_process_group("fake", rank=1, world_size={WORLD}, store=FakeStore())
 text = {STEP.lstrip()!r}.replace("GROUP", repr(dist.group.WORLD.group_name))
 transforms = passes.pipeline({STEP_TABLE!r}, graph="forward", bucketing="per_unit")

@@ -27,7 +27,7 @@ from autoshard.passes.planner.simulate import (
     simulate_unless_worse,
 )
 from autoshard.passes.planner.topology import Topology, default_topology, names
-from autoshard.passes.roofline import base_of, node_us, num_flops, op_key
+from autoshard.passes.plans.roofline import base_of, node_us, num_flops, op_key
 
 H100 = Topology.load("h100")
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from autoshard.passes import ops
-from autoshard.passes.layout import DTYPES
-from autoshard.passes.meta import SOURCE
-from autoshard.passes.text import parse, render
+from autoshard.passes.ir import ops
+from autoshard.passes.ir.layout import DTYPES
+from autoshard.passes.ir.meta import SOURCE
+from autoshard.passes.ir.text import parse, render
 
 GRAPHS = {
     "compute": """

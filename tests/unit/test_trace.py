@@ -10,7 +10,7 @@ import torch
 from support.models import Block
 from torch import Tensor, nn
 
-from autoshard.passes.plan import Plan
+from autoshard.passes.ir.plan import Plan
 from autoshard.tools.cli import main
 from autoshard.tools.trace import accept, differences
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from autoshard import passes
 from autoshard.passes import PassError
-from autoshard.passes.verify import verify
+from autoshard.passes.ir.verify import verify
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes import groups
-from autoshard.passes.match import (
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.match import (
     begun_by,
     bucket_of,
     event_of,
@@ -18,7 +18,7 @@ from autoshard.passes.match import (
     kind_of,
     members_of,
 )
-from autoshard.passes.meta import PLAN
+from autoshard.passes.ir.meta import PLAN
 
 
 def verify(gm: fx.GraphModule) -> None:

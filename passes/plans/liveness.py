@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.passes import groups, ops
-from autoshard.passes.give_table import TABLE
-from autoshard.passes.layout import read_members
-from autoshard.passes.match import (
+from autoshard.passes.ir import groups, ops
+from autoshard.passes.ir.layout import read_members
+from autoshard.passes.ir.match import (
+    TABLE,
     group_of,
     is_compute,
     is_hold_grad,
@@ -21,7 +21,7 @@ from autoshard.passes.match import (
     is_unshard,
     members_of,
 )
-from autoshard.passes.roofline import base_of, num_bytes_of, tensors_of
+from autoshard.passes.plans.roofline import base_of, num_bytes_of, tensors_of
 
 
 def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoshard.passes.layout import DTYPE_NAMES
+from autoshard.passes.ir.layout import DTYPE_NAMES
 
 Arguments = Mapping[fx.Node, tuple[Any, Any]]
 

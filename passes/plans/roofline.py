@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from autoshard.passes.layout import DTYPE_NAMES
+from autoshard.passes.ir.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import Topology
 
 

@@ -64,8 +64,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.passes import groups
-from autoshard.passes.layout import Member, read_members
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.layout import Member, read_members
 
 library = torch.library.Library("autoshard", "DEF")
 

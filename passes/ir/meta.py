@@ -14,8 +14,7 @@ from torch import fx
 from autoshard.passes.planner.costs import PACKED
 
 if TYPE_CHECKING:
-    from autoshard.passes.auto_buckets import PricedGraph
-    from autoshard.passes.plan import Plan
+    from autoshard.passes.ir.plan import Plan
 
 T = TypeVar("T")
 
@@ -57,5 +56,4 @@ class ParamInfo:
 
 PARAM: Key[ParamInfo] = Key("autoshard.param")  # on a marker: whose it is
 SOURCE: Key[str] = Key("autoshard.source")  # for people: what a node is about
-PRICED: Key[PricedGraph] = Key("autoshard.priced")  # on a graph module: what it was planned from
 PLAN: Key[Plan] = Key("autoshard.plan")  # on a graph module: what the acting passes obey

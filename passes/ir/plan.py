@@ -13,10 +13,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.passes.chrome_trace import measured_events, trace_events
-from autoshard.passes.layout import read_members
+from autoshard.passes.ir.chrome_trace import measured_events, trace_events
+from autoshard.passes.ir.layout import read_members
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
-from autoshard.passes.schema import read_as
+from autoshard.passes.planner.schema import read_as
 
 SHOWN = ("load", "launch", "all_reduce", "wait", "stored")  # loaded: at launch; store: at wait
 

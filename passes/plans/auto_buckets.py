@@ -13,12 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from autoshard.passes import groups
-from autoshard.passes.drafts import Draft, Span, carrier_of, first_use, info_of, markers_of, spans
-from autoshard.passes.keep_gathered import can_be_kept
-from autoshard.passes.layout import read_members
-from autoshard.passes.liveness import last_uses, live_bytes
-from autoshard.passes.match import (
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.layout import read_members
+from autoshard.passes.ir.match import (
+    can_be_kept,
     group_of,
     is_compute,
     is_made_here,
@@ -29,13 +27,24 @@ from autoshard.passes.match import (
     members_of,
     param_of,
 )
-from autoshard.passes.plan import BucketFigures, Event, Figures, Plan
+from autoshard.passes.ir.meta import Key
+from autoshard.passes.ir.plan import BucketFigures, Event, Figures, Plan
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import search
 from autoshard.passes.planner.simulate import Bucket, Order, Timeline, make_bucket, replay
-from autoshard.passes.prices import Prices
+from autoshard.passes.plans.drafts import (
+    Draft,
+    Span,
+    carrier_of,
+    first_use,
+    info_of,
+    markers_of,
+    spans,
+)
+from autoshard.passes.plans.liveness import last_uses, live_bytes
+from autoshard.passes.plans.prices import Prices
 
 
 class PricedGraph:
@@ -215,3 +224,6 @@ def _item(
 def _carrier(marker: fx.Node) -> str:
     """Name of a marker's carrier (see `Item`): kind, group, dtype and place."""
     return " ".join(map(str, (kind_of(marker), *carrier_of("", marker)[1:])))
+
+
+PRICED: Key[PricedGraph] = Key("autoshard.priced")  # on a graph module: what it was planned from

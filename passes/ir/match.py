@@ -8,7 +8,9 @@ import torch
 from torch import fx
 
 from autoshard import _torch
-from autoshard.passes import ops
+from autoshard.passes.ir import ops
+
+TABLE = "table"  # name of the input for the runtime's table, where a graph has one
 
 
 def is_unshard(node: fx.Node) -> bool:
@@ -278,3 +280,9 @@ def param_of(node: fx.Node) -> int:
 def is_kept(node: fx.Node) -> bool:
     """Tell whether an `unshard` marker asks that its result be kept for backward."""
     return bool(node.args[3])
+
+
+def can_be_kept(marker: fx.Node) -> bool:
+    """Tell whether backward would gather an `unshard` marker's parameter again as forward does."""
+    is_its_own = smaller_group(marker) or asks_shard(marker) or device_of_host_shard(marker)
+    return not (is_kept(marker) or stays_whole(marker) or is_its_own)

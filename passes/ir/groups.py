@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from autoshard import _torch
-from autoshard.passes.layout import Member
+from autoshard.passes.ir.layout import Member
 
 
 def join(shard_group: str, replicate_group: str) -> str:

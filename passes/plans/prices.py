@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from autoshard import _torch
-from autoshard.passes import groups
+from autoshard.passes.ir import groups
 from autoshard.passes.planner.costs import Link
 from autoshard.passes.planner.topology import Topology
-from autoshard.passes.roofline import node_us
+from autoshard.passes.plans.roofline import node_us
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoshard.passes.plan import Figures, Plan
+    from autoshard.passes.ir.plan import Figures, Plan
 
 PREDICTED, MEASURED = 0, 1  # processes, as a trace viewer names groups of lanes
 COMPUTE = 0  # a lane

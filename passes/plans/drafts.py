@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autoshard.passes.layout import read_members
-from autoshard.passes.match import (
+from autoshard.passes.ir.layout import read_members
+from autoshard.passes.ir.match import (
     asked_of,
     device_of_host_shard,
     group_of,
@@ -27,8 +27,8 @@ from autoshard.passes.match import (
     members_of,
     param_of,
 )
-from autoshard.passes.meta import PARAM, ParamInfo
-from autoshard.passes.plan import Bucket
+from autoshard.passes.ir.meta import PARAM, ParamInfo
+from autoshard.passes.ir.plan import Bucket
 from autoshard.passes.planner.costs import GROUPED, PACKED
 
 INNER = "inner"  # the axis of groups of neighbours, along the one that shards

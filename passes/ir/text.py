@@ -24,9 +24,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from autoshard.passes.layout import DTYPE_NAMES, DTYPES
-from autoshard.passes.meta import SOURCE
-from autoshard.passes.sizes import read_size
+from autoshard.passes.ir.layout import DTYPE_NAMES, DTYPES
+from autoshard.passes.ir.meta import SOURCE
+from autoshard.passes.ir.sizes import read_size
 
 _CONSTANTS: dict[str, object] = {
     **{str(dtype): dtype for dtype in DTYPES.values()},

@@ -26,7 +26,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
-from autoshard.passes.match import (
+from autoshard.passes.ir.match import (
     bucket_of,
     event_of,
     graphs_of,
@@ -35,9 +35,9 @@ from autoshard.passes.match import (
     kind_of,
     op_of,
 )
-from autoshard.passes.meta import PLAN
-from autoshard.passes.plan import Plan
-from autoshard.passes.roofline import tensors_of
+from autoshard.passes.ir.meta import PLAN
+from autoshard.passes.ir.plan import Plan
+from autoshard.passes.plans.roofline import tensors_of
 
 SETTINGS = {
     "reorder_for_locality": False,  # of graphs without gradients; it puts launches before waits

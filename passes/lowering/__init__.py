@@ -1,0 +1,1 @@
+"""Lowering of planned graphs, to Inductor and to eager calls."""
