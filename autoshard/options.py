@@ -41,7 +41,7 @@ class CompileOptions:
                and plans have no figures. Ranks need the same topology. Predicted times follow the
                shapes that are compiled for first; if ranks' batches differ, the first rank's.
                Later shapes keep that plan.
-    dump:      a folder; every graph is written there as text after every pass.
+    dump:      a folder; every graph is written there as text after every pass that changes it.
     strict:    raise if tracing, a pass or the lowering fails, rather than run the frame on the
                eager runtime with a warning.
 

@@ -1,4 +1,4 @@
-"""Write each graph as text after each pass: one folder for each graph, one file for each pass."""
+"""Write each graph as text after each pass that changes it: a folder a graph, a file a pass."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from autoshard.passes.ir.text import render
 
 
 class Dump:
-    """Observer for `run()`: writes `<folder>/<number>_<pass>.txt` after each pass, and the plan."""
+    """Observer for `run()`: writes `<folder>/<pass>.txt` after a pass, and the plan.
+
+    A pass that leaves the text as it was has no file. A pipeline has a pass once.
+    """
 
     def __init__(self, folder: Path, axes: Mapping[str, str]) -> None:
         self._folder = folder
         self._axes = axes
-        self._number = 0
         self._last = ""
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, name: str, gm: fx.GraphModule) -> None:
-        path = self._folder / f"{self._number:02d}_{name}.txt"
         text = render(gm.graph, axes=self._axes)
-        changed = text != self._last
-        path.write_text(f"# after {name}\n{text}" if changed else f"# after {name}: unchanged\n")
-        self._number += 1
+        if text != self._last:
+            (self._folder / f"{name}.txt").write_text(f"# after {name}\n{text}")
         self._last = text
         plan = PLAN.get(gm)
         if plan is not None:

@@ -154,8 +154,9 @@ def in_order_of_compilation(folder: Path) -> tuple[int, bool]:
 
 
 def graph_and_plan(folder: Path) -> str:
-    (final,) = folder.glob("*_insert_collectives.txt")
-    nodes = final.read_text().partition("\n")[2]  # without the line that names the pass
+    nodes = (
+        (folder / "insert_collectives.txt").read_text().partition("\n")[2]
+    )  # without the line that names the pass
     return f"{nodes}\n{(folder / 'plan.txt').read_text()}"
 
 

@@ -59,7 +59,7 @@ def test_plans_are_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_p
     assert all(plan.text() in printed for plan in plans)
     assert json.loads((out / "forward.trace.json").read_text())["traceEvents"]
     after = {path.name for path in dump.rglob("*.txt")}
-    assert {"00_partition.txt", "plan.txt"} < after
+    assert {"partition.txt", "plan.txt"} < after
 
 
 def test_golden_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
