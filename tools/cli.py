@@ -1,4 +1,4 @@
-"""Command line of autoshard: `parity`, `bench`, `plan`, `trace`, `golden` and `doctor`."""
+"""Command line of autoshard: `parity`, `bench`, `plan`, `trace`, `golden`, `doctor` and `opt`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autoshard.tools import opt
 from autoshard.tools.ranks import launch, leave
 
 PARITY_EXAMPLE = """\
@@ -113,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_trace(commands)
     add_golden(commands)
     add_doctor(commands)
+    opt.add_parser(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options, list(sys.argv[1:] if arguments is None else arguments))
     return status

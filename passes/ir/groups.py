@@ -10,8 +10,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+
 from autoshard import _torch
 from autoshard.passes.ir.layout import Member
+
+_pretended: ContextVar[Callable[[str], int] | None] = ContextVar("_pretended", default=None)
 
 
 def join(shard_group: str, replicate_group: str) -> str:
@@ -50,7 +56,7 @@ def shards(group: str) -> int:
 def shard_rank(group: str) -> int:
     """Number of this rank's shard: its rank in the group that shares the shards."""
     name = shard_part(group)
-    return _torch.group_rank(name) if name else 0
+    return _torch.group_rank(name) if name and not _pretended.get() else 0
 
 
 def local_size(member: Member, group: str) -> tuple[int, ...]:
@@ -58,5 +64,21 @@ def local_size(member: Member, group: str) -> tuple[int, ...]:
     return member.local_size(shards(group), shard_rank(group))
 
 
+@contextlib.contextmanager
+def pretended(sizes: Mapping[str, int], size: int) -> Iterator[None]:
+    """Let groups have these sizes, by name, and others `size`, with this rank the first in each.
+
+    For graphs whose groups are not there, as those that are read from a text.
+    """
+    before = _pretended.set(lambda name: sizes.get(name, size))
+    try:
+        yield
+    finally:
+        _pretended.reset(before)
+
+
 def _size(name: str) -> int:
-    return _torch.group_size(name) if name else 1
+    if not name:
+        return 1
+    size_of = _pretended.get()
+    return size_of(name) if size_of else _torch.group_size(name)

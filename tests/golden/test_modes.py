@@ -154,9 +154,8 @@ def in_order_of_compilation(folder: Path) -> tuple[int, bool]:
 
 
 def graph_and_plan(folder: Path) -> str:
-    nodes = (
-        (folder / "insert_collectives.txt").read_text().partition("\n")[2]
-    )  # without the line that names the pass
+    final = (folder / "insert_collectives.txt").read_text()
+    nodes = final.partition("\n")[2]  # without the line that names the pass
     return f"{nodes}\n{(folder / 'plan.txt').read_text()}"
 
 

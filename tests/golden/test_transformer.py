@@ -46,7 +46,7 @@ class Transformer(nn.Module):
 
 
 def remove_stale(folder: Path, names: list[str]) -> None:
-    """Raise AssertionError, or remove it where files are written anew, for a file not in `names`."""
+    """Fail for files that are not in `names`, or remove them where files are written anew."""
     there = {path.relative_to(GOLDEN).as_posix() for path in folder.rglob("*.txt")}
     stale = sorted(there - set(names))
     if os.environ.get("EXPECTTEST_ACCEPT"):
