@@ -1,0 +1,97 @@
+"""Sizes of the package's modules, classes and functions, in lines, and classes' fields.
+
+A mirror and no gate: `python -m autoshard.tools.sizes` prints what stands out.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import autoshard
+
+LIMITS = {"module": 350, "class": 250, "function": 60, "fields": 15}
+"""Sizes above which a reader asks whether something is one idea."""
+
+
+class Size(NamedTuple):
+    """Size of one thing: lines from its first to its last, or the number of a class's fields."""
+
+    kind: str
+    name: str
+    size: int
+
+
+def sizes(package: Path) -> list[Size]:
+    """Measure all that is below the folder of a package, the largest of each kind first.
+
+    Links are followed: in a checkout, the package's folders are.
+    """
+    folders = [package, *sorted(each for each in package.iterdir() if each.is_dir())]
+    found = [
+        size
+        for number, folder in enumerate(folders)
+        for path in sorted(folder.resolve().glob("*.py" if number == 0 else "**/*.py"))
+        for size in _of_module(path, _module_name(path, folder, package))
+    ]
+    kinds = list(LIMITS)
+    return sorted(found, key=lambda each: (kinds.index(each.kind), -each.size, each.name))
+
+
+def _module_name(path: Path, folder: Path, package: Path) -> str:
+    inner = path.relative_to(folder.resolve()).with_suffix("").parts
+    return ".".join((*folder.relative_to(package).parts, *inner))
+
+
+def _of_module(path: Path, name: str) -> Iterator[Size]:
+    text = path.read_text()
+    yield Size("module", name, text.count("\n"))
+    yield from _inside(ast.parse(text), name)
+
+
+def _inside(outer: ast.AST, prefix: str) -> Iterator[Size]:
+    for node in ast.iter_child_nodes(outer):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{prefix}.{node.name}"
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if isinstance(node, ast.ClassDef):
+                yield Size("class", name, lines)
+                yield Size("fields", name, len(_fields(node)))
+            else:
+                yield Size("function", name, lines)
+            yield from _inside(node, name)
+        else:
+            yield from _inside(node, prefix)
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    """Names of a class's fields: declared in its body, or assigned to `self` in a method."""
+    declared = {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    assigned = {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+    return declared | assigned
+
+
+def main() -> None:
+    """Print what is larger than `LIMITS` say, and how much there is of each kind."""
+    found = sizes(Path(autoshard.__file__).parent)
+    for kind, limit in LIMITS.items():
+        of_kind = [each for each in found if each.kind == kind]
+        print(f"{kind}: {len(of_kind)}, of which larger than {limit}:")
+        print("".join(f"  {each.size:5}  {each.name}\n" for each in of_kind if each.size > limit))
+
+
+if __name__ == "__main__":
+    main()
