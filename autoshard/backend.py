@@ -299,8 +299,10 @@ Lowered = Callable[[list[Any]], Any]
 """A lowered graph: it takes its inputs as a list."""
 
 Watcher = Callable[[fx.GraphModule, str, Lowered, Callable[[fx.GraphModule], Lowered]], Lowered]
-"""Of a planned graph, its kind, what it was lowered to, and what lowers a part of it that has the
-same inputs: what is to run in its place."""
+"""Function that gives what is to run in place of a lowered graph.
+
+It takes the planned graph, its kind, what it was lowered to, and what lowers a part of it that has
+the same inputs."""
 
 _watchers: list[Watcher] = []
 

@@ -26,19 +26,23 @@ NO_PLAN = "null"  # of a graph without collectives
 
 def frame_key(facts: Sequence[object]) -> str:
     """Digest of `facts`, as text, and of this package's source."""
-    return hashlib.sha256(f"{_sources()} {list(facts)!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{_digest_of_sources()} {list(facts)!r}".encode()).hexdigest()
+
+
+def sources() -> list[Path]:
+    """List the files that a plan depends on, in the same order wherever they are installed."""
+    here = Path(__file__).parent
+    inside = [(here / folder).resolve() for folder in ("passes", "runtime")]  # rglob needs no links
+    return [
+        *sorted(here.glob("*.py")),
+        *(path for each in inside for path in sorted(each.rglob("*.py"))),
+    ]
 
 
 @functools.cache
-def _sources() -> str:
+def _digest_of_sources() -> str:
     found = hashlib.sha256(importlib.metadata.version("autoshard").encode())
-    here = Path(__file__).parent
-    paths = [
-        *here.glob("*.py"),
-        *(here / "passes").resolve().rglob("*.py"),  # rglob follows no links to folders
-        *(here / "runtime").resolve().rglob("*.py"),
-    ]
-    for path in sorted(paths):
+    for path in sources():
         found.update(path.read_bytes())
     return found.hexdigest()
 

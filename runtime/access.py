@@ -39,10 +39,10 @@ from autoshard.runtime.unit import unit_of as unit_of
 PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: ShardedParam}
 
 heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Every module that heads a unit."""
+"""Modules that head a unit."""
 
 whole_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Those inside `full_params()`: in their places are plain parameters, and no step is opened."""
+"""Heads of units inside `full_params()`: they have plain parameters there, and open no step."""
 
 _classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref.WeakKeyDictionary()
 

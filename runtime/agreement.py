@@ -266,7 +266,7 @@ class Order:
     _known: list[list[str]] = field(default_factory=lambda: [[]])  # of steps before, latest last
     _taken: list[str] = field(default_factory=list)
     _ahead: list[tuple[list[str], int]] = field(default_factory=lambda: [([], 0)])
-    """Those of `_known` that may be running again, and where in them."""
+    """Steps of `_known` that may be running again, each with the place that it has come to."""
 
     def take(self, event: str) -> None:
         """Note that `event` is about to be launched.

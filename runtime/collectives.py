@@ -141,7 +141,7 @@ class Waiting:
 
 
 waiting: dict[int, Waiting] = {}
-"""By thread, as they are numbered by Python: what it waits for now."""
+"""Collective that each thread waits for now, by Python's number of the thread."""
 
 _launched: Counter[tuple[int, str]] = Counter()
 

@@ -95,7 +95,7 @@ _METHODS = [
 ]
 
 _arguments: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""Of modules that are sharded when they, or a method of `ShardedModule`, are called: how."""
+"""Arguments of `shard()` for each module that its first call, of whatever method, shards."""
 
 _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 

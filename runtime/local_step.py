@@ -37,8 +37,9 @@ BY_ELEMENT = frozenset(
         optim.SGD,
     }
 )
-"""Those of torch that update an element by nothing but that element; not what is derived from them,
-which may do anything."""
+"""Optimizers of torch that update an element by nothing but that element.
+
+Classes derived from them are not among these: they may do anything."""
 
 STEP = "step"
 """The key under which torch's optimizers count: a scalar, but no part of a scalar parameter."""

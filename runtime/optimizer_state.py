@@ -19,7 +19,7 @@ from autoshard import _torch
 from autoshard.runtime import access
 
 Group = Mapping[str, Any]
-"""Of `param_groups`; its "params" are names."""
+"""Group of an optimizer's `param_groups`, with names for its "params"."""
 
 _OTHER_TYPE = "give an optimizer of the type that was saved, or load the model alone"
 

@@ -151,7 +151,7 @@ def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
 
 
 Asked = tuple[str, str, bool, str]
-"""Of a marker: its members, group, keep and reduce; see `passes/ir/ops.py`."""
+"""Arguments of a marker: members, group, keep and reduce, as `passes.ir.ops` has them."""
 
 ASKED = "_autoshard_asked"
 """Module attribute: {parameter's attribute: `Asked`; None where there is more to ask}. Getters

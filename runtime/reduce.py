@@ -374,7 +374,7 @@ class Seen:
 
 
 units_that_wait: weakref.WeakSet[Unit] = weakref.WeakSet()
-"""Of some parameters of these gradients wait, or did until lately."""
+"""Units in which gradients of some parameters wait for a reduce, or did until lately."""
 
 
 def _zeros(param: ShardedParam) -> Tensor:

@@ -274,7 +274,7 @@ STRATEGIES: dict[str, bool | None] = {
     "hybrid_shard": None,
     "hybrid_shard_zero2": False,
 }
-"""What each says of `reshard_after_forward`."""
+"""Strategies, each with the `reshard_after_forward` that it stands for."""
 
 
 def _strategy_axes(strategy: str, mesh: DeviceMesh) -> Axes:
@@ -398,7 +398,7 @@ ARGUMENT_CHECKS: dict[str, Callable[[Any], object]] = {
     "forward_prefetch": lambda value: _prefetch(value, None),
     "backward_prefetch": lambda value: _prefetch(0, value),
 }
-"""What raises TypeError or ValueError for a wrong argument of `shard()`."""
+"""Readers of the arguments of `shard()`; they raise TypeError or ValueError for a wrong one."""
 
 
 def _check_reshard(reshard: bool | int | None, axes: Axes | None) -> None:

@@ -25,7 +25,7 @@ LOOKED_AT = 16  # ranks at a time that have not come
 
 
 _Question = tuple[Callable[[], Any], queue.SimpleQueue[Any]]
-"""What to ask, and where its answer, or error, goes."""
+"""Question to a store, and the queue for its answer or error."""
 
 
 class Store:

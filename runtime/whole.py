@@ -28,7 +28,7 @@ class Parts:
 
 
 _Piece = tuple[ShardedParam, int]
-"""One of the tensors that are gathered for a parameter; all but extended ones have one."""
+"""Tensor that is gathered for a parameter, by its number; all but extended ones have one."""
 
 
 class Whole:

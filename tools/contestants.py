@@ -238,7 +238,7 @@ CONTESTANTS: dict[str, Contestant] = {
 """The first computes, and communicates nothing."""
 
 RIVALS = ("FSDP1", "FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
-"""Those that shard parameters, as ours do."""
+"""Contestants that shard parameters, as ours do."""
 
 
 def read_contestants(names: Iterable[str]) -> dict[str, Contestant]:

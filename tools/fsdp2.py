@@ -9,8 +9,10 @@ from __future__ import annotations
 SAME = "same"
 
 Row = tuple[str, str, str]
-"""What FSDP2 does; what we do: `SAME`, or how it differs, or "not offered", and why; the tests that
-show it, from tests/, with `parity/` left out."""
+"""Behaviour of FSDP2; ours; and the tests that show it.
+
+Ours is `SAME`, or how it differs, or "not offered", and why. Tests are named from `tests/`, with
+`parity/` left out."""
 
 _INIT: tuple[Row, ...] = (
     (

@@ -34,7 +34,7 @@ examples, on a file of golden/, and on a graph that another command prints:
 Passes run in the order given. `joint` stands for all those over the joint graph, and `pipeline` for
 all those after it is partitioned.
 """
-NUM_RANKS = 2  # of a group that nothing else is said of
+OTHERWISE = 2  # ranks of a group of which nothing is said
 
 
 def add_parser(commands: Any) -> None:
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     except (OSError, ValueError) as error:
         options.parser.error(str(error))
     try:
-        with groups.pretended(sizes, NUM_RANKS):
+        with groups.pretended(sizes, OTHERWISE):
             after = passes.run(gm, chosen)
     except (passes.PassError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -25,24 +25,24 @@ class Size(NamedTuple):
 
 
 def sizes(package: Path) -> list[Size]:
-    """Measure all that is below the folder of a package, the largest of each kind first.
-
-    Links are followed: in a checkout, the package's folders are.
-    """
-    folders = [package, *sorted(each for each in package.iterdir() if each.is_dir())]
-    found = [
-        size
-        for number, folder in enumerate(folders)
-        for path in sorted(folder.resolve().glob("*.py" if number == 0 else "**/*.py"))
-        for size in _of_module(path, _module_name(path, folder, package))
-    ]
+    """Measure all that is below the folder of a package, the largest of each kind first."""
+    found = [size for name, path in modules(package).items() for size in _of_module(path, name)]
     kinds = list(LIMITS)
     return sorted(found, key=lambda each: (kinds.index(each.kind), -each.size, each.name))
 
 
-def _module_name(path: Path, folder: Path, package: Path) -> str:
-    inner = path.relative_to(folder.resolve()).with_suffix("").parts
-    return ".".join((*folder.relative_to(package).parts, *inner))
+def modules(package: Path) -> dict[str, Path]:
+    """List the modules of a package by name, packages as `<name>.__init__`, and their files.
+
+    Folders that are links are followed, as those of the package in a checkout.
+    """
+    found = {path.stem: path for path in sorted(package.glob("*.py"))}
+    for folder in sorted(each for each in package.iterdir() if each.is_dir()):
+        base = folder.resolve()  # rglob follows no links to folders
+        for path in sorted(base.rglob("*.py")):
+            inner = path.relative_to(base).with_suffix("").parts
+            found[".".join((folder.name, *inner))] = path
+    return found
 
 
 def _of_module(path: Path, name: str) -> Iterator[Size]:

@@ -64,7 +64,7 @@ SIZES: dict[str, dict[str, Sizes]] = {
         "vit": Sizes(1024, 24, 32, 256),
     },
 }
-"""By kind of device and name."""
+"""Sizes of the models, by kind of device and name."""
 
 
 def read_workloads(names: Iterable[str], device: str) -> dict[str, Workload]:

@@ -65,12 +65,12 @@ def local_size(member: Member, group: str) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def pretended(sizes: Mapping[str, int], size: int) -> Iterator[None]:
-    """Let groups have these sizes, by name, and others `size`, with this rank the first in each.
+def pretended(sizes: Mapping[str, int], otherwise: int) -> Iterator[None]:
+    """Let groups have these sizes, by name, and others `otherwise`, this rank the first in each.
 
     For graphs whose groups are not there, as those that are read from a text.
     """
-    before = _pretended.set(lambda name: sizes.get(name, size))
+    before = _pretended.set(lambda name: sizes.get(name, otherwise))
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 PACKED, GROUPED = "packed", "grouped"
 LAYOUTS: Mapping[str, Sequence[str]] = {"gather": (PACKED, GROUPED), "reduce": (PACKED,)}
-"""Those that a graph's buckets may have, by kind: a gradient is divided where it is packed."""
+"""Layouts that buckets may have, by kind: a gradient is divided where it is packed."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ Key = Callable[[ParamInfo], str]
 """The name of the bucket that a parameter goes to."""
 
 Positions = Mapping[fx.Node, int]
-"""Of a graph's compute nodes."""
+"""Place of each compute node of a graph among them."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Torch's decompositions differ a little by version, and so do times and activatio
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +54,9 @@ def test_llama3_8b(golden: Callable[[str, str], None]) -> None:
     choices = Choices(strategy="full_shard", micro_batches=(1,), checkpointing=False)
     report = plan(workload, Topology.load("h100"), 8, choices)
     golden(f"plans/llama3_8b_8xh100_torch{VERSION}.txt", text(report, with_buckets=True))
+
+
+def test_every_file_is_read() -> None:
+    folder = Path(__file__).resolve().parents[2] / "golden" / "plans"
+    wanted = {f"llama3_8b_8xh100_torch{version}.txt" for version in KNOWN}
+    assert {path.name for path in folder.iterdir()} == wanted

@@ -16,7 +16,7 @@ from autoshard.passes.ir.text import render
 from autoshard.tools import opt
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-NUM_RANKS = {"alone": 1, "four": 4}  # in groups that the graphs name; in others 2
+NUM_RANKS = {"alone": 1, "four": 4}  # in groups that the graphs name
 OTHERS = ("plans", "transformer", "eager", "modes")  # folders that other tests here write
 NEEDS = {  # what a pass obeys is written by others, which run before the picture is taken
     "plan_buckets": ("name_params",),
@@ -41,7 +41,7 @@ def test_before_and_after(case: str, golden: Callable[[str, str], None]) -> None
     assert re.match(r"# [^:\n]+: .", head), f"{path}: the first line is `# title: why this case`"
     kind = opt.graph_kind(gm)
     known = opt.every_pass(opt.table_of(head, gm), graph=kind, kept={0})
-    with groups.pretended(NUM_RANKS, 2):
+    with groups.pretended(NUM_RANKS, opt.OTHERWISE):
         before = passes.run(gm, opt.choose(NEEDS.get(name, ()), known))
         after = passes.run(before, known[name])
     golden(case, f"{head}{render(gm.graph)}# -> {name}\n{show(before, after)}")

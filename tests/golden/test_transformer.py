@@ -110,3 +110,9 @@ def test_bucketing_auto(golden: Callable[[str, str], None]) -> None:
         "transformer/bucketing_auto.txt",
         "\n".join(plan.text() for plan in autoshard.plans(model)),
     )
+
+
+def test_every_file_is_read() -> None:
+    """By the tests above; those of a strategy in its own."""
+    names = {path.name for path in (GOLDEN / "transformer").iterdir()}
+    assert names == {"full_shard", "shard_grad_op", "bucketing_none.txt", "bucketing_auto.txt"}

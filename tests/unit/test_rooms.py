@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import autoshard
+from autoshard import plan_cache
+from autoshard.tools import sizes
 
 PACKAGE = Path(autoshard.__file__).parent
 
@@ -25,14 +27,8 @@ ROOMS = (
 
 def modules() -> dict[str, Path]:
     """List the modules of the package by their full name, packages among them."""
-    found = {}
-    for folder in (PACKAGE, *(PACKAGE / each for each in ("passes", "runtime", "tools"))):
-        base = folder.resolve()  # in a checkout, a link, which rglob does not follow
-        prefix = ".".join(("autoshard", *folder.relative_to(PACKAGE).parts))
-        for path in base.rglob("*.py"):
-            inner = ".".join(path.relative_to(base).with_suffix("").parts)
-            found[f"{prefix}.{inner}".removesuffix(".__init__")] = path
-    return found
+    found = sizes.modules(PACKAGE).items()
+    return {f"autoshard.{name}".removesuffix(".__init__"): path for name, path in found}
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
@@ -67,3 +63,9 @@ def test_no_import_runs_up() -> None:
 
 def test_every_room_is_there() -> None:
     assert {room_of(module) for module in modules()} == set(range(len(ROOMS)))
+
+
+def test_a_plan_is_stored_for_these_sources() -> None:
+    """Whatever the room: the key covers all that a graph is compiled by, which no tool is."""
+    wanted = {path for name, path in modules().items() if not name.startswith("autoshard.tools")}
+    assert {path.resolve() for path in plan_cache.sources()} == {path.resolve() for path in wanted}
