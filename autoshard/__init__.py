@@ -7,21 +7,21 @@ autoshard.shard(model, policy=...)            # or the whole model in one call
 
 from autoshard import wrap as wrap
 from autoshard.passes.ir.plan import Plan as Plan
-from autoshard.runtime.access import register_forward_method as register_forward_method
-from autoshard.runtime.checkpoint import CheckpointError as CheckpointError
-from autoshard.runtime.checkpoint import load_checkpoint as load_checkpoint
-from autoshard.runtime.checkpoint import save_checkpoint as save_checkpoint
-from autoshard.runtime.plans import plans as plans
-from autoshard.runtime.shard import fully_shard as fully_shard
-from autoshard.runtime.shard import replicate as replicate
-from autoshard.runtime.shard import shard as shard
-from autoshard.runtime.sharded_module import ShardedModule as ShardedModule
-from autoshard.runtime.sharded_module import share_comm_ctx as share_comm_ctx
-from autoshard.runtime.unit_policies import CPUOffloadPolicy as CPUOffloadPolicy
-from autoshard.runtime.unit_policies import MixedPrecisionPolicy as MixedPrecisionPolicy
-from autoshard.runtime.unit_policies import OffloadPolicy as OffloadPolicy
-from autoshard.runtime.watchdog import watchdog as watchdog
-from autoshard.runtime.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
+from autoshard.runtime.compiled.plans import plans as plans
+from autoshard.runtime.eager.access import register_forward_method as register_forward_method
+from autoshard.runtime.ranks.watchdog import watchdog as watchdog
+from autoshard.runtime.sharding.shard import fully_shard as fully_shard
+from autoshard.runtime.sharding.shard import replicate as replicate
+from autoshard.runtime.sharding.shard import shard as shard
+from autoshard.runtime.sharding.sharded_module import ShardedModule as ShardedModule
+from autoshard.runtime.sharding.sharded_module import share_comm_ctx as share_comm_ctx
+from autoshard.runtime.sharding.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
+from autoshard.runtime.training.checkpoint import CheckpointError as CheckpointError
+from autoshard.runtime.training.checkpoint import load_checkpoint as load_checkpoint
+from autoshard.runtime.training.checkpoint import save_checkpoint as save_checkpoint
+from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy
+from autoshard.runtime.unit.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy
 from autoshard.tools.parity import parity as parity
 
 __version__ = "0.1.0"

@@ -38,13 +38,14 @@ from autoshard.passes.plans.drafts import INNER
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.roofline import hint_of
 from autoshard.progress import progress
-from autoshard.runtime import access, first_call
-from autoshard.runtime.adopt import adopt, plain_parameters
-from autoshard.runtime.agreement import Outcome, PlansDiffer, agree, first_difference, share
-from autoshard.runtime.frame import Frame, follow_replaced, make_frame, sharded_parameters
-from autoshard.runtime.param import ShardedParam, find
-from autoshard.runtime.plans import record
-from autoshard.runtime.precision import cast_buffers
+from autoshard.runtime.compiled.frame import Frame, follow_replaced, make_frame, sharded_parameters
+from autoshard.runtime.compiled.plans import record
+from autoshard.runtime.eager import access
+from autoshard.runtime.ranks.agreement import Outcome, PlansDiffer, agree, first_difference, share
+from autoshard.runtime.sharding import first_call
+from autoshard.runtime.sharding.adopt import adopt, plain_parameters
+from autoshard.runtime.unit.param import ShardedParam, find
+from autoshard.runtime.unit.precision import cast_buffers
 
 log = logging.getLogger(__name__)
 

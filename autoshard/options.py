@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.passes.planner.topology import Topology, default_topology, is_known, names
-from autoshard.runtime.shard import ARGUMENT_CHECKS, STRATEGIES
-from autoshard.runtime.unit_policies import MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.sharding.shard import ARGUMENT_CHECKS, STRATEGIES
+from autoshard.runtime.unit.policies import MixedPrecisionPolicy, OffloadPolicy
 
 LOWERINGS = ("inductor", "eager")
 BUCKETINGS = ("auto", "per_unit", "none")

@@ -1,3 +1,3 @@
 """Runtime: units, parameters, gathers and reduces. See README.md for the terms."""
 
-from autoshard.runtime import kernels as kernels  # gives the ops their implementations
+from autoshard.runtime.compiled import kernels as kernels  # gives the ops their implementations

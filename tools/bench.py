@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.runtime import transport
-from autoshard.runtime.plans import plans
+from autoshard.runtime.comm import transport
+from autoshard.runtime.compiled.plans import plans
 from autoshard.tools.contestants import CONTESTANTS, RIVALS, Contestant, Setting
 from autoshard.tools.device import current_device, synchronize
 from autoshard.tools.peak_memory import Memory, memory_now, peak_beyond

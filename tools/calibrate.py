@@ -32,7 +32,7 @@ from autoshard.passes.ir import ops
 from autoshard.passes.ir.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import KINDS, Topology, default_topology
 from autoshard.passes.plans.roofline import op_key
-from autoshard.runtime import transport
+from autoshard.runtime.comm import transport
 from autoshard.tools.device import current_device, synchronize, timed
 
 SIZES = tuple(2**power for power in range(12, 25, 2))  # bytes of the whole: 4 KiB to 16 MiB

@@ -358,7 +358,7 @@ def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
         options.parser.error("--model needs --batch, and --batch needs --model")
     if "RANK" not in os.environ:
         return launch(arguments, options.ranks)
-    from autoshard.runtime.mesh import ensure_process_group
+    from autoshard.runtime.comm.mesh import ensure_process_group
     from autoshard.tools.calibrate import calibrate
 
     ensure_process_group()
@@ -381,7 +381,7 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
     import torch
 
     from autoshard.passes.ir.layout import DTYPES
-    from autoshard.runtime.mesh import device_type, ensure_process_group
+    from autoshard.runtime.comm.mesh import device_type, ensure_process_group
     from autoshard.tools.bench import Result, bench_step
     from autoshard.tools.contestants import CONTESTANTS, read_contestants
     from autoshard.tools.workloads import read_workloads
@@ -444,7 +444,7 @@ def run_doctor(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def make_step(options: argparse.Namespace) -> Callable[[], object]:
     """Return forward and backward, as a function, of the unsharded model that `options` names."""
-    from autoshard.runtime.mesh import device_type
+    from autoshard.runtime.comm.mesh import device_type
     from autoshard.tools.parity import default_loss
 
     model = load(options.model)().to(device_type())

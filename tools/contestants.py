@@ -30,8 +30,8 @@ from torch.utils.checkpoint import (
 
 from autoshard import _torch
 from autoshard.options import CompileOptions
-from autoshard.runtime.shard import shard
-from autoshard.runtime.unit_policies import MixedPrecisionPolicy
+from autoshard.runtime.sharding.shard import shard
+from autoshard.runtime.unit.policies import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoshard.runtime.collectives import Issued, observe
-from autoshard.runtime.mesh import device_type, ensure_process_group
-from autoshard.runtime.param import find
+from autoshard.runtime.comm.collectives import Issued, observe
+from autoshard.runtime.comm.mesh import device_type, ensure_process_group
+from autoshard.runtime.unit.param import find
 from autoshard.tools.parity import parity
 from autoshard.tools.ranks import leave
 

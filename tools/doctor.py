@@ -28,9 +28,10 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.options import CompileOptions
 from autoshard.passes.ir.plan import show_bytes
-from autoshard.runtime import agreement, transport
-from autoshard.runtime.mesh import device_type
-from autoshard.runtime.transport import Work
+from autoshard.runtime.comm import transport
+from autoshard.runtime.comm.mesh import device_type
+from autoshard.runtime.comm.transport import Work
+from autoshard.runtime.ranks import agreement
 from autoshard.tools.device import current_device, synchronize
 from autoshard.tools.parity import parity
 

@@ -29,10 +29,10 @@ from autoshard.passes.planner.repeat import repeat
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.prices import Prices
-from autoshard.runtime.frame import Frame, make_frame
-from autoshard.runtime.shard import fully_shard
-from autoshard.runtime.unit_policies import MixedPrecisionPolicy
-from autoshard.runtime.wrap import find_units
+from autoshard.runtime.compiled.frame import Frame, make_frame
+from autoshard.runtime.sharding.find_units import find_units
+from autoshard.runtime.sharding.shard import fully_shard
+from autoshard.runtime.unit.policies import MixedPrecisionPolicy
 
 RANKS = 1024  # that are not there
 KEPT = 4  # blocks of each list that are traced: two are compared, and the ends may differ

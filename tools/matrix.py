@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.runtime.mesh import device_type, ensure_process_group
-from autoshard.runtime.param import local_tensor
-from autoshard.runtime.shard import replicate, shard
-from autoshard.runtime.unit_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.comm.mesh import device_type, ensure_process_group
+from autoshard.runtime.sharding.shard import replicate, shard
+from autoshard.runtime.unit.param import local_tensor
+from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from autoshard.tools.parity import average_gradients, compare_local, told_by_all
 
 STEPS = 3

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autoshard.passes.ir.layout import first_row
-from autoshard.runtime.mesh import device_type, ensure_process_group
-from autoshard.runtime.shard import shard
+from autoshard.runtime.comm.mesh import device_type, ensure_process_group
+from autoshard.runtime.sharding.shard import shard
 
 if TYPE_CHECKING:
     from autoshard.tools import parting

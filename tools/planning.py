@@ -22,7 +22,7 @@ from torch import nn
 
 from autoshard.passes.ir.layout import DTYPES, Member
 from autoshard.passes.planner.topology import Topology, default_topology
-from autoshard.runtime.unit_policies import MixedPrecisionPolicy
+from autoshard.runtime.unit.policies import MixedPrecisionPolicy
 from autoshard.tools.dry_run import cut_stacks, grown, mean_loss, trace
 from autoshard.tools.estimate import OPTIMIZERS, Configuration, Estimate, Parameters, Step, estimate
 

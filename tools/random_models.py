@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.runtime.mesh import device_type, ensure_process_group
+from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.tools.parity import parity, told_by_all
 
 STEPS = 3

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.utils import cpp_extension
 
 from autoshard import _torch
-from autoshard.runtime import agreement
+from autoshard.runtime.ranks import agreement
 from autoshard.tools.device import current_device, timed
 
 NAME = "emulated_link"

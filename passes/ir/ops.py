@@ -52,7 +52,7 @@ Only a backward itself knows for which of forward's outputs it has a gradient. A
 from some of them lists their numbers in `outputs`; a pack has one entry a member, "0,2 all". Where
 none of these outputs has a gradient, the parameter has none, unless another rank has one for it.
 
-Schemas and shapes are here; `runtime/kernels.py` gives the implementations.
+Schemas and shapes are here; `runtime/compiled/kernels.py` gives the implementations.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.link import COLLECTIVES, ON_GPU, RANK, WORLD, bench_of, on_each_device
 
-from autoshard.runtime import collectives
+from autoshard.runtime.comm import collectives
 from autoshard.tools.contestants import autoshard_compiled, autoshard_eager
 
 pytestmark = [

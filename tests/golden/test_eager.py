@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import fully_shard
-from autoshard.runtime.collectives import Issued, observe
-from autoshard.runtime.unit import Unit, unit_of
+from autoshard.runtime.comm.collectives import Issued, observe
+from autoshard.runtime.unit.unit import Unit, unit_of
 
 Prepare = Callable[[Any], object]
 

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import CPUOffloadPolicy, MixedPrecisionPolicy
-from autoshard.runtime import reduce
-from autoshard.runtime.param import find
+from autoshard.runtime.unit import reduce
+from autoshard.runtime.unit.param import find
 
 BATCHES = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

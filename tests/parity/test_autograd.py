@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import CPUOffloadPolicy, fully_shard
-from autoshard.runtime.unit import unit_of
+from autoshard.runtime.unit.unit import unit_of
 from autoshard.wrap import CustomPolicy
 
 

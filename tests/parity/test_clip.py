@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
-from autoshard.runtime import state
+from autoshard.runtime.training import state
 
 OPTIONS = {"lowering": "eager", "strict": True}
 ROUNDING = 1e-6  # the norm is summed in another order: a few units in the last place of f32

@@ -240,7 +240,7 @@ def test_compiled(rank: int, strategy: str, lowering: str) -> None:
 @on_ranks(2)
 def test_saved_for_backward(rank: int, strategy: str) -> None:
     """D-67: Nothing gathered is among the tensors saved for backward, unless resharding is off."""
-    from autoshard.runtime import collectives
+    from autoshard.runtime.comm import collectives
 
     model = Net()
     call = torch.compile(

@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import _torch, fully_shard
-from autoshard.runtime.collectives import Issued, observe
-from autoshard.runtime.saved import Held
+from autoshard.runtime.comm.collectives import Issued, observe
+from autoshard.runtime.eager.saved import Held
 
 
 def build(**arguments: Any) -> Any:

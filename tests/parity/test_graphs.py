@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 import autoshard
 from autoshard import _torch, backend
 from autoshard.passes.ir.match import is_launch, is_wait
-from autoshard.runtime.param import find
+from autoshard.runtime.unit.param import find
 
 
 @contextmanager

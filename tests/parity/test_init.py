@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.runtime import init
+from autoshard.runtime.sharding import materialize
 
 
 class Trunk(nn.Module):
@@ -319,10 +319,10 @@ def test_device_id(rank: int) -> None:
 def test_devices_are_checked_without_ignored_parameters() -> None:
     """A20."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to("meta"))
-    ignored = init.find_ignored(model, [model[1]], None)
-    init.check_parameters((model,), ignored, moves=False)
+    ignored = materialize.find_ignored(model, [model[1]], None)
+    materialize.check_parameters((model,), ignored, moves=False)
     with pytest.raises(ValueError, match="several devices"):
-        init.check_parameters((model,), init.Ignored(), moves=False)
+        materialize.check_parameters((model,), materialize.Ignored(), moves=False)
 
 
 @on_ranks(2)
@@ -340,12 +340,12 @@ def test_sync_in_buckets(rank: int) -> None:
         sizes.append(tensor.nbytes)
         return broadcast(tensor, **arguments)
 
-    limit = init.SYNC_BUCKET_BYTES
-    init.SYNC_BUCKET_BYTES, dist.broadcast = 600, counting
+    limit = materialize.SYNC_BUCKET_BYTES
+    materialize.SYNC_BUCKET_BYTES, dist.broadcast = 600, counting
     try:
         model = autoshard.shard(model)
     finally:
-        init.SYNC_BUCKET_BYTES, dist.broadcast = limit, broadcast
+        materialize.SYNC_BUCKET_BYTES, dist.broadcast = limit, broadcast
     assert limit == 250 * 2**20
     assert sum(sizes) == 4 * (64 + 8) * 4 + 8
     assert max(sizes) <= 600

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import autoshard
 from autoshard import _torch
-from autoshard.runtime.local_step import BY_ELEMENT, stand_in_of
+from autoshard.runtime.training.local_step import BY_ELEMENT, stand_in_of
 
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     optim.Adam: [{"amsgrad": True}],

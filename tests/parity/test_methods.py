@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import fully_shard, register_forward_method
-from autoshard.runtime import collectives
-from autoshard.runtime.limiter import MAX_AHEAD, Limiter
+from autoshard.runtime.comm import collectives
+from autoshard.runtime.comm.limiter import MAX_AHEAD, Limiter
 
 N = 4
 
@@ -477,7 +477,7 @@ def test_limiter_waits_for_nothing_while_a_graph_is_captured(
     for number in range(MAX_AHEAD):
         limiter.add(Event(log, number))
     with monkeypatch.context() as capture:
-        capture.setattr("autoshard.runtime.limiter.is_captured", lambda: True)
+        capture.setattr("autoshard.runtime.comm.limiter.is_captured", lambda: True)
         limiter.wait()
         limiter.dropped(torch.device("cuda"))
     assert log == []

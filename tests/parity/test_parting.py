@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard import _torch
-from autoshard.runtime.access import PARAMS
+from autoshard.runtime.eager.access import PARAMS
 
 
 class Wrong(nn.Module):

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import autoshard
 from autoshard import backend
 from autoshard.passes.planner.topology import Topology
-from autoshard.runtime import transport
+from autoshard.runtime.comm import transport
 from autoshard.tools import cli
 from autoshard.tools.calibrate import calibrate, fit
 

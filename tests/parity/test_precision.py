@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import MixedPrecisionPolicy, fully_shard
-from autoshard.runtime import collectives, precision
+from autoshard.runtime.comm import collectives
+from autoshard.runtime.unit import precision
 
 BF16 = torch.bfloat16
 

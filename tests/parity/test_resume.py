@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.runtime import checkpoint
+from autoshard.runtime.training import checkpoint
 
 
 class Loader:

@@ -9,7 +9,7 @@ import torch
 from support.ranks import on_ranks
 from torch import nn
 
-from autoshard.runtime import step as steps
+from autoshard.runtime.eager import step as steps
 from autoshard.tools.matrix import CHOICES, draw, try_case
 from autoshard.tools.parity import compare_local
 from autoshard.tools.random_models import try_model

@@ -20,7 +20,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autoshard
 from autoshard import fully_shard
-from autoshard.runtime import collectives, init, shard
+from autoshard.runtime.comm import collectives
+from autoshard.runtime.sharding import materialize, shard
 
 N = 4  # units with parameters: three blocks and the root
 
@@ -242,7 +243,7 @@ def test_what_is_moved_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor
 
     monkeypatch.setattr(Tensor, "to", to)
-    init.move((model,), device, init.Ignored(params=frozenset({model[0].bias})))
+    materialize.move((model,), device, materialize.Ignored(params=frozenset({model[0].bias})))
     tensors = model.state_dict(keep_vars=True)
     moved = {name for name, tensor in tensors.items() if tensor.data_ptr() in asked}
     assert set(tensors) - moved == {"0.bias", "2.weight", "2.bias"}
@@ -253,11 +254,11 @@ def test_replicate_moves_to_the_device_of_its_mesh(rank: int) -> None:
     """A76."""
     model = nn.Linear(3, 3)
     moved: list[Any] = []
-    move, init.move = init.move, lambda *arguments: moved.append(arguments[:2])
+    move, materialize.move = materialize.move, lambda *arguments: moved.append(arguments[:2])
     try:
         autoshard.replicate(model)
     finally:
-        init.move = move
+        materialize.move = move
     assert moved == [((model,), torch.device("cpu"))]
     with torch.device("meta"):
         model = nn.Linear(3, 3)

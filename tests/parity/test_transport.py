@@ -15,8 +15,9 @@ from torch import Tensor
 
 from autoshard import _torch
 from autoshard.passes.ir.layout import Member
-from autoshard.runtime import collectives, kernels, transport
-from autoshard.runtime.copies import Copies
+from autoshard.runtime.comm import collectives, transport
+from autoshard.runtime.comm.copies import Copies
+from autoshard.runtime.compiled import kernels
 
 LATER = 50_000  # numbers that take a while to arrive
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import fully_shard
-from autoshard.runtime.param import find
+from autoshard.runtime.unit.param import find
 
 
 def by_hand(model: Net, **arguments: object) -> Net:

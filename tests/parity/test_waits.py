@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.runtime import collectives, reduce, streams, transport
+from autoshard.runtime.comm import collectives, streams, transport
+from autoshard.runtime.unit import reduce
 
 
 class Late:

@@ -22,7 +22,8 @@ from support.training import in_both_forms
 from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
-from autoshard.runtime import collectives, watchdog
+from autoshard.runtime.comm import collectives
+from autoshard.runtime.ranks import watchdog
 
 LATE_S = 6.0
 

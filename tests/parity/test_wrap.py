@@ -139,7 +139,7 @@ def test_a28_module_of_two_parents_one_of_them_a_unit(
 
 
 def params_of(module: nn.Module) -> list[Any]:
-    found = [autoshard.runtime.param.find(param) for param in module.parameters()]
+    found = [autoshard.runtime.unit.param.find(param) for param in module.parameters()]
     assert None not in found
     return found
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoshard import _torch
-from autoshard.runtime import collectives, kernels
+from autoshard.runtime.comm import collectives
+from autoshard.runtime.compiled import kernels
 
 
 class PeakMemory(TorchDispatchMode):

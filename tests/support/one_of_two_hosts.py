@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.passes.planner.topology import FOLDER
-from autoshard.runtime import agreement
+from autoshard.runtime.ranks import agreement
 
 TIMEOUT_S = 15
 

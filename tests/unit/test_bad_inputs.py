@@ -26,7 +26,7 @@ from autoshard import fully_shard
 from autoshard.options import CompileOptions
 from autoshard.passes.ir.plan import Bucket, Event, Plan
 from autoshard.passes.planner.topology import FOLDER
-from autoshard.runtime import watchdog
+from autoshard.runtime.ranks import watchdog
 
 Mistake = Callable[[Path], object]  # of a folder that all ranks share
 

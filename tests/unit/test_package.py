@@ -95,7 +95,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(folder)
-    for expected in ("passes/ir/ops.py", "runtime/step.py", "tools/cli.py", "py.typed"):
+    for expected in ("passes/ir/ops.py", "runtime/eager/step.py", "tools/cli.py", "py.typed"):
         assert f"autoshard/{expected}" in names
     python("-c", STEP.format(folder=str(folder)), PYTHONPATH=str(folder))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from autoshard.runtime.store import Store
+from autoshard.runtime.ranks.store import Store
 
 NAME = "autoshard store"
 

@@ -7,7 +7,7 @@ from support.architectures import architecture
 from support.models import Block, Net
 from torch import Tensor, nn
 
-from autoshard.runtime.wrap import ModuleWrapPolicy, Policy, find_units
+from autoshard.runtime.sharding.find_units import ModuleWrapPolicy, Policy, find_units
 
 
 class Expert(nn.Module):

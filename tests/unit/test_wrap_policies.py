@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import autoshard
 import autoshard.wrap
 from autoshard import fully_shard
-from autoshard.runtime.wrap import find_units, override_mixed_precision
-from autoshard.runtime.wrap_policies import Policy
+from autoshard.runtime.sharding.find_units import find_units, override_mixed_precision
+from autoshard.runtime.sharding.wrap_policies import Policy
 from autoshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -411,7 +411,7 @@ def test_a40_units_with_frozen_and_trainable_parameters_are_logged(
     model.layers[0].up.requires_grad_(False)
     model.layers[1].requires_grad_(False)
     model.embed.requires_grad_(False)
-    with caplog.at_level(logging.INFO, logger="autoshard.runtime.wrap"):
+    with caplog.at_level(logging.INFO, logger="autoshard.runtime.sharding"):
         autoshard.shard(model)
     first, second = [record.getMessage() for record in caplog.records]
     assert {record.levelno for record in caplog.records} == {logging.INFO}

@@ -1,0 +1,1 @@
+"""Collectives, and what they run over: meshes, streams, copies, transports."""

@@ -1,0 +1,599 @@
+"""Launch and wait: the only code that issues gathers and reduces; others decide which and when.
+
+Both the eager runtime and the compiled graphs move bytes through these
+functions, so their results can only agree.
+
+    gather:  shards -> one send buffer -> all-gather -> copied out to unsharded parameters
+    grouped: shards -> all-gathers in one call, or messages, but for tiny ones -> parameters
+    reduce:  gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
+    swap:    between two ranks: each packs for the other only, and adds what comes to its own part
+
+A bucket of one needs no copies on the way out: the gathered chunks are the padded
+parameter. Copies into a send buffer cast to its dtype. Of the axes (shard, replicate) of
+a mesh, reduce-scatter goes over the first and all-reduce over the second; over an axis
+of size 1, or none, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from autoshard import _torch
+from autoshard.passes.ir.layout import Member, rows_of, show_members
+from autoshard.runtime.comm import custom_comms, transport
+from autoshard.runtime.comm.custom_comms import Comm
+from autoshard.runtime.comm.mesh import Axes
+from autoshard.runtime.comm.transport import Work
+from autoshard.runtime.unit.param import names_at
+
+Begun = TypeVar("Begun")  # the work of a collective, or a list of them
+
+SHOWN = 4  # names of parameters in a message
+
+
+@dataclass(frozen=True)
+class Issued:
+    """Description of one collective for observers: its kind, its members, and its group's name.
+
+    bucket: its number in a compiled graph, None in an eager step.
+    params: of its members, as far as they are known: names, or the addresses of shards.
+    """
+
+    kind: str  # "gather", "reduce" or "all_reduce"
+    members: tuple[Member, ...]
+    group: str
+    bucket: int | None = field(default=None, compare=False)
+    params: tuple[str | int, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole, unsharded members."""
+        return sum(member.num_bytes for member in self.members)
+
+    def __str__(self) -> str:
+        """Describe it in words: "the gather of layers.1.up.weight (bucket 3 of its graph)"."""
+        names = [each for each in self.params if isinstance(each, str)] or names_at(self.params)
+        shown = ", ".join(names[:SHOWN]) or show_members(self.members[:SHOWN])
+        more = max(len(names), len(self.members)) - SHOWN
+        number = "" if self.bucket is None else f" (bucket {self.bucket} of its graph)"
+        kind = self.kind.replace("_", "-")
+        return f"the {kind} of {shown}{f' and {more} more' if more > 0 else ''}{number}"
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Collective that was launched, with everything that must outlive it.
+
+    `send` is read by the collective until it is waited for: dropping it sooner
+    would let the allocator hand its memory to the next layer.
+    """
+
+    issued: Issued
+    work: Work | None  # None: nothing was sent
+    # Both 1D. Of a gather, one rank's pieces, which are its part of `receive` or a shard, and those
+    # of all. Of a reduce, the other way about. Once it has been waited for, `send` is `receive`.
+    send: Tensor
+    receive: Tensor
+    world: int
+    rank: int
+    # Of a swap, where there is no more in `send` than the other rank's part: the gradients of this
+    # one's, a tensor a member, to which what it receives is added.
+    own: list[Tensor] | None = None
+    flags: Any = None  # what a reduce's last member says of the others, for who waits for it
+    number: int = 0  # of those that this rank has launched over the group, from 1 on
+    is_lent: bool = False  # `receive` is somebody's who may use it again
+
+    def wait(self) -> InFlight:
+        """Wait until it has ended: on a CPU the host does, elsewhere what the device is given next.
+
+        Returns itself as of then, with nothing to wait for, and without what was sent: gloo
+        copies results out at every wait, so that a second one would undo what was written to
+        `receive` since the first.
+        """
+        if self.work is not None:
+            wait_for([self.work], self.issued, self.number)
+        return replace(self, work=None, send=self.receive)
+
+
+@dataclass(frozen=True)
+class GroupedFlight:
+    """Gather that was launched, of members that share a call and no memory.
+
+    It is like an `InFlight`, but `send` and `receive` have a tensor a member; `send` is empty once
+    it has been waited for.
+    together: the numbers of members that are too small for that, and share the last tensor.
+    """
+
+    issued: Issued
+    works: list[Work]
+    send: list[Tensor]
+    receive: list[Tensor]
+    world: int
+    together: tuple[int, ...] = ()
+    number: int = 0  # as of an `InFlight`
+
+    def wait(self) -> None:
+        wait_for(self.works, self.issued, self.number)
+        self.send.clear()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Collective that a thread waits for: its number in its group, and since when."""
+
+    issued: Issued
+    number: int
+    since: float
+
+
+waiting: dict[int, Waiting] = {}
+"""Collective that each thread waits for now, by Python's number of the thread."""
+
+_launched: Counter[tuple[int, str]] = Counter()
+
+
+def num_launched(group: str) -> int:
+    """Number of collectives that this rank has launched over the group of that name."""
+    return _launched[dist.get_rank(), group]
+
+
+def wait_for(works: list[Work], issued: Issued, number: int) -> None:
+    """Wait for all of `works`, and tell observers.
+
+    number: of the collective, among those of its group.
+    Raises RuntimeError, saying what was waited for, where another rank is gone or late.
+    """
+    thread = threading.get_ident()
+    waiting[thread] = Waiting(issued, number, time.monotonic())
+    try:
+        with _explained(issued):
+            for work in works:
+                work.wait()
+    finally:
+        del waiting[thread]
+    for _, waited in _observers:
+        waited(issued)
+
+
+@contextlib.contextmanager
+def _explained(issued: Issued) -> Iterator[None]:
+    """Name the collective in a RuntimeError that is raised in this context."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # of this rank's own
+        raise
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(_torch.resolve_group(issued.group))
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: {issued} over ranks {ranks} failed, as one of them ended, is "
+            "stuck, or went another way: look at what each of them says last, or at what "
+            f"AUTOSHARD_WATCHDOG=30 makes them say. {error}"
+        ) from error
+
+
+Observer = Callable[[Issued], None]
+
+_observers: list[tuple[Observer, Observer]] = []
+
+
+@contextlib.contextmanager
+def observe(launched: Observer, waited: Observer = lambda issued: None) -> Iterator[None]:
+    """Call `launched` for every collective launched inside the block, eager and compiled, and
+    `waited` for every one waited for there.
+    """
+    pair = launched, waited
+    _observers.append(pair)
+    try:
+        yield
+    finally:
+        _observers.remove(pair)
+
+
+def launch_gather(
+    shards: list[Tensor],
+    members: tuple[Member, ...],
+    group: str,
+    *,
+    copies: bool = False,
+    bucket: int | None = None,
+    comm: Comm | None = None,
+) -> InFlight:
+    """Start gathering `members` from this rank's `shards`, one dtype for all.
+
+    shards: one a member, (local rows, *rest).
+    copies: whether they are copied in any case, as what may be written to meanwhile has to be.
+    bucket: see `Issued`.
+    comm: the unit's own communication, if it has some; it sends a part of what it receives.
+    """
+    process_group = _torch.resolve_group(group)
+    world, rank = process_group.size(), process_group.rank()
+    issued = _gather_of(shards, members, group, bucket)
+    begin = transport.gather if comm is None else functools.partial(custom_comms.gather, comm)
+    copies |= comm is not None
+    with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
+        send, receive = _pack_shards(shards, members, world, rank, copies=copies, comm=comm)
+        (work,) = _begun(issued, begin, [receive], [send], process_group)
+    number = num_launched(group)
+    is_lent = comm is not None
+    return InFlight(issued, work, send, receive, world, rank, is_lent=is_lent, number=number)
+
+
+def _gather_of(
+    shards: list[Tensor], members: tuple[Member, ...], group: str, bucket: int | None
+) -> Issued:
+    return Issued("gather", members, group, bucket, tuple(each.data_ptr() for each in shards))
+
+
+def launch_grouped_gather(
+    shards: list[Tensor],
+    members: tuple[Member, ...],
+    group: str,
+    *,
+    copies: bool = False,
+    bucket: int | None = None,
+) -> GroupedFlight:
+    """Start gathering `members` as `launch_gather` does, but straight from shards to parameters.
+
+    Copied is only what can't be sent as it is: a shard of another dtype, or of fewer rows than
+    others have; and what is `too_small`.
+    """
+    process_group = _torch.resolve_group(group)
+    world, rank = process_group.size(), process_group.rank()
+    issued = _gather_of(shards, members, group, bucket)
+    together = transport.too_small(members, process_group, shards[0].device)
+    shared = [[number] for number in range(len(members)) if number not in together]
+    shared += [list(together)] if together else []
+    with record_function(f"autoshard::launch_grouped_gather {group}"), torch.no_grad():
+        pairs = [
+            _pack_shards(
+                [shards[number] for number in numbers],
+                tuple(members[number] for number in numbers),
+                world,
+                rank,
+                copies=copies,
+            )
+            for numbers in shared
+        ]
+        send, receive = map(list, zip(*pairs, strict=True))
+        works = _begun(issued, transport.gather, receive, send, process_group)
+    return GroupedFlight(issued, works, send, receive, world, together, num_launched(group))
+
+
+def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
+    """Return the gathered parameters, unsharded, each contiguous in a storage of its own.
+
+    Waits for them first. Their size is (rows, *rest).
+    """
+    members, world = flight.issued.members, flight.world
+    with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
+        flight.wait()
+        if isinstance(flight, InFlight):
+            padded = _parted(flight.receive, members, world)
+            if flight.is_lent and len(members) == 1:
+                padded = [flight.receive.clone()]
+        else:
+            padded = _in_order(flight)
+        # Taken out one by one: what is copied once more is freed before the next one is.
+        return [_whole(padded.pop(0), member, world) for member in members]
+
+
+def _in_order(flight: GroupedFlight) -> list[Tensor]:
+    """Return what was gathered of each member, in the order of members; `receive` is emptied."""
+    if not flight.together:
+        return flight.receive
+    members = tuple(flight.issued.members[number] for number in flight.together)
+    parted = iter(_parted(flight.receive.pop(), members, flight.world))
+    alone = iter(flight.receive)
+    numbers = range(len(flight.issued.members))
+    found = [next(parted if number in flight.together else alone) for number in numbers]
+    flight.receive.clear()  # they are freed one by one
+    return found
+
+
+def _parted(receive: Tensor, members: Sequence[Member], world: int) -> list[Tensor]:
+    """Split `receive`, which `members` share, by member: the pieces of all ranks in turn."""
+    if len(members) == 1:
+        return [receive]
+    lengths = [member.chunk_numel(world) for member in members]
+    padded = [receive.new_empty(world * length) for length in lengths]
+    torch.split_with_sizes_copy(
+        receive.view(world, -1),
+        lengths,
+        dim=1,
+        out=[out.view(world, -1) for out in padded],
+    )
+    return padded
+
+
+def _whole(padded: Tensor, member: Member, world: int) -> Tensor:
+    """Return the unsharded parameter from `padded`, the pieces of all ranks in turn.
+
+    It is a view if it is cut on dim 0.
+    """
+    if member.dim == 0:
+        return padded[: member.rows * member.row_numel].view(member.size)
+    pieces = padded.view(world, *member.local_size(world, 0))
+    return pieces.movedim(0, member.dim).reshape(member.size)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Divisors of gradients that give their mean: `before` they are summed, and `after`."""
+
+    before: float
+    after: float
+
+
+def division(total: float) -> Division:
+    """Split the divisor `total` in two: first a power of two near its root, then the rest.
+
+    Undivided, a sum of float16 over many ranks overflows; divided by all of it beforehand, small
+    gradients underflow. Powers of two divide exactly. Source: the factors of PyTorch's FSDP
+    (pull request 106034): 2 -> 2, 1; 3 -> 2, 1.5; 4 -> 2, 2; 8 -> 4, 2; 16 -> 4, 4.
+    """
+    before = 1.0
+    while total % before == 0 and total / before > before:
+        before *= 2
+    return Division(before, total / before)
+
+
+def pack_grads(
+    grads: list[Tensor],
+    members: tuple[Member, ...],
+    group: str,
+    *,
+    divisor: float = 1.0,
+    is_last: bool = False,
+    bucket: int | None = None,
+    names: Sequence[str] = (),
+    flags: Any = None,
+    comm: Comm | None = None,
+) -> InFlight:
+    """Copy `grads` to where `launch_reduce` sends them from.
+
+    grads: one a member, unsharded; the list is emptied, so that they are freed once they are
+        copied.
+    group: "" if parameters are not cut: then nothing is sent, and this rank's part is all of it.
+    divisor: what they are divided by beforehand.
+    is_last: whether sums go to `split_reduced` next, without an all-reduce.
+    bucket, names: of parameters; see `Issued`.
+    flags: see `InFlight`.
+    comm: the unit's own communication, if it has some, with which `launch_reduce` is to send.
+    """
+    world, rank, swaps = 1, 0, False
+    if group:
+        process_group = _torch.resolve_group(group)
+        world, rank = process_group.size(), process_group.rank()
+        swaps = comm is None and is_last and transport.swaps(process_group, grads[0].device)
+    issued = Issued("reduce", members, group, bucket, tuple(names))
+    own = None
+    with record_function(f"autoshard::pack_grads {group}"), torch.no_grad():
+        if swaps:
+            send = _chunk(grads, members, world, 1 - rank, divisor)
+            own = _own_parts(grads, members, world, rank, divisor)
+        else:
+            send = _send_buffer(grads, members, world, divisor, comm if group else None)
+        grads.clear()
+    return InFlight(issued, None, send, send, world, rank, own, flags)
+
+
+def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
+    """Start summing the gradients in `packed` over its group; each rank is to keep its own part."""
+    issued, send = packed.issued, packed.send
+    if packed.world == 1:
+        return packed
+    with record_function(f"autoshard::launch_reduce {issued.group}"), torch.no_grad():
+        process_group = _torch.resolve_group(issued.group)
+        work: Work
+        if packed.own is None:
+            receive = custom_comms.buffer(comm, send.numel() // packed.world, send, send.dtype)
+            begin = (
+                transport.reduce if comm is None else functools.partial(custom_comms.reduce, comm)
+            )
+            work = _begun(issued, begin, receive, send, process_group)
+        else:
+            receive = torch.empty_like(send)
+            work = _begun(issued, transport.swap, receive, send, process_group)
+    return replace(packed, work=work, receive=receive, number=num_launched(issued.group))
+
+
+def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
+    """Start summing, over `group`, this rank's part of `reduced`, which has been waited for."""
+    issued = replace(reduced.issued, kind="all_reduce", group=group)
+    process_group = _torch.resolve_group(group)
+    with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
+        work = _begun(issued, transport.all_reduce, reduced.receive, process_group)
+    number = num_launched(group)
+    return replace(reduced, issued=issued, work=work, send=reduced.receive, number=number)
+
+
+def run_hook(
+    grads: list[Tensor],
+    members: tuple[Member, ...],
+    axes: Axes,
+    comm_hook: tuple[Any, Callable[..., Any]],
+) -> InFlight:
+    """Have the user's hook sum and divide `grads`; see `Reducer`. Nothing is left to wait for.
+
+    grads: as for `pack_grads`.
+    """
+    state, hook = comm_hook
+    world, rank = axes.shard_world, axes.shard_rank
+    send = _send_buffer(grads, members, world, 1.0)
+    grads.clear()
+    receive = send if world == 1 else send.new_empty(send.numel() // world)
+    if world == 1:
+        hook(state, send)
+    else:
+        hook(state, send, receive)
+    issued = Issued("reduce", members, axes.shard_group)
+    return InFlight(issued, None, send, receive, world, rank)
+
+
+def split_reduced(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
+    """Return this rank's parts of the summed gradients, divided, each in a storage of its own.
+
+    flight: has been waited for, so that what it sent is freed.
+    They have the dtype in which they are summed, but for a member with a `shard_dtype`.
+    """
+    members, world, rank = flight.issued.members, flight.world, flight.rank
+    with record_function(f"autoshard::split_reduced {flight.issued.group}"), torch.no_grad():
+        parts = split_pieces(flight.receive, members, world, rank)
+        if flight.own is None:
+            # The division is also the copy out of the shared buffer: an op's outputs may not alias.
+            parts = list(torch._foreach_div(parts, divisor))
+        else:
+            torch._foreach_add_(flight.own, parts)
+            parts = flight.own
+            if divisor != 1.0:
+                torch._foreach_div_(parts, divisor)
+        return [
+            part if member.shard_dtype is None else part.to(member.shard_dtype)
+            for part, member in zip(parts, members, strict=True)
+        ]
+
+
+def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: int) -> list[Tensor]:
+    """Split `flat` into the parts of `members` on `rank`, without padding, as views."""
+    pieces = flat.split([member.chunk_numel(world) for member in members])
+    return [
+        piece[: member.local_rows(world, rank) * member.row_numel].view(
+            member.local_size(world, rank)
+        )
+        for piece, member in zip(pieces, members, strict=True)
+    ]
+
+
+def _pack_shards(
+    shards: list[Tensor],
+    members: tuple[Member, ...],
+    world: int,
+    rank: int,
+    *,
+    copies: bool,
+    comm: Comm | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Pack what is sent, as full chunks, and make room to receive: (send, receive), both 1D.
+
+    `send` is this rank's part of `receive`, or the shard itself if that is one chunk of the right
+    dtype, and `copies` does not forbid it.
+    """
+    first, dtype = shards[0], members[0].dtype
+    lengths = [member.chunk_numel(world) for member in members]
+    receive = custom_comms.buffer(comm, world * sum(lengths), first, dtype)
+    if lengths == [first.numel()] and first.dtype == dtype and not copies:
+        return first.detach().contiguous().view(-1), receive
+    send = receive.narrow(0, rank * sum(lengths), sum(lengths))
+    for piece, shard in zip(send.split(lengths), shards, strict=True):
+        # Padding is never read as data: it stays what the allocator left there.
+        piece[: shard.numel()].copy_(shard.detach().reshape(-1))
+    return send, receive
+
+
+def _send_buffer(
+    grads: list[Tensor],
+    members: tuple[Member, ...],
+    world: int,
+    divisor: float,
+    comm: Comm | None = None,
+) -> Tensor:
+    """Pack gradients, divided, rank by rank: for each rank, its chunk of every member in turn."""
+    lengths = [member.chunk_numel(world) for member in members]
+    send = custom_comms.buffer(comm, world * sum(lengths), grads[0], members[0].dtype)
+    send = send.view(world, sum(lengths))
+    for columns, grad, member in zip(send.split(lengths, dim=1), grads, members, strict=True):
+        if member.is_scalar:
+            _copy_divided(columns, grad.expand(columns.shape), divisor)
+            continue
+        chunk, dim = member.chunk_rows(world), member.dim
+        if member.rows == chunk * world:
+            # Splitting a dim is always a view: one copy, whatever the gradient's strides.
+            pieces = grad.unflatten(dim, (world, chunk)).movedim(dim, 0)
+            _copy_divided(columns.view(world, *member.local_size(world, 0)), pieces, divisor)
+            continue
+        for rank in range(world):
+            rows = member.local_rows(world, rank)
+            used = rows * member.row_numel
+            if rows:
+                piece = grad.narrow(0, rank * chunk, rows).reshape(-1)
+                _copy_divided(columns[rank, :used], piece, divisor)
+            columns[rank, used:].zero_()  # summed with the others' padding; kept finite
+    return send.view(-1)
+
+
+def _chunk(
+    grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
+) -> Tensor:
+    """Pack the part of `_send_buffer` for `rank`; nothing reads the padding, left as it was."""
+    lengths = [member.chunk_numel(world) for member in members]
+    send = grads[0].new_empty(sum(lengths), dtype=members[0].dtype)
+    for to, grad, member in zip(send.split(lengths), grads, members, strict=True):
+        piece = rows_of(grad, member, world, rank)
+        _copy_divided(to[: piece.numel()].view(piece.shape), piece, divisor)
+    return send
+
+
+def _own_parts(
+    grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
+) -> list[Tensor]:
+    """Copy the rows of `rank` of all gradients, divided, each to a storage of its own."""
+    parts = []
+    for grad, member in zip(grads, members, strict=True):
+        size = member.local_size(world, rank)
+        parts.append(grad.new_empty(size, dtype=member.dtype))
+        _copy_divided(parts[-1], rows_of(grad, member, world, rank), divisor)
+    return parts
+
+
+def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
+    if divisor == 1.0 or to.dtype != source.dtype:
+        to.copy_(source)  # a cast comes before the division, which may need its precision
+        if divisor != 1.0:
+            to.div_(divisor)
+    else:
+        torch.div(source, divisor, out=to)
+
+
+def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:
+    """Return the result of `begin`; observers are told of the collective before."""
+    for launched, _ in _observers:
+        launched(issued)
+    _launched[dist.get_rank(), issued.group] += 1
+    with _explained(issued):
+        if _is_recorded():
+            begin = _caller(str(issued), begin)
+        return begin(*arguments)
+
+
+@functools.cache
+def _is_recorded() -> bool:
+    """Tell whether torch's Flight Recorder may be on: with NCCL it is unless it is switched off."""
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    return dist.is_nccl_available() if size is None else size != "0"
+
+
+def _caller(name: str, begin: Callable[..., Begun]) -> Callable[..., Begun]:
+    """Make a function of that name that calls `begin`.
+
+    The Flight Recorder keeps with each collective the names of the functions that called it.
+    """
+    named = FunctionType(_call.__code__.replace(co_name=name), {})
+    return functools.partial(named, begin)
+
+
+def _call(begin: Callable[..., Begun], *arguments: Any) -> Begun:
+    return begin(*arguments)

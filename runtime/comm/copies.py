@@ -1,0 +1,69 @@
+"""Copies between host and device, beside compute, for shards that live on the host.
+
+    compute   ... launch | backward of k            | wait: gather k-1
+    load                   copy shards of k-1 to device
+
+A copy begins when compute gets to where it is launched, so that what it reads is there, and
+what its memory held before is not needed any more. On a CPU it is made at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.runtime.comm.streams import copy_stream
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies that were begun; `sources` are kept until they are over."""
+
+    results: list[Tensor]
+    sources: list[Tensor]
+    done: Any = None  # an event; None: they are there
+
+    def wait_on_device(self) -> list[Tensor]:
+        """Have later work of the device wait for the copies, not the host; returns the results."""
+        if self.done is not None:
+            self.done.wait()
+        return self.results
+
+    def wait_on_host(self) -> list[Tensor]:
+        """Have the host wait for the copies, which it reads next; returns the results."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.results
+
+
+def launch_load(shards: list[Tensor], device: torch.device) -> Copies:
+    """Begin to copy `shards` to `device`: beside compute from pinned memory, at once from other."""
+    results = [torch.empty_like(shard, device=device) for shard in shards]
+    return _copy(results, shards, results[0].device, "load")
+
+
+def launch_store(shards: list[Tensor]) -> Copies:
+    """Begin to copy `shards` to the host."""
+    device = shards[0].device
+    pin_memory = device.type != "cpu"
+    results = [torch.empty_like(s, device="cpu", pin_memory=pin_memory) for s in shards]
+    return _copy(results, shards, device, "store")
+
+
+def _copy(
+    results: list[Tensor], sources: list[Tensor], device: torch.device, direction: str
+) -> Copies:
+    with torch.no_grad():
+        if device.type == "cpu":
+            for result, source in zip(results, sources, strict=True):
+                result.copy_(source)
+            return Copies(results, sources)
+        stream = copy_stream(device, direction)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with torch.get_device_module(device.type).stream(stream):
+            for result, source in zip(results, sources, strict=True):
+                result.copy_(source, non_blocking=True)
+            return Copies(results, sources, stream.record_event())

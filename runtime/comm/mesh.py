@@ -1,0 +1,303 @@
+"""Process groups, meshes, and what their axes are for; made by default as torchrun says."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from autoshard import _torch
+from autoshard.errors import UsageError
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.layout import Member
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+SHARD_AXIS = "shard"
+REPLICATE_AXIS = "replicate"
+
+
+def default_mesh() -> DeviceMesh:
+    """Mesh of one axis over all ranks, on the accelerator if there is one, else the CPU.
+
+    Its axis has no name, as in torch's own default, so that the two are equal and DTensors of one
+    can be loaded into the other.
+
+    Initialises the default process group first if nobody did: from torchrun's
+    environment, or, with none, as a world of one.
+    """
+    ensure_process_group()
+    return init_device_mesh(device_type(), (dist.get_world_size(),))
+
+
+def ensure_process_group() -> None:
+    """Initialise the default process group if nobody did."""
+    _end_group_at_exit()
+    if dist.is_initialized():
+        return
+    cuda = device_type() == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)
+
+
+def world_size() -> int:
+    """Size of the default process group, or of the one that torchrun's environment calls for."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+_ends_at_exit = False
+
+
+def _end_group_at_exit() -> None:
+    global _ends_at_exit
+    if not _ends_at_exit:
+        _ends_at_exit = True
+        atexit.register(_end_process_group)
+
+
+def _end_process_group() -> None:
+    """End the group if the script did not, so that gloo's threads do not outlive Python.
+
+    A process that ends with such a thread running aborts now and then ("terminate called
+    without an active exception"), after all its work is done: the thread lets go of the last
+    collective's tensors while Python is taken apart. Collecting garbage lets go of the last
+    references to the group, whose end waits for its threads. If something else holds the group
+    only `os._exit` is safe; our tools end by it.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def device_type() -> str:
+    """Type of the device where parameters live unless a mesh says otherwise: "cuda", "cpu", ..."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Device of this rank on `mesh`."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
+
+
+@dataclass(frozen=True)
+class FullMesh:
+    """Mesh on which a whole model lies, and the names of its data-parallel axes.
+
+    All parameters are DTensors on it, replicated over those axes.
+    """
+
+    mesh: DeviceMesh
+    data_names: frozenset[str]
+
+    @property
+    def data_axes(self) -> tuple[int, ...]:
+        """Positions of the data-parallel axes."""
+        names = enumerate(self.mesh.mesh_dim_names or ())
+        return tuple(axis for axis, name in names if name in self.data_names)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Mesh for data parallelism, and what its axes are for.
+
+    shard: the axis over which parameters are cut; None if every rank has them unsharded.
+    replicate: the axis whose ranks hold copies of each other's shards; None if there is none.
+    full: the mesh of which these are axes, if parameters are DTensors on that.
+    """
+
+    mesh: DeviceMesh
+    shard: DeviceMesh | None
+    replicate: DeviceMesh | None
+    full: FullMesh | None = None
+
+    @property
+    def shard_world(self) -> int:
+        return 1 if self.shard is None else self.shard.size()
+
+    @property
+    def shard_rank(self) -> int:
+        return 0 if self.shard is None else self.shard.get_local_rank()
+
+    @property
+    def replicate_world(self) -> int:
+        return 1 if self.replicate is None else self.replicate.size()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shard_world * self.replicate_world
+
+    @property
+    def shard_group(self) -> str:
+        """Name of the group that parameters are cut over; "" if they are not."""
+        return "" if self.shard is None else str(self.shard.get_group().group_name)
+
+    @property
+    def replicate_group(self) -> str:
+        return "" if self.replicate is None else str(self.replicate.get_group().group_name)
+
+    @property
+    def shard_name(self) -> str:
+        """Name of the axis that parameters are cut over."""
+        names = None if self.shard is None else self.shard.mesh_dim_names
+        return names[0] if names else SHARD_AXIS
+
+    def reduce_group(self, scatter_group: str) -> str:
+        """Name of the group that gradients are averaged over, in the form of `passes/ir/groups.py`.
+
+        scatter_group: by which its first part is known, as one group of those ranks may be beside
+            `shard_group`.
+        """
+        return groups.join(scatter_group, self.replicate_group if self._has_copies else "")
+
+    @property
+    def reduce_name(self) -> str:
+        """Names of the axes that gradients are averaged over."""
+        names = None if self.replicate is None else self.replicate.mesh_dim_names
+        replicate = (names[0] if names else REPLICATE_AXIS) if self._has_copies else ""
+        return groups.join("" if self.shard is None else self.shard_name, replicate)
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.replicate_world > 1
+
+    def placements(self, member: Member) -> tuple[Placement, ...]:
+        """Placements of `member`, one an axis of the mesh."""
+        copies = () if self.replicate is None else (Replicate(),)
+        own = Replicate() if member.is_scalar else Shard(member.dim)
+        return copies if self.shard is None else (*copies, own)
+
+
+def check_is_mesh(mesh: object, what: str) -> None:
+    """Raise TypeError for what is no DeviceMesh; `what` is the function that was given it."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{what} expects a DeviceMesh as mesh, not {type(mesh).__name__}")
+
+
+def axes_of(mesh: DeviceMesh, what: str) -> Axes:
+    """Assign the axes of `mesh`: of 1-D it shards; of 2-D the first replicates, the second shards.
+
+    The latter is HSDP.
+    what: the public name that was given the mesh. Raises ValueError for another mesh, TypeError
+        for what is none.
+    """
+    check_is_mesh(mesh, what)
+    if mesh.ndim == 1:
+        return Axes(mesh, mesh, None)
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"{what} expects a 1D or 2D DeviceMesh but got a {mesh.ndim}D mesh {mesh}; pass the "
+            'axes for data parallelism, for example mesh["shard"] or mesh["replicate", "shard"]'
+        )
+    if not mesh.mesh_dim_names:
+        raise UsageError(
+            f"{what} got a 2D mesh {mesh} without names: name its axes, as in "
+            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+        )
+    replicate, shard = mesh.mesh_dim_names
+    return Axes(mesh, mesh[shard], mesh[replicate])
+
+
+def axes_by_name(mesh: DeviceMesh, dims: DataParallelMeshDims, what: str) -> Axes:
+    """Assign the axes of `mesh` that `dims` names; several for one purpose are flattened into one.
+
+    Raises ValueError for a mesh without these names, or if `dims` names one twice, or none.
+    """
+    check_is_mesh(mesh, what)
+    names = (*dims.replicate_names, *dims.shard_names)
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            f"{what} got dp_mesh_dims, and a mesh {mesh} without names: name its axes, as in "
+            'init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+        )
+    for name in names:
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(
+                f"{what} got dp_mesh_dims with {name!r}, which is no axis of the mesh: expected "
+                f"some of {mesh.mesh_dim_names}"
+            )
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"{what} got {dims}: expected at least one of shard and replicate, and each axis once"
+        )
+    replicate, shard = (
+        _torch.flatten_mesh(mesh, axes) if axes else None
+        for axes in (dims.replicate_names, dims.shard_names)
+    )
+    meshes = [each for each in (replicate, shard) if each is not None]
+    own = meshes[0] if len(meshes) == 1 else _torch.join_meshes(meshes)
+    return Axes(own, shard, replicate, FullMesh(mesh, frozenset(names)))
+
+
+def replicate_axes(mesh: DeviceMesh, what: str) -> Axes:
+    """Assign the axis of `mesh` to replicas: all of its ranks hold parameters unsharded.
+
+    mesh: 1-D; or 2-D `(replicate, 1)`, named, of which the first axis is taken. Raises ValueError
+        for another one, TypeError for what is none.
+    """
+    check_is_mesh(mesh, what)
+    if mesh.ndim == 2 and mesh.size(1) == 1 and mesh.mesh_dim_names:
+        mesh = mesh[mesh.mesh_dim_names[0]]
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{what} expects a 1D DeviceMesh, or a 2D one of (replicate, shard) whose second axis "
+            f"has size 1 and whose axes are named, but got {mesh}"
+        )
+    return Axes(mesh, None, mesh)
+
+
+_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+_separate = weakref.WeakKeyDictionary()
+
+
+def separate_group(axes: Axes) -> str:
+    """Name of another group of the ranks of `axes.shard`, for reduces: the same one each time.
+
+    Made when it is first asked for, by all of those ranks together. "" if parameters are not cut.
+    """
+    if axes.shard is None or axes.shard_world == 1:
+        return ""
+    group = axes.shard.get_group()
+    if group not in _separate:
+        _separate[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=_torch.group_timeout(group),
+            use_local_synchronization=True,  # other ranks have groups of their own
+        )
+    return str(_separate[group].group_name)
+
+
+_smaller: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
+
+
+def smaller_axes(axes: Axes, ranks: int) -> Axes:
+    """Make axes over groups of `ranks` neighbours along the shard axis.
+
+    All ranks of the mesh make them.
+    """
+    key = axes.mesh, ranks
+    if key not in _smaller:
+        grid = axes.mesh.mesh.reshape(-1, ranks)
+        names = ("outer", "inner")
+        _smaller[key] = DeviceMesh(axes.mesh.device_type, grid, mesh_dim_names=names)["inner"]
+    return Axes(_smaller[key], _smaller[key], None)

@@ -1,0 +1,1 @@
+"""What compiled code asks of the runtime: frames, kernels, tables of parameters."""

@@ -1,0 +1,515 @@
+"""Frames: Dynamo's graphs over DTensor parameters, rewritten to graphs over plain local shards.
+
+Dynamo's graph takes DTensor parameters and turns each into its local tensor where it
+is read. Parameters that are only read so become local tensors at the graph's inputs:
+
+    Dynamo's graph:  f(x, W: DTensor)      w = W.to_local(); w' = unshard(w, ..., -1)
+    ours:            f(x, w: Tensor)       w' = unshard(w, ..., 0)
+    the call:        f(x, W) = ours(x, shards(W)), with one autograd node for all W
+
+AOTAutograd then sees no tensor subclass, so its graphs are the same on every torch
+version, and a call unwraps and wraps no parameter one by one. Markers get their
+number in the table of this frame's parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from autoshard import _torch
+from autoshard.passes.ir.match import TABLE, asks_shard, group_of, is_kept, members_of, stays_whole
+from autoshard.passes.ir.meta import ParamInfo
+from autoshard.passes.planner.costs import GROUPED, PACKED
+from autoshard.runtime.comm import transport
+from autoshard.runtime.compiled import extensions
+from autoshard.runtime.compiled.tables import Table, Tables
+from autoshard.runtime.eager import left_out, outside, unordered
+from autoshard.runtime.eager import step as steps
+from autoshard.runtime.eager.saved import in_checkpoint, in_recomputation
+from autoshard.runtime.ranks.agreement import course
+from autoshard.runtime.unit import reduce
+from autoshard.runtime.unit.extensions import has_methods
+from autoshard.runtime.unit.param import ShardedParam, find, local_tensor, resolve
+from autoshard.runtime.unit.unit import Unit, listed
+from autoshard.runtime.unit.unsharded import Whole
+from autoshard.runtime.unit.uses import Use
+
+_UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
+
+
+@dataclass
+class Frame:
+    """Captured graph, ready for AOTAutograd.
+
+    gm:      takes local shards where Dynamo's graph took DTensor parameters.
+    inputs:  example inputs for it, fake where they are shards.
+    params:  the table: what a marker's last argument indexes.
+    positions: of `params` among the inputs.
+    stays:   numbers of those that are kept unsharded, which are more inputs of the graph.
+    local:   input position -> the parameter whose shard goes there.
+    """
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    params: list[ShardedParam] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    stays: list[int] = field(default_factory=list)
+    local: dict[int, ShardedParam] = field(default_factory=dict)
+
+    def table(self) -> tuple[ParamInfo, ...]:
+        """Facts about the parameters for the passes, one entry a parameter."""
+        return tuple(
+            ParamInfo(
+                param.name,
+                param.unit.name,
+                param.axes.shard_name,
+                param.reduce_axis,
+                GROUPED
+                if transport.sends_alone(param.member, param.group, param.device)
+                else PACKED,
+            )
+            for param in self.params
+        )
+
+    @contextlib.contextmanager
+    def with_more_inputs(self) -> Iterator[None]:
+        """Add inputs to the graph in this context: parameters kept unsharded, and the table of all.
+
+        No variable of the user's is behind them. For the table of parameters see `tables.py`.
+        """
+        if not self.params:
+            yield
+            return
+        fake = next(value for value in self.inputs if isinstance(value, FakeTensor))
+        more: dict[str, Tensor] = {}
+        with fake.fake_mode:
+            for number in self.stays:
+                param = self.params[number]
+                more[f"whole_{number}"] = _example_of_whole(param)
+            more[TABLE] = torch.empty(1, dtype=torch.int64)
+        before = list(self.inputs)
+        with _torch.more_inputs(self.gm.graph, more):
+            self.gm.recompile()
+            self.inputs.extend(more.values())
+            try:
+                yield
+            finally:
+                self.inputs = before
+
+    def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wrap `compiled`, over local shards, in a function with the signature of Dynamo's graph.
+
+        name: of the graph and its collectives, the same on every rank.
+        """
+        if not self.params:
+            return compiled
+        positions = list(self.local)
+        mesh = self.params[0].axes.mesh
+        in_table = list(self.positions)
+        extended = [param.is_extended for param in self.local.values()]
+        stays = list(self.stays)
+        tables = Tables()
+        compiled_for = listed(list(dict.fromkeys(param.unit.name for param in self.params)))
+
+        def call(*args: Any) -> Any:
+            values = list(args)
+            table = tables.of([_resolved(values[position]) for position in in_table])
+            # Blocks that are alike run one graph: which of them runs next has to be told, too.
+            what = name if table.where == compiled_for else f"{name}, for {table.where}"
+            root, units = table.root, table.units
+            if root.is_unordered:  # other ranks may run another graph, or none
+                unordered.gather_all(root)
+                root.backward_ran = False
+            else:
+                course.take(root.forward_of(what, units), mesh)
+            if root.post_optim_event is not None:
+                root.post_optim_event.wait()
+                root.post_optim_event = None
+            kept = _kept_whole([table[number] for number in stays])
+            params = [values[position] for position in positions]
+            shards = _shards(params, extended, table, units)
+            for position, shard in zip(positions, shards, strict=True):
+                values[position] = shard
+            results = compiled(*values, *kept, table.tensor)
+            _watch_backward(results, table)
+            return results
+
+        return call
+
+
+def _watch_backward(results: Any, table: Table) -> None:
+    """Look at the gradients of `results` when their backward begins.
+
+    `table` is told of results without one. A gradient that is a DTensor is a RuntimeError, unless
+    one of the results is a DTensor.
+    """
+    node = _torch.compiled_node(results) if isinstance(results, (list, tuple)) else None
+    if node is None:
+        return
+    positions = _torch.tangent_positions(node)
+    has_dtensors = any(isinstance(result, DTensor) for result in results)
+
+    def note(grads: Sequence[Tensor | None]) -> None:
+        for grad in grads if not has_dtensors else ():
+            outside.refuse_dtensor(grad)
+        unused = (number for number, at in enumerate(positions) if grads[at] is None)
+        table.unused_outputs = frozenset(unused)
+
+    node.register_prehook(note)
+
+
+def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
+    """The sharded parameters among the inputs of a captured graph."""
+    found = (resolve(value) for value in example_inputs if isinstance(value, Tensor))
+    return [param for param in found if param is not None]
+
+
+def follow_replaced(example_inputs: Sequence[Any]) -> bool:
+    """Tell whether parameters among the inputs were replaced or converted, and follow that.
+
+    The graph was then traced with what stood there before, ties undone or of another dtype: trace
+        it
+    again.
+    """
+    changed = False
+    for value in example_inputs:
+        if isinstance(value, Tensor):
+            known = find(value)
+            if known is not None:
+                changed |= known.refresh()
+            elif isinstance(value, DTensor):
+                changed |= resolve(value) is not None
+    return changed
+
+
+def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
+    """Rewrite Dynamo's `gm` in place, to take local shards.
+
+    Parameters that the graph uses as DTensors (in a user's own DTensor code) stay so.
+    """
+    frame = Frame(gm, list(example_inputs))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    known: dict[fx.Node, ShardedParam] = {}
+    for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        param = resolve(value) if isinstance(value, Tensor) else None
+        if param is None:
+            continue
+        known[node] = param
+        if _only_read_locally(node):
+            frame.local[position] = param
+            frame.inputs[position] = _localize(node, as_stand_in=param.is_extended)
+    numbers: dict[ShardedParam, int] = {}
+    staying: set[int] = set()
+    _number_markers(gm, known, numbers, staying)
+    frame.params = list(numbers)
+    position_of = {known[node]: at for at, node in enumerate(placeholders) if node in known}
+    frame.positions = [position_of[param] for param in frame.params]
+    frame.stays = sorted(staying)
+    gm.recompile()
+    return frame
+
+
+def _only_read_locally(node: fx.Node) -> bool:
+    """Tell whether `node`, a DTensor, is only asked for its local tensor, here or in a subgraph."""
+    if not node.users:
+        return False
+    for user in node.users:
+        if _torch.is_to_local(user):
+            continue
+        inner = _inside(user, node)
+        if not inner or not all(map(_only_read_locally, inner)):
+            return False
+    return True
+
+
+def _localize(node: fx.Node, *, as_stand_in: bool) -> Any:
+    """Make `node` the local tensor itself, or its stand-in; returns an example of it."""
+    fake = node.meta["example_value"]
+    with torch.no_grad():
+        local = local_tensor(fake).detach()
+        if as_stand_in:
+            local = _example_of_stand_in(local)
+        local.requires_grad_(fake.requires_grad)
+    node.meta["example_value"] = local
+    for user in list(node.users):
+        if _torch.is_to_local(user):
+            user.replace_all_uses_with(node)
+            user.graph.erase_node(user)
+        else:
+            for inner in _inside(user, node):
+                _localize(inner, as_stand_in=as_stand_in)
+    return local
+
+
+def _example_of_stand_in(shard: Tensor) -> Tensor:
+    """Make a fake stand-in for `shard`, which is fake, or a subclass with fake parts."""
+    part: Any = shard
+    while not isinstance(part, FakeTensor):
+        part = getattr(part, part.__tensor_flatten__()[0][0])
+    with part.fake_mode:
+        return extensions.stand_in(torch.empty(shard.shape, dtype=shard.dtype, device=shard.device))
+
+
+def _number_markers(
+    gm: fx.GraphModule,
+    known: dict[fx.Node, ShardedParam],
+    numbers: dict[ShardedParam, int],
+    staying: set[int],
+) -> None:
+    """Give each marker its parameter's number, and add those that are kept unsharded to `staying`.
+
+    Raises ValueError for a marker of something else than a parameter.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _UNSHARD:
+            shard = node.args[0]
+            source = shard.args[0] if _torch.is_to_local(shard) else shard
+            param = known.get(source)
+            if param is None:
+                raise ValueError(
+                    f"%{node.name} gathers %{source.name}, which is no parameter of the model"
+                )
+            _check_uses(node, param)
+            number = numbers.setdefault(param, len(numbers))
+            if asks_shard(node):
+                _spell_out(node, param, number)
+                continue
+            node.args = (*node.args[:-1], number)
+            if stays_whole(node):
+                staying.add(number)
+        for subgraph in _subgraphs(node):
+            inner = {
+                placeholder: known[operand]
+                for placeholder, operand in _operands(node, subgraph)
+                if operand in known
+            }
+            _number_markers(subgraph, inner, numbers, staying)
+            subgraph.recompile()
+
+
+def _spell_out(marker: fx.Node, param: ShardedParam, number: int) -> None:
+    """Replace `marker`, of an extended parameter, by a call that asks its shard what to gather."""
+    gather = extensions.spell_out(
+        param,
+        members_of(marker),
+        group_of(marker),
+        is_kept(marker),
+        number,
+        str(marker.kwargs["reduce"]),
+    )
+    with marker.graph.inserting_before(marker):
+        whole = marker.graph.call_function(gather, (marker.args[0],))
+    whole.meta = dict(marker.meta)
+    marker.replace_all_uses_with(whole)
+    marker.graph.erase_node(marker)
+
+
+def _check_uses(marker: fx.Node, param: ShardedParam) -> None:
+    """Raise ValueError for uses of a parameter that a marker's gathered copy doesn't allow."""
+    whole = marker.meta["example_value"]
+    if whole._version:
+        raise ValueError(
+            f"parameter {param.name} is written to in forward, where it is a gathered copy: write "
+            "to it outside of forward"
+        )
+    if param.param.requires_grad and not whole.requires_grad and _is_used_with_grad(marker):
+        raise ValueError(
+            f"parameter {param.name} is read under torch.no_grad() and used outside of it: read "
+            "it where it is used"
+        )
+
+
+def _is_used_with_grad(marker: fx.Node) -> bool:
+    enabled = False  # as it is at the marker
+    node = marker.next
+    while node.op != "output":
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif enabled and marker in node.all_input_nodes:
+            return True
+        node = node.next
+    return False
+
+
+def _subgraphs(node: fx.Node) -> list[fx.GraphModule]:
+    """Graph modules that `node`, a higher-order op, calls."""
+    if node.op != "call_function" or node.graph.owning_module is None:
+        return []
+    found = []
+    for arg in node.all_input_nodes:
+        if arg.op == "get_attr":
+            value = getattr(node.graph.owning_module, str(arg.target), None)
+            if isinstance(value, fx.GraphModule):
+                found.append(value)
+    return found
+
+
+def _operands(node: fx.Node, subgraph: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of an input of `subgraph`, and the node that `node` passes for it.
+
+    The operands of a higher-order op are its last arguments, one a subgraph's input. None is
+    known of a subgraph that takes more than that: the backward of an autograd.Function.
+    """
+    placeholders = subgraph.graph.find_nodes(op="placeholder")
+    if len(placeholders) > len(node.args):
+        return []
+    passed = node.args[len(node.args) - len(placeholders) :]
+    return [
+        (placeholder, operand)
+        for placeholder, operand in zip(placeholders, passed, strict=True)
+        if isinstance(operand, fx.Node)
+    ]
+
+
+def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """Inputs of `user`'s subgraphs that stand for `node`; none if it has no subgraphs."""
+    return [
+        placeholder
+        for subgraph in _subgraphs(user)
+        for placeholder, operand in _operands(user, subgraph)
+        if operand is node
+    ]
+
+
+def _example_of_whole(param: ShardedParam) -> Tensor:
+    in_full = param.unit.asks_for_full_precision
+    member = param.unit.gathered_member(param, in_full_precision=in_full)
+    return torch.empty(member.size, dtype=member.dtype, device=param.device)
+
+
+def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
+    """Return `params` unsharded: those that are kept, and others gathered now.
+
+    The latter stay if their units are configured so.
+    """
+    units = list(dict.fromkeys(param.unit for param in params))
+    for unit in units:
+        unit.note_mode()
+        if unit.kept is None or unit.kept.is_stale:
+            unit.kept = Whole(unit)
+    whole = [unit.kept.tensors() for unit in units if unit.kept is not None]
+    of = dict(zip(units, whole, strict=True))
+    kept = [of[param.unit][param] for param in params]
+    for unit in units:
+        if unit.keeps_after_backward or unit.is_unsharded_by_user or unit.is_unordered:
+            continue
+        if in_recomputation():  # there may be another one in this backward
+            _torch.queue_backward_callback(functools.partial(_let_go, unit))
+        elif not in_checkpoint():  # else it is run again, by the same graph
+            _let_go(unit)
+    return kept
+
+
+def _let_go(unit: Unit) -> None:
+    """Drop the unsharded parameters kept for `unit`: only the step that runs now needs them."""
+    unit.kept = None
+    unit.describe()
+
+
+def _resolved(param: Tensor) -> ShardedParam:
+    sharded = resolve(param)
+    assert sharded is not None
+    return sharded
+
+
+def _input_for(param: Tensor, is_extended: bool) -> Tensor:
+    """Return what a graph takes for `param`: its shard, or the stand-in of an extended one.
+
+    Raises RuntimeError if it is extended, and was not when the graph was compiled, or the reverse.
+    """
+    shard = local_tensor(param)
+    if has_methods(shard) != is_extended:
+        raise RuntimeError(
+            f"parameter {_resolved(param).name} was given fsdp_pre_all_gather, or lost it, after "
+            "it was compiled: put such methods on before the first forward"
+        )
+    return extensions.stand_in(shard) if is_extended else shard
+
+
+def _shards(
+    params: list[Tensor], extended: list[bool], table: Table, units: list[Unit]
+) -> Sequence[Tensor]:
+    inputs = list(map(_input_for, params, extended))
+    if torch.is_grad_enabled() and any(param.requires_grad for param in params):
+        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, units, inputs, *params)
+        return shards
+    return inputs
+
+
+def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
+    """Dtype of the reduce, in which `.grad` is to stay; None if it gets the parameter's own."""
+    unit = sharded.unit
+    if not unit.mp.keep_low_precision_grads:
+        return None
+    in_full = unit.asks_for_full_precision
+    gathered = unit.gathered_member(sharded, in_full_precision=in_full).dtype
+    return unit.reduced_member(sharded, gathered).dtype
+
+
+class _LocalShards(torch.autograd.Function):
+    """Local tensors of all parameters at once; their gradients become DTensors on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: Table, units: list[Unit], inputs: list[Tensor], *params: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.table = table  # backward looks things up in it
+        ctx.use = Use(table.members, ctx)
+        for unit in units:
+            unit.uses.add(ctx.use)
+        ctx.sharded = [resolve(param) for param in params]
+        ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
+        ctx.kept_as = list(map(_kept_dtype, ctx.sharded))
+        ctx.set_materialize_grads(False)
+        shards = tuple(each.detach() for each in inputs)
+        ctx.mark_non_differentiable(
+            *(s for s, p in zip(shards, params, strict=True) if not p.requires_grad)
+        )
+        return shards
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.use.end()
+        for unit in ctx.table.units:
+            unit.shows_whole = False
+        left_out.note_backward()
+        ctx.table.root.backward_ran = True
+        for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
+            sharded.check_unwritten(stamp)
+        is_left = bool(reduce.units_that_wait) or ctx.table.root.is_unordered
+        handed_on: list[Tensor | None] = []
+        used: set[ShardedParam] = set()
+        leaves = (node for node, _ in ctx.next_functions)
+        for sharded, grad, leaf, kept_as in zip(
+            ctx.sharded, grads, leaves, ctx.kept_as, strict=True
+        ):
+            if sharded.is_withheld or grad is None:
+                sharded.is_withheld = False
+                is_left |= sharded.hooks.set_aside(sharded.param)  # they are for gradients
+                handed_on.append(None)
+                continue
+            if _torch.accumulates_gradient(leaf):
+                reduce.make_room(sharded)
+                used.add(sharded)
+            if kept_as is not None:  # exact: it was reduced in that dtype
+                sharded.param.grad_dtype, grad = kept_as, grad.to(kept_as)
+            handed_on.append(sharded.grad_from(grad))
+        if is_left:
+            # A nested backward, a reentrant checkpoint's, is not the end of the others' gradients.
+            units = {sharded.unit for sharded in ctx.sharded}
+            for owner in units if _torch.in_nested_backward() else {ctx.table.root}:
+                steps.close_compiled(owner)
+        for unit in {sharded.unit for sharded in used}:
+            reduce.fill_unused(unit, used)
+        return None, None, None, *handed_on

@@ -1,0 +1,281 @@
+"""Implementations of the ops of `passes/ir/ops.py`, on top of `comm/collectives.py`.
+
+Collectives and copies in flight are kept here, by the addresses of their tickets, until they are
+waited for. If an exception drops a ticket, its entry goes, too, and compute on a device waits for
+what is in flight, as its buffers are free from then on. No alias stands for a ticket.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoshard.passes.ir import groups, ops
+from autoshard.passes.ir.layout import part_of, read_members
+from autoshard.passes.ir.ops import library
+from autoshard.runtime.comm import collectives, copies
+from autoshard.runtime.comm.collectives import GroupedFlight, InFlight
+from autoshard.runtime.comm.copies import Copies
+from autoshard.runtime.comm.streams import on_all_reduce_stream
+from autoshard.runtime.compiled import extensions, reduce
+from autoshard.runtime.compiled.reduce import Flags, UnitReductions
+from autoshard.runtime.compiled.tables import look_up, table_at
+
+Flight = InFlight | GroupedFlight | UnitReductions | Copies
+
+
+@dataclass(frozen=True)
+class _Entry:
+    ticket: weakref.ref[Tensor]  # whose callback drops this
+    flight: Flight
+    keep: InFlight | None = None  # what it followed upon
+
+
+_in_flight: dict[int, _Entry] = {}
+
+
+def _unshard(
+    shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
+) -> Tensor:
+    (member,) = read_members(members)
+    shard = shard.detach().to(ops.flag(reduce, ops.FROM_HOST) or shard.device)
+    if groups.size(group) == 1:  # an op's output may not alias its input
+        return shard.to(member.dtype, copy=True)
+    return collectives.wait_gather(collectives.launch_gather([shard], (member,), group))[0]
+
+
+def _reduce_grad(
+    grad: Tensor,
+    members: str,
+    group: str,
+    param: int,
+    *,
+    table: Tensor | None = None,
+    outputs: Sequence[int] = (),
+) -> Tensor:
+    told = ops.show_outputs([outputs]) if outputs else ""
+    packed = _pack_grads([grad], members, group, 0, table, [param], told)
+    ticket = _launch_reduce(packed, members, group, 0)
+    if groups.replicate_part(group):
+        ticket = _all_reduce(ticket, members, group, 0)
+    (member,) = read_members(members)
+    shard = _wait_reduce(ticket, members, group, 0)[0]
+    return shard.cpu() if member.on_host else shard
+
+
+def _cut(whole: Tensor, members: str, group: str) -> Tensor:
+    (member,) = read_members(members)
+    return part_of(whole, member, groups.shards(group), groups.shard_rank(group))
+
+
+def _before_gather(
+    shard: Tensor, pieces: str, metadata: str, param: int, *, table: Tensor | None = None
+) -> list[Tensor]:
+    (owner,) = look_up(table, [param])
+    return extensions.answer(owner, pieces, metadata)
+
+
+def _hold_grad(
+    grad: Tensor,
+    members: str,
+    group: str,
+    param: int,
+    *,
+    table: Tensor | None = None,
+    outputs: Sequence[int] = (),
+) -> Tensor:
+    known = table_at(table)
+    assert known is not None
+    has_grad = not known.lacks(outputs)
+    return reduce.hold(known[param], grad if has_grad else None, members, group, like=grad)
+
+
+def _to_device(shard: Tensor, device: str) -> Tensor:
+    return shard.detach().to(device, copy=True, non_blocking=True)
+
+
+def _to_host(shard: Tensor) -> Tensor:
+    return shard.detach().to("cpu", copy=True)
+
+
+def _launch_load(shards: list[Tensor], device: str, bucket: int) -> Tensor:
+    return _copy_ticket(copies.launch_load(shards, torch.device(device)))
+
+
+def _wait_load(ticket: Tensor, shards: list[Tensor], device: str, bucket: int) -> list[Tensor]:
+    return _redeem_copy(ticket).wait_on_device()
+
+
+def _launch_store(shards: list[Tensor], bucket: int) -> Tensor:
+    return _copy_ticket(copies.launch_store(shards))
+
+
+def _wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tensor]:
+    return _redeem_copy(ticket).wait_on_host()
+
+
+def _launch_gather(
+    tensors: list[Tensor],
+    members: str,
+    group: str,
+    bucket: int,
+    copies: bool = False,
+    grouped: bool = False,
+) -> Tensor:
+    launch = collectives.launch_grouped_gather if grouped else collectives.launch_gather
+    flight = launch(tensors, read_members(members), group, copies=copies, bucket=bucket)
+    return _ticket(flight, tensors[0])
+
+
+def _wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
+    flight = _take(ticket)
+    assert isinstance(flight, (InFlight, GroupedFlight))
+    return collectives.wait_gather(flight)
+
+
+def _pack_grads(
+    tensors: list[Tensor],
+    members: str,
+    group: str,
+    bucket: int,
+    table: Tensor | None = None,
+    params: Sequence[int] = (),
+    outputs: str = "",
+) -> Tensor:
+    known, parts = table_at(table), read_members(members)
+    owners = [] if known is None else [known[number] for number in params]
+    dtype, grads = parts[0].dtype, list(tensors)
+    sources = ops.read_outputs(outputs)
+    has = [known is None or not known.lacks(each) for each in sources]
+    if not reduce.is_plain(owners):
+        is_there = has or [True] * len(grads)
+        there = [grad if its else None for grad, its in zip(grads, is_there, strict=True)]
+        reductions = UnitReductions(there, owners, dtype)  # packed and launched one by one
+        return _ticket(reductions, tensors[0])
+    flags = None
+    if sources:
+        flags = Flags.of(owners, sources, has)
+        parts = (*parts, flags.member(dtype, groups.shards(group)))
+    reduce.add_pending(owners, grads, dtype)
+    if flags is not None:
+        grads.append(flags.tensor(dtype, tensors[0].device, groups.shards(group)))
+    packed = collectives.pack_grads(
+        grads,
+        parts,
+        groups.shard_part(group),
+        divisor=_mean(group).before,
+        is_last=not groups.replicate_part(group),
+        bucket=bucket,
+        names=[owner.name for owner in owners],
+        flags=flags,
+    )
+    return _ticket(packed, tensors[0])
+
+
+def _launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
+    flight = _redeem(ticket)
+    if isinstance(flight, InFlight):
+        flight = collectives.launch_reduce(flight)
+    return _ticket(flight, ticket)
+
+
+def _all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
+    flight = _redeem(ticket)
+    if isinstance(flight, UnitReductions):
+        flight.advance()
+        return _ticket(flight, ticket)
+    with on_all_reduce_stream(ticket.device, after_compute=not flight.work):
+        launched = collectives.launch_all_reduce(flight.wait(), groups.replicate_part(group))
+    # What the other stream reads must outlive it: until the all-reduce is waited for.
+    return _ticket(launched, ticket, keep=flight)
+
+
+def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
+    flight = _redeem(ticket)
+    if isinstance(flight, UnitReductions):
+        return flight.wait(ticket, members, group)
+    flight = flight.wait()
+    shards = collectives.split_reduced(flight, divisor=_mean(group).after)
+    if flight.flags is not None:
+        flight.flags.withhold(shards.pop())
+    return shards
+
+
+def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tensor:
+    ticket = like.new_empty(1, dtype=torch.uint8)
+    address = ticket.data_ptr()
+    is_on_host = ticket.device.type == "cpu"
+    dropped = weakref.ref(ticket, lambda _: _drop(address, is_on_host=is_on_host))
+    _in_flight[address] = _Entry(dropped, flight, keep)
+    return ticket
+
+
+def _drop(address: int, *, is_on_host: bool) -> None:
+    entry = _in_flight.pop(address, None)
+    if entry is None:
+        return
+    if isinstance(entry.flight, Copies):  # their tickets are the host's, wherever they go
+        entry.flight.wait_on_device()
+    elif is_on_host:
+        return  # a host's collectives hold on to their buffers themselves
+    elif isinstance(entry.flight, UnitReductions):
+        entry.flight.abandon()
+    else:
+        entry.flight.wait()
+
+
+def _redeem(ticket: Tensor) -> InFlight | UnitReductions:
+    flight = _take(ticket)
+    assert isinstance(flight, (InFlight, UnitReductions))
+    return flight
+
+
+def _copy_ticket(begun: Copies) -> Tensor:
+    return _ticket(begun, torch.empty(0))
+
+
+def _redeem_copy(ticket: Tensor) -> Copies:
+    flight = _take(ticket)
+    assert isinstance(flight, Copies)
+    return flight
+
+
+def _take(ticket: Tensor) -> Flight:
+    try:
+        entry = _in_flight.pop(ticket.data_ptr())
+    except KeyError:
+        raise RuntimeError(
+            "a wait found no launch for its ticket: the graph waits twice for one launch, "
+            "or an exception dropped what was in flight"
+        ) from None
+    return entry.flight
+
+
+def _mean(group: str) -> collectives.Division:
+    return collectives.division(groups.size(group))
+
+
+for _name, _kernel in (
+    ("unshard", _unshard),
+    ("reduce_grad", _reduce_grad),
+    ("cut", _cut),
+    ("before_gather", _before_gather),
+    ("hold_grad", _hold_grad),
+    ("to_device", _to_device),
+    ("to_host", _to_host),
+    ("launch_load", _launch_load),
+    ("wait_load", _wait_load),
+    ("launch_store", _launch_store),
+    ("wait_store", _wait_store),
+    ("launch_gather", _launch_gather),
+    ("wait_gather", _wait_gather),
+    ("pack_grads", _pack_grads),
+    ("launch_reduce", _launch_reduce),
+    ("all_reduce", _all_reduce),
+    ("wait_reduce", _wait_reduce),
+):
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")

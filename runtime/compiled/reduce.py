@@ -1,0 +1,237 @@
+"""Reduces of compiled graphs, with the user's settings of units.
+
+Compiled code launches a bucket, goes on to its all-reduce, and waits for it, as
+planned. Mostly that is one collective, and there is no setting to follow. If a unit of the
+bucket has hooks, a number to divide by, or gradients that wait, each unit's are a `Reduction` as
+in the eager runtime, taken through the same three steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoshard import _torch
+from autoshard.passes.ir import ops
+from autoshard.passes.ir.layout import Member, read_members
+from autoshard.runtime.unit import reduce, uses
+from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.reduce import Reduction
+from autoshard.runtime.unit.unit import Unit
+
+
+def is_plain(owners: Sequence[ShardedParam]) -> bool:
+    """Tell whether the reduce of these parameters is one collective for a mean.
+
+    It is if no setting of the user's concerns it, and no gradient of theirs has to wait for another
+    use of them in this backward.
+    """
+    units = {owner.unit for owner in owners}
+    if not all(unit.reducer.is_plain for unit in units):
+        return False
+    return not (any(map(uses.may_repeat, units)) and any(map(_comes_again, owners)))
+
+
+def _comes_again(owner: ShardedParam) -> bool:
+    """Tell whether another use of `owner` than the one whose code runs now is still to come."""
+    return uses.num_to_come(owner) > 1
+
+
+def add_pending(owners: Sequence[ShardedParam], grads: list[Tensor], dtype: torch.dtype) -> None:
+    """Add to `grads` what came before in this backward, and what waited for it from earlier ones.
+
+    The latter only for a gradient that goes to `.grad`.
+    """
+    for index, owner in enumerate(owners):
+        if owner.arriving is not None:
+            joined = reduce.take_arrived(owner, grads[index], dtype)
+            assert joined is not None
+            grads[index] = joined
+        if owner.pending is not None and _is_accumulated(owner):
+            total = reduce.take_pending(owner, grads[index], dtype)
+            assert total is not None
+            grads[index] = total
+
+
+def hold(
+    owner: ShardedParam, grad: Tensor | None, members: str, group: str, *, like: Tensor
+) -> Tensor:
+    """Let `grad`, if there is one, wait. Returns a stand-in for its shard.
+
+    If `torch.autograd.grad` asks for it, it does not wait, and its shard is returned.
+    like: a tensor on the device of gradients.
+    Raises RuntimeError if the parameter has hooks for after its gradient is accumulated.
+    """
+    (member,) = read_members(members)
+    if _is_handed_out(owner):
+        reductions = UnitReductions([grad], [owner], member.dtype)
+        return reductions.wait(like, members, group)[0]
+    if _is_accumulated(owner):
+        if not owner.unit.is_unordered:  # else it waits for the end of this backward alone
+            owner.unit.check_may_wait()
+        _hold(owner, grad, member.dtype)
+    owner.is_withheld = True
+    return ops.nothing(like, members, group)[0]
+
+
+def _hold(owner: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> None:
+    """Let `grad` wait for a later backward, or for further gradients of `owner` in this one."""
+    if _comes_again(owner):
+        if grad is not None:
+            reduce.arrive(owner, grad, dtype, is_borrowed=True)
+        return
+    has_arrived = owner.arriving is not None
+    grad = reduce.take_arrived(owner, grad, dtype)
+    if grad is not None:
+        reduce.hold(owner, grad, dtype, is_borrowed=not has_arrived)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of a bucket: which gradients this rank really has, of those that some backwards lack.
+
+    They travel as the bucket's last member, a number each, summed like the rest; see
+    [Note: gradients that are not there] in unit/reduce.py.
+    """
+
+    owners: tuple[ShardedParam, ...]
+    has_grad: tuple[bool, ...]
+
+    @staticmethod
+    def of(
+        owners: Sequence[ShardedParam], sources: Sequence[Collection[int]], has: Sequence[bool]
+    ) -> Flags:
+        """Make flags of those `owners` whose gradients come from some outputs only.
+
+        sources: of each, those outputs; none for all. has: whether there is a gradient of one.
+        """
+        pairs = [
+            (owner, is_there or _has_before(owner))
+            for owner, each, is_there in zip(owners, sources, has, strict=True)
+            if each
+        ]
+        return Flags(tuple(owner for owner, _ in pairs), tuple(is_there for _, is_there in pairs))
+
+    def member(self, dtype: torch.dtype, shards: int) -> Member:
+        """Member for all flags, to be sent to each of the ranks that sums go to."""
+        return Member(dtype, (len(self.owners) * shards,))
+
+    def tensor(self, dtype: torch.dtype, device: torch.device, shards: int) -> Tensor:
+        return reduce.flags_of(self.has_grad, dtype, device).repeat(shards)
+
+    def withhold(self, sums: Tensor) -> None:
+        """Note which parameters no rank has a gradient for. `sums`: of all ranks' flags.
+
+        A rank looks at them only where it has none itself: it need not wait for a device.
+        """
+        for owner, is_there, anywhere in zip(
+            self.owners, self.has_grad, sums.unbind(), strict=True
+        ):
+            owner.is_withheld = not is_there and anywhere.item() == 0
+
+
+def _has_before(owner: ShardedParam) -> bool:
+    """Tell whether a gradient of `owner` waits, of this backward or of one that reduced nothing."""
+    return reduce.arrived(owner) is not None or reduce.pending_of(owner) is not None
+
+
+class UnitReductions:
+    """Reductions of one bucket's gradients, unit by unit."""
+
+    def __init__(
+        self,
+        grads: Sequence[Tensor | None],
+        owners: Sequence[ShardedParam],
+        dtype: torch.dtype,
+    ) -> None:
+        self._owners = owners
+        self._reductions: list[Reduction] = []
+        by_unit: dict[tuple[Unit, bool], dict[ShardedParam, Tensor | None]] = {}
+        for owner, grad in zip(owners, grads, strict=True):
+            by_unit.setdefault((owner.unit, _is_handed_out(owner)), {})[owner] = grad
+        for (unit, handed_out), theirs in by_unit.items():
+            waiting = {} if handed_out else self._to_wait(unit, theirs)
+            for owner, whole in waiting.items():
+                if _is_accumulated(owner):
+                    _hold(owner, whole, dtype)
+            left = {owner: grad for owner, grad in theirs.items() if owner not in waiting}
+            if left:
+                self._launch(unit, left, dtype, handed_out=handed_out)
+
+    @staticmethod
+    def _to_wait(
+        unit: Unit, grads: dict[ShardedParam, Tensor | None]
+    ) -> dict[ShardedParam, Tensor | None]:
+        """Select those of `grads`, of `unit`, that are not reduced now."""
+        if not unit.reducer.syncs:
+            unit.check_may_wait()  # told to wait after forward
+            return grads
+        if not uses.may_repeat(unit):
+            return {}
+        return {owner: grad for owner, grad in grads.items() if _comes_again(owner)}
+
+    def _launch(
+        self,
+        unit: Unit,
+        grads: dict[ShardedParam, Tensor | None],
+        dtype: torch.dtype,
+        *,
+        handed_out: bool,
+    ) -> None:
+        wanted = {owner for owner in grads if handed_out or _is_accumulated(owner)}
+        if not handed_out:
+            for owner in wanted:
+                grads[owner] = reduce.take_arrived(owner, grads[owner], dtype)
+                grads[owner] = reduce.take_pending(owner, grads[owner], dtype)
+        reduction = Reduction(unit, grads, wanted, dtype, stands_alone=handed_out)
+        reduction.launch()
+        self._reductions.append(reduction)
+
+    def advance(self) -> None:
+        """Go on to the all-reduces, if there are to be any."""
+        for reduction in self._reductions:
+            reduction.advance()
+
+    def abandon(self) -> None:
+        """Wait for collectives that are in flight, and discard their results."""
+        for reduction in self._reductions:
+            reduction.abandon()
+
+    def wait(self, like: Tensor, members: str, group: str) -> list[Tensor]:
+        """Wait, and return this rank's parts of the gradients.
+
+        Gradients that wait still are zeros: a compiler may count on the strides of what a graph
+            waits
+        for.
+        """
+        parts: dict[ShardedParam, Tensor] = {}
+        for reduction in self._reductions:
+            parts.update(reduction.wait())
+        shards = ops.nothing(like, members, group)
+        for index, owner in enumerate(self._owners):
+            if owner in parts:
+                shards[index] = parts[owner].to(shards[index])  # its dtype, and where it is to be
+            else:
+                shards[index] = shards[index].contiguous()
+                owner.is_withheld = True
+        return shards
+
+
+def _is_handed_out(owner: ShardedParam) -> bool:
+    """Tell whether the running backward is a `torch.autograd.grad`, which leaves `.grad` alone."""
+    return _torch.in_backward() and _torch.returns_gradient(_leaf(owner))
+
+
+def _is_accumulated(owner: ShardedParam) -> bool:
+    """Tell whether the running backward will fill `.grad` of `owner`, or none is running.
+
+    It does not if `owner` is none of the inputs that the backward was given.
+    """
+    return not _torch.in_backward() or _torch.accumulates_gradient(_leaf(owner))
+
+
+def _leaf(owner: ShardedParam) -> object:
+    return torch.autograd.graph.get_gradient_edge(owner.param).node

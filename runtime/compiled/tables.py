@@ -1,0 +1,106 @@
+"""Tables of parameters for compiled code, which finds one by a number that travels as a tensor.
+
+A graph is the same on every rank, may come out of a cache, and runs all blocks that are alike,
+so that it can't name objects. It gets the number of a table as an input, saves it for backward
+as it saves shards, and hands it to reduces.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from autoshard.runtime.eager.access import root_of, unit_of
+from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.unit import Unit, listed
+
+_numbers = itertools.count()
+_tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
+
+
+class Table:
+    """Table of one model's parameters that a graph runs with; it keeps none of them alive.
+
+    tensor: i64[1], its number. On the host, where it is read.
+    unused_outputs: numbers of forward's outputs for which the running backward has no gradient.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._params = [weakref.ref(param) for param in params]
+        self._root: Callable[[], Unit | None] = lambda: None
+        number = next(_numbers)
+        self.tensor = torch.tensor([number])
+        self.unused_outputs: frozenset[int] = frozenset()
+        _tables[number] = self
+
+    def __getitem__(self, index: int) -> ShardedParam:
+        param = self._params[index]()
+        assert param is not None
+        return param
+
+    @property
+    def root(self) -> Unit:
+        """Unit of the outermost module that the parameters are in."""
+        known = self._root()
+        if known is None or not known.is_root:
+            known = unit_of(root_of(self[0]))
+            assert known is not None
+            self._root = weakref.ref(known)
+        return known
+
+    @functools.cached_property
+    def members(self) -> weakref.WeakSet[ShardedParam]:
+        """Set of its parameters, to look one up among them."""
+        return weakref.WeakSet(self[number] for number in range(len(self._params)))
+
+    def lacks(self, outputs: Collection[int]) -> bool:
+        """Tell whether the running backward has no gradient for any of `outputs`.
+
+        Not if these are none.
+        """
+        return bool(outputs) and self.unused_outputs.issuperset(outputs)
+
+    @property
+    def units(self) -> list[Unit]:
+        """Units that the parameters are in."""
+        return list(dict.fromkeys(self[number].unit for number in range(len(self._params))))
+
+    @functools.cached_property
+    def where(self) -> str:
+        """Names of their units, as ranks compare them."""
+        return listed([unit.name for unit in self.units])
+
+    def is_of(self, params: Sequence[ShardedParam]) -> bool:
+        """Tell whether it is a table of these parameters, in this order."""
+        return all(own() is param for own, param in zip(self._params, params, strict=True))
+
+
+class Tables:
+    """Tables of one graph: one for each block that it runs."""
+
+    def __init__(self) -> None:
+        self._by_ids: dict[tuple[int, ...], Table] = {}
+
+    def of(self, params: Sequence[ShardedParam]) -> Table:
+        """Return the table of these parameters, made when they are first met."""
+        key = tuple(map(id, params))
+        table = self._by_ids.get(key)
+        if table is None or not table.is_of(params):  # ids are used again
+            table = self._by_ids[key] = Table(params)
+        return table
+
+
+def table_at(table: Tensor | None) -> Table | None:
+    """Return the table of that number; None if there is none, in a graph by itself."""
+    return None if table is None else _tables[int(table.item())]
+
+
+def look_up(table: Tensor | None, params: Sequence[int]) -> list[ShardedParam]:
+    """Return the parameters at `params` in the table of that number; none if there is no table."""
+    known = table_at(table)
+    return [] if known is None else [known[number] for number in params]

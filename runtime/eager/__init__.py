@@ -1,0 +1,1 @@
+"""The eager runtime: reads gather, autograd reduces."""

@@ -1,0 +1,465 @@
+"""Access is gather: reading a parameter in forward gives the unsharded parameter.
+
+A sharded module's class is replaced by a subclass with one property per parameter.
+The property reads the module's DTensor and answers by where it is read:
+
+    under torch.compile     autoshard::unshard(local shard): a marker for the passes
+    in a forward, eagerly   the gathered parameter, from the open step
+    anywhere else           the DTensor itself, so `init.normal_(m.weight)`,
+                            `SGD([m.weight])` and printing see the parameter
+
+The subclasses hold no module's state (which parameter, which policy): that stays on
+the module, so modules of one class can be sharded differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoshard import _torch
+from autoshard.errors import UsageTypeError
+from autoshard.runtime.eager import outside
+from autoshard.runtime.eager import step as steps
+from autoshard.runtime.unit import precision
+from autoshard.runtime.unit.param import ShardedParam, find
+from autoshard.runtime.unit.unit import UNIT, Unit
+from autoshard.runtime.unit.unit import unit_of as unit_of
+
+PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: ShardedParam}
+
+heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that head a unit."""
+
+whole_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Heads of units inside `full_params()`: they have plain parameters there, and open no step."""
+
+_classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref.WeakKeyDictionary()
+
+
+def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
+    """Register `param` at `module.attribute`, so that a read of it in forward gathers it."""
+    module._parameters[attribute] = param.param
+    bound = module.__dict__.setdefault(PARAMS, {})
+    bound[attribute] = param
+    param.places.append((module, attribute))
+    param.tell_places()
+    _set_class(module, mixins=())
+
+
+def head(module: nn.Module, unit: Unit, mixin: type) -> None:
+    """Make `module` the head of `unit`: hooks on its forward begin and end the unit's use."""
+    module.__dict__[UNIT] = unit
+    heads.add(module)
+    _torch.enter_contract(module)
+    _set_class(module, mixins=(mixin,))
+    module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_after_forward, always_call=True)
+    module.register_state_dict_post_hook(precision.keep_buffer_dtypes)
+
+
+def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
+    """Yield the pairs of `named`, with the unsharded copy of each parameter that has one now."""
+    for name, param in named:
+        sharded = None if _asks_for_shards.get() else find(param)
+        stands_there = sharded is not None and sharded.param is param
+        yield name, steps.registered(sharded) if sharded and stands_there else param
+
+
+_asks_for_shards: ContextVar[bool] = ContextVar("_asks_for_shards", default=False)
+
+
+@contextlib.contextmanager
+def as_sharded() -> Iterator[None]:
+    """Have `named_parameters()` of modules give sharded parameters in this context.
+
+    It does so whatever is gathered.
+    """
+    token = _asks_for_shards.set(True)
+    try:
+        yield
+    finally:
+        _asks_for_shards.reset(token)
+
+
+def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """List the names and parameters of `module` and below, each once, as optimizers train them."""
+    with as_sharded():
+        return list(module.named_parameters())
+
+
+def root_of(param: ShardedParam) -> nn.Module:
+    """Return the outermost sharded module that `param` is in."""
+    wanted = param.places[0][0]
+    around = [head for head in heads if any(each is wanted for each in head.modules())]
+    return max(around, key=lambda head: sum(1 for _ in head.modules()))
+
+
+def original_class(module: nn.Module) -> type:
+    """Return the class that the user wrote, behind the subclass that sharding has made."""
+    cls = type(module)
+    original: type = cls.__dict__.get("_autoshard_original", cls)
+    return original
+
+
+def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
+    original = original_class(module)
+    mixins = mixins or type(module).__dict__.get("_autoshard_mixins", ())
+    names = tuple(module.__dict__.get(PARAMS, {}))
+    made = _classes.setdefault(original, {})
+    key = (names, mixins)
+    if key not in made:
+        made[key] = _make_class(original, names, mixins)
+    module.__class__ = made[key]
+
+
+def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]) -> type:
+    namespace: dict[str, Any] = {name: _make_property(name) for name in names}
+    if issubclass(original, nn.RNNBase):
+        # It caches its parameters in a list at construction; forward reads that list.
+        namespace["_flat_weights"] = property(_read_flat_weights, _ignore_flat_weights)
+    namespace.update(
+        _autoshard_original=original,
+        _autoshard_mixins=mixins,
+        __module__=original.__module__,
+        __qualname__=original.__qualname__,
+        __doc__=original.__doc__,
+        _apply=_make_apply(original),
+        _load_from_state_dict=_make_load(original),
+        __deepcopy__=_refuse_deepcopy,
+        __reduce_ex__=_refuse_pickle,
+    )
+    return type(original.__name__, (*mixins, original), namespace)
+
+
+def _make_apply(original: type) -> Callable[..., nn.Module]:
+    def apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Convert `module`, as `to()` does, and follow its dtype before a forward is traced.
+
+        A forward may convert a module to the dtype that it has. Parameters are left alone then:
+        torch would put new tensors into those that autograd knows already.
+        """
+        if _changes_nothing(module, convert):
+            if recurse:
+                for child in module.children():
+                    child._apply(convert)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = convert(buffer)
+            return module
+        result = original._apply(module, convert, recurse)  # type: ignore[attr-defined]
+        for sharded in module.__dict__.get(PARAMS, {}).values():
+            sharded.refresh()
+        return result
+
+    return apply
+
+
+def _changes_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> bool:
+    """Tell whether `convert` gives back each of `module`'s own parameters, all of them sharded."""
+    for param in module._parameters.values():
+        if param is not None:
+            if not isinstance(param, DTensor):
+                return False
+            with torch.no_grad():
+                shard = param.to_local()
+                if convert(shard) is not shard:
+                    return False
+    return True
+
+
+def _make_load(original: type) -> Callable[..., None]:
+    def load(module: nn.Module, state: Any, prefix: str, *rest: Any, **named: Any) -> None:
+        errors: list[str] = named["error_msgs"] if "error_msgs" in named else rest[-1]
+        before = dict(module._parameters)
+        original._load_from_state_dict(module, state, prefix, *rest, **named)  # type: ignore[attr-defined]
+        for attribute in module.__dict__.get(PARAMS, {}):
+            loaded = module._parameters.get(attribute)
+            if isinstance(before.get(attribute), DTensor) and not isinstance(loaded, DTensor):
+                module._parameters[attribute] = before[attribute]
+                errors.append(
+                    f"parameter {prefix}{attribute} is sharded, and what was to be assigned is "
+                    "not: load it with torch.distributed.checkpoint.state_dict."
+                    "set_model_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+                )
+
+    return load
+
+
+def _make_property(name: str) -> property:
+    def read(module: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return _read_eagerly(module, name)
+        # What follows is traced at every read: most of them need one tuple. (`module.__dict__`
+        # would have all that is in it traced.)
+        param = module._parameters[name]
+        if not isinstance(param, DTensor):
+            return param
+        asked = module._autoshard_asked[name]
+        if asked is None:
+            return _read_with_care(param, module.__dict__[PARAMS][name])
+        members, group, keep, reduce = asked
+        return torch.ops.autoshard.unshard(
+            param.to_local(), members, group, keep, -1, reduce=reduce
+        )
+
+    _torch.skip_code(read.__code__)
+    return property(read)
+
+
+def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
+    """Give the marker, under torch.compile, of a parameter for which there is more to ask.
+
+    That is one with tensor parallelism, or whose dtype follows eval mode.
+    """
+    in_full = sharded.follows_mode and sharded.unit.asks_for_full_precision
+    members, group, keep, reduce = sharded.asked_in_full if in_full else sharded.asked
+    whole = torch.ops.autoshard.unshard(param.to_local(), members, group, keep, -1, reduce=reduce)
+    return whole if sharded.tp is None else sharded.tp.wrap(whole)
+
+
+@_torch.disable
+def _read_eagerly(module: nn.Module, name: str) -> Any:
+    if _torch.in_functorch():
+        with _torch.outside_functorch():
+            return _read(module, name)
+    return _read(module, name)
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    """Read a parameter of `module` eagerly; what it gives is at the top of this file."""
+    try:
+        param = module._parameters[name]
+    except KeyError:
+        raise AttributeError(
+            f"{type(module).__name__!r} object has no attribute {name!r}"
+        ) from None
+    if not isinstance(param, DTensor):
+        return param  # deleted and set again, or put there by functional_call
+    sharded: ShardedParam = module.__dict__[PARAMS][name]
+    step = steps.open_step()
+    if step is not None:
+        return step.read(sharded)
+    if _torch.in_backward():
+        return steps.step_in_backward(sharded.unit).read_in_backward(sharded)
+    late = _late_step(sharded.unit)
+    if late is not None:
+        return late.read(sharded)
+    if sharded.unit.is_unsharded_by_user:
+        return steps.read_unsharded(sharded)
+    late = _step_for_method(module, sharded)
+    if late is not None:
+        return late.read(sharded)
+    outside.note_read(sharded.name)
+    return param
+
+
+@dataclass
+class _LateForward:
+    """Forward for which no hook has opened a step.
+
+    It had begun when its model was sharded, or modules of the model are called by another method
+    of it, or by themselves.
+    """
+
+    frame: FrameType
+    units: frozenset[Unit]
+    step: steps.Step
+
+
+_late: list[_LateForward] = []
+
+
+def began_before(root: nn.Module) -> bool:
+    """Have reads gather in a forward of `root` that began before `root` was sharded.
+
+    Returns whether there is such a forward. That is so when Dynamo gave up on the root's frame and
+    met the backend further in.
+    """
+    frame: FrameType | None = sys._getframe()
+    outermost = None
+    before_forward = nn.Module._wrapped_call_impl.__code__  # calls what was compiled, first of all
+    while frame is not None:
+        if frame.f_locals.get("self") is root and frame.f_code is not before_forward:
+            outermost = frame
+        frame = frame.f_back
+    if outermost is None or unit_of(root) is None:
+        return False
+    _open_late(root, outermost)
+    return True
+
+
+def _open_late(root: nn.Module, frame: FrameType) -> steps.Step:
+    """Open a step for what `frame` reads of `root`, which heads a unit."""
+    unit = unit_of(root)
+    assert unit is not None
+    units = frozenset(filter(None, map(unit_of, root.modules())))
+    step = steps.Step(unit)
+    step.opened_in = frame
+    _late.append(_LateForward(frame, units, step))
+    return step
+
+
+def _step_for_method(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
+    """Open a step for a read in a method other than the forward of what is sharded.
+
+    The read is in the forward of `module`, or of a module around it. The step stays open for as
+    long as the outermost method of the model runs. None where nothing computes, as in a function
+    that initialises.
+    """
+    reader = None
+    outermost = None
+    inside: set[nn.Module] = set()
+    root = module
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module):
+            if reader is None and code is nn.Module._call_impl.__code__:
+                if not any(each is module for each in owner.modules()):
+                    return None
+                reader, root = owner, root_of(sharded)
+                inside = set(root.modules())
+            if reader is not None and owner in inside:
+                outermost = frame
+        frame = frame.f_back
+    return None if outermost is None else _open_late(root, outermost)
+
+
+def _late_step(unit: Unit) -> steps.Step | None:
+    _close_late()
+    return next((late.step for late in _late if unit in late.units), None)
+
+
+def _close_late() -> None:
+    """Close the steps of late forwards whose frames have returned."""
+    if not _late:
+        return
+    frames = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.add(frame)
+        frame = frame.f_back
+    for late in list(_late):
+        if late.frame not in frames:
+            _late.remove(late)
+            late.step.opened_in = None
+            late.step.close()
+
+
+def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        unit: Unit = module.__dict__[UNIT]
+        return precision.cast_inputs(unit, args, kwargs, in_full=unit.asks_for_full_precision)
+    return _enter(module, args, kwargs)
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    if torch.compiler.is_compiling():
+        unit: Unit = module.__dict__[UNIT]
+        return precision.cast_output(unit, output)
+    return _leave(module, output)
+
+
+@_torch.disable
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if module in whole_heads:
+        _refuse_training(module)
+        return args, kwargs
+    _close_late()
+    unit: Unit = module.__dict__[UNIT]
+    unit.note_mode()
+    steps.enter(unit)
+    precision.cast_buffers(unit)
+    return precision.cast_inputs(unit, args, kwargs, in_full=unit.computes_in_full_precision)
+
+
+@_torch.disable
+def _leave(module: nn.Module, output: Any) -> Any:
+    if module in whole_heads:
+        return output
+    unit: Unit = module.__dict__[UNIT]
+    outside.explain(sys.exc_info()[1])  # of a forward that failed
+    steps.leave(unit)
+    output = precision.cast_output(unit, output)
+    if steps.open_step() is None:
+        outside.watch_output(output)
+    return output
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Have `module.name(...)`, a method other than `forward`, gather parameters as forward does.
+
+    A module that heads no unit is left alone. Raises ValueError if it heads one and has no such
+    method.
+    """
+    if unit_of(module) is None:
+        return
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} does not have a method {name!r}")
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _enter(module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = _leave(module, output)
+        return output
+
+    module.__dict__[name] = call
+
+
+def _refuse_training(module: nn.Module) -> None:
+    if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):
+        unit: Unit = module.__dict__[UNIT]
+        raise RuntimeError(
+            f"the forward of {type(module).__name__} (unit {unit.name!r}) was called inside "
+            "full_params(), where gradients would be lost: call it under torch.no_grad(), or "
+            "outside of full_params()"
+        )
+
+
+def _read_flat_weights(rnn: Any) -> list[Any]:
+    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+
+def _ignore_flat_weights(rnn: Any, value: list[Any]) -> None:
+    """Ignore what `nn.RNNBase` assigns to its cache of parameters; ours is made on reading."""
+
+
+def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
+    raise UsageTypeError(
+        f"{type(module).__name__} is sharded and can't be deep-copied: build another one and load "
+        "this one's state_dict() into it. For an average of weights (EMA, AveragedModel), "
+        "copy.deepcopy() the model before it is sharded, shard the copy alike, and update "
+        "the copy's parameters from this one's under torch.no_grad()"
+    )
+
+
+def _refuse_pickle(module: nn.Module, protocol: Any) -> Any:
+    raise TypeError(
+        f"{type(module).__name__} is sharded and can't be pickled: save its state_dict() with "
+        "torch.distributed.checkpoint"
+    )
+
+
+# These run in frames of their own where a forward runs eagerly. Were Dynamo to compile
+# such a frame by itself, `is_compiling()` would be true in it and the hook would do
+# nothing, for ever; skipped, it is still traced when a compiled forward calls it.
+for _function in (_read_with_care, _before_forward, _after_forward, _read_flat_weights):
+    _torch.skip_code(_function.__code__)

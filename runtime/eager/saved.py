@@ -1,0 +1,250 @@
+"""Saved-tensor hooks: what autograd keeps for backward while a step is open.
+
+They replace a view of a gathered parameter by a `_SavedView`: which parameter, which strides.
+Unpacking gathers the unit again and makes the view anew; memory that stays unsharded after forward
+is `Held` meanwhile, and gathered again only if the unit is resharded.
+Nothing resizes storages, and nothing hangs on outputs. Hooks of the user's that were there
+before (as of `save_on_cpu`) still get every other tensor. With hooks, autograd leaves it to
+them to find writes to what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autoshard import _torch
+from autoshard.runtime.unit.param import ShardedParam, Stamp, local_tensor
+
+if TYPE_CHECKING:
+    from autoshard.runtime.eager.step import Step
+    from autoshard.runtime.unit.unit import Unit
+    from autoshard.runtime.unit.unsharded import Whole
+
+
+@dataclass(frozen=True)
+class Source:
+    """Owner of a storage's memory: the parameter, and which of its `Whole.sources` it is."""
+
+    param: ShardedParam
+    index: int
+    dtype: torch.dtype
+
+
+class Sources:
+    """Storages of unsharded parameters that are gathered now, each with its `Source`."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, Source] = {}
+
+    def add(self, whole: Whole) -> None:
+        """Add the storages of `whole`, but for those of shards themselves (in a world of one)."""
+        for param, tensors in whole.sources().items():
+            own = {_storage(each) for each in _plain_tensors(param.shard)}
+            for index, tensor in enumerate(tensors):
+                if tensor.numel() and _storage(tensor) not in own:
+                    self._by_storage[_storage(tensor)] = Source(param, index, tensor.dtype)
+
+    def remove(self, whole: Whole) -> None:
+        for tensors in whole.sources().values():
+            for tensor in tensors:
+                self._by_storage.pop(_storage(tensor), None)
+
+    def of(self, tensor: Tensor) -> Source | None:
+        """Find the owner of the memory of `tensor`, which is no subclass."""
+        source = self._by_storage.get(_storage(tensor))
+        return source if source is not None and source.dtype == tensor.dtype else None
+
+    def clear(self) -> None:
+        self._by_storage = {}
+
+
+class Held:
+    """Memory of an unsharded parameter that stays from forward to backward.
+
+    What autograd saved of it holds this, and lets go of it as backward goes on.
+    """
+
+    def __init__(self, step: Step, unit: Unit, memory: Tensor) -> None:
+        self.memory: Tensor | None = memory
+        self._step, self._unit = step, unit
+        unit.held.add(self)
+
+    def free(self) -> None:
+        """Let go of the memory; backward is to gather it again."""
+        if self.memory is not None:
+            self.memory = None
+            self._step.needs_again(self._unit)
+
+
+class _Regathered:
+    """Object kept in place of a tensor whose memory is a gathered parameter's."""
+
+    def unpack(self) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _SavedView(_Regathered):
+    """View of a gathered parameter, to be made again from a new gather."""
+
+    step: Step
+    source: Source
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    stamp: Stamp  # of the parameter: the values that forward saw
+    spec: Any  # of the DTensor that was saved, if it was one
+    version: int
+    held: Held | None = None
+
+    def unpack(self) -> Tensor:
+        param = self.source.param
+        memory = None if self.held is None else self.held.memory
+        if memory is None:
+            param.check_unwritten(self.stamp)
+            memory = self.step.gather_again(param.unit).sources()[param][self.source.index]
+        else:
+            _check_version(memory, self.version)
+        local = memory.as_strided(self.size, self.stride, self.offset)
+        return local if self.spec is None else _torch.dtensor_of_spec(local, self.spec)
+
+
+@dataclass(frozen=True)
+class _SavedSubclass(_Regathered):
+    """Tensor subclass around such views, as all-gather extensions may make them."""
+
+    kind: Any
+    parts: dict[str, Any]  # each a tensor or `_Regathered`
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def unpack(self) -> Tensor:
+        inner = {
+            name: part.unpack() if isinstance(part, _Regathered) else part
+            for name, part in self.parts.items()
+        }
+        made: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        return made
+
+
+@dataclass(frozen=True)
+class _SavedOther:
+    """Tensor that is no gathered parameter's, and the version that it had."""
+
+    tensor: Tensor
+    version: int
+
+    def unpack(self) -> Tensor:
+        _check_version(self.tensor, self.version)
+        return self.tensor
+
+
+def _check_version(tensor: Tensor, expected: int) -> None:
+    """Raise RuntimeError, as autograd would, if `tensor` was written to since it was saved."""
+    if tensor._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: a {tensor.dtype} tensor of size {list(tensor.shape)} is at "
+            f"version {tensor._version}, expected version {expected}; write to a copy of it"
+        )
+
+
+def _pack(step: Step, tensor: Tensor) -> Any:
+    """Return what autograd keeps instead of `tensor`: itself, or how to gather it again."""
+    if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # as checked
+        parts = {name: _pack(step, getattr(tensor, name)) for name in names}
+        if not any(isinstance(part, _Regathered) for part in parts.values()):
+            return tensor
+        return _SavedSubclass(type(tensor), parts, context, tensor.size(), tensor.stride())
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    source = step.sources.of(local)
+    if source is None:
+        return tensor
+    held = None
+    if source.param.unit.reshards:
+        step.needs_again(source.param.unit)
+    else:
+        held = step.hold(source)
+    return _SavedView(
+        step,
+        source,
+        local.size(),
+        local.stride(),
+        int(local.storage_offset()),
+        source.param.stamp,
+        tensor._spec if isinstance(tensor, DTensor) else None,
+        # A part of a subclass counts versions of its own: the memory is what is looked at again.
+        local._version if held is None or held.memory is None else held.memory._version,
+        held,
+    )
+
+
+def push_hooks(step: Step) -> bool:
+    """Have autograd keep what `_pack` makes of tensors; returns whether that is needed.
+
+    It is not in a checkpoint, in backward, or in a transform of torch.func.
+    """
+    outer = _torch.saved_tensors_hooks_on_top()
+    # A checkpointed block is run again in backward, parameters and all, and what that
+    # second forward saves is wanted at once: neither is gathered a second time.
+    # torch.func takes no hooks: what it saves of parameters is theirs until backward is over.
+    if in_checkpoint() or _torch.in_backward() or _torch.in_functorch():
+        return False
+
+    def pack(tensor: Tensor) -> Any:
+        packed = _pack(step, tensor)
+        if isinstance(packed, _Regathered):
+            return packed
+        return _SavedOther(tensor, tensor._version) if outer is None else outer[0](tensor)
+
+    def unpack(saved: Any) -> Tensor:
+        tensor: Tensor
+        step.begin_backward()
+        if outer is None or isinstance(saved, _Regathered):
+            tensor = saved.unpack()
+        else:
+            tensor = outer[1](saved)
+        return tensor
+
+    # Autograd calls these, inside compiled code too: Dynamo is to leave them alone.
+    _torch.push_saved_tensors_hooks(_torch.disable(pack), _torch.disable(unpack))
+    return True
+
+
+def in_checkpoint() -> bool:
+    """Tell whether what runs now does so inside a non-reentrant checkpoint."""
+    hooks = _torch.saved_tensors_hooks_on_top()
+    return hooks is not None and _torch.is_checkpoint_hook(hooks[0])
+
+
+def in_recomputation() -> bool:
+    """Tell whether what runs now is run again by a non-reentrant checkpoint."""
+    hooks = _torch.saved_tensors_hooks_on_top()
+    return hooks is not None and _torch.is_recomputation_hook(hooks[0])
+
+
+def pop_hooks() -> None:
+    """Remove the hooks of the latest `push_hooks` that returned True."""
+    _torch.pop_saved_tensors_hooks()
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield `tensor`, or the tensors that a subclass is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # as checked
+            yield from _plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,137 @@
+"""Tokens: what autograd sees of a unit.
+
+Unsharded parameters come and go, several times in one step, but a unit must be reduced
+once. So autograd gets, per unit and step, *tokens*: tensors with the shape of the unsharded
+parameters and the memory of one element.
+
+    parameters -> _Reduce -> anchor -> _Collect -> tokens -> _Attach -> gathered parameters
+
+`_Attach` ties gathered data to a token, and passes gradients through. However often the
+unit is gathered or used, autograd sums the gradients at the token, in the order in which
+it would for an unsharded parameter, and runs `_Collect.backward` once, when the last is
+in. That only takes them: for as long as it runs autograd holds what it was handed, and
+to hold unsharded gradients beside the buffers that they are copied into is the peak of a
+step. `_Reduce.backward`, which comes next, reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoshard import _torch
+from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.unit import Unit
+from autoshard.runtime.unit.uses import Use
+
+if TYPE_CHECKING:
+    from autoshard.runtime.eager.step import Grads, Step
+    from autoshard.runtime.unit.unsharded import Lent
+
+
+class Tokens:
+    """Tokens of `unit`, one for each trainable parameter; their gradients end in `step.reduce`.
+
+    lent: unsharded parameters that forward left there, to be read before backward.
+
+    The graph holds them, by the nodes that attach to them, and the step only weakly: it is
+    held by the graph itself, and the two would keep each other alive for ever.
+    """
+
+    def __init__(self, step: Step, unit: Unit) -> None:
+        trainable = [param for param in unit.params if param.param.requires_grad]
+        grads: Grads = {}
+        # Where tokens are: autograd runs a node in the thread of its outputs' device.
+        device, params = trainable[0].device, (param.param for param in trainable)
+        anchor = _torch.apply(_Reduce, step, unit, grads, device, *params)
+        made = _torch.apply(_Collect, anchor, unit, trainable, grads)
+        self._tokens = dict(zip(trainable, made, strict=True))
+        self.use = Use(set(trainable), made[0].grad_fn)
+        unit.uses.add(self.use)
+        self.lent: Lent | None = None
+
+    def free(self) -> None:
+        """Stop lending parameters. Raises RuntimeError if one that was lent was written to."""
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            lent.check_unwritten()
+
+    def will_reduce(self) -> bool:
+        """Tell whether the running backward will reduce the unit."""
+        first = next(iter(self._tokens.values()))
+        return _torch.will_run(first.grad_fn)
+
+    def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
+        """Return `data`, gathered, with its gradient going to the token of `param`."""
+        attached: Tensor = _torch.apply(_Attach, self._tokens[param], data, self)
+        return attached
+
+
+class _Collect(torch.autograd.Function):
+    """Autograd function whose forward makes a unit's tokens, and whose backward takes gradients.
+
+    Its backward is run when all of the tokens' gradients are in.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, unit: Unit, trainable: list[ShardedParam], grads: Grads
+    ) -> tuple[Tensor, ...]:
+        ctx.trainable, ctx.grads, ctx.device = trainable, grads, anchor.device
+        ctx.set_materialize_grads(False)
+        members = [(param, unit.gathered_member(param)) for param in trainable]
+        return tuple(
+            torch.empty((1,) * len(m.size), dtype=m.dtype, device=param.device).expand(m.size)
+            for param, m in members
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.grads.update(zip(ctx.trainable, grads, strict=True))
+        return torch.empty(0, device=ctx.device), None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Autograd function whose backward reduces the gradients that `_Collect` has taken."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: Step, unit: Unit, grads: Grads, device: torch.device, *params: Tensor
+    ) -> Tensor:
+        ctx.step, ctx.unit, ctx.grads = step, unit, grads
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _anchor: Tensor) -> tuple[Any, ...]:
+        leaves, trainable = [node for node, _ in ctx.next_functions], list(ctx.grads)
+        returned = _select(trainable, map(_torch.returns_gradient, leaves))
+        if returned:  # torch.autograd.grad(): `.grad` is none of its business
+            parts = ctx.step.reduce_now(ctx.unit, ctx.grads, returned)
+            handed_out = (p.grad_from(parts[p]) if p in parts else None for p in trainable)
+            return None, None, None, None, *handed_out
+        wanted = _select(trainable, map(_torch.accumulates_gradient, leaves))
+        ctx.step.reduce(ctx.unit, ctx.grads, wanted)
+        return (None,) * (4 + len(trainable))
+
+
+def _select(params: list[ShardedParam], chosen: Iterable[bool]) -> set[ShardedParam]:
+    return {param for param, is_chosen in zip(params, chosen, strict=True) if is_chosen}
+
+
+class _Attach(torch.autograd.Function):
+    """Autograd function that gives the gathered data, with its gradient going to the token."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, data: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None

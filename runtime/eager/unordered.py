@@ -1,0 +1,39 @@
+"""Models of which each rank may run different parts: `strict_order=False`.
+
+A rank that leaves a layer out (layerdrop), or takes another branch than others (experts that are
+modules, a head for its own task), gathers and reduces less than they do, and in another order. What
+is sent must match, so here nothing is sent where it is wanted:
+
+    a forward begins   all units of the model are gathered, in the order of its modules
+    backward ends      all are reduced, in that order, with zeros for what this rank did not reach
+
+In between every rank goes its way. Unsharded parameters stay from forward to the end of backward,
+and unsharded gradients until then: the memory of replicas, but for optimizer states and what is
+kept between steps. All ranks must still call the model, and backward, alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoshard.runtime.unit.unit import Unit, units_below
+from autoshard.runtime.unit.unsharded import Whole
+
+
+def gather_all(root: Unit) -> None:
+    """Begin to gather all units of `root`'s model that are not gathered; they stay so."""
+    for unit in units_below(root):
+        if unit.kept is None or unit.kept.is_stale:
+            unit.kept = Whole(unit)
+
+
+def drop_all(units: Iterable[Unit]) -> None:
+    """Drop what `gather_all` has gathered, unless the user has asked for it.
+
+    Raises RuntimeError if it was written to.
+    """
+    for unit in units:
+        if unit.is_unordered and unit.kept is not None and not unit.is_unsharded_by_user:
+            unit.kept.check_unwritten()
+            unit.kept.drop()
+            unit.kept = None

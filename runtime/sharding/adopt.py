@@ -1,0 +1,211 @@
+"""Form of one line: shard a plain model in place, and move its optimizers over.
+
+A compiled module is sharded at its first call (`first_call.py`). Where a function was
+compiled, the backend gets a graph over plain parameters, finds the modules that hold
+them, shards those, and has Dynamo trace the frame again. A DTensor can't take over a
+Parameter's identity, so optimizers built before are moved to the new parameters.
+
+[Note: parameters from before sharding]
+What may still hold an old parameter, and what becomes of it:
+- a `torch.optim.Optimizer`: rebound here, and checked before each of its steps;
+- another object with a `step` method: an error here;
+- a list of the user's own (for clipping, or an average of weights): it can't be found for
+  certain, so any use of an old parameter is an error from then on (`_StaleParameter`), unless
+  the model was sharded in the middle of a forward, which may still be using it;
+- a graph of autograd's, if a part of forward ran before the first frame was compiled:
+  the gradient that arrives at the old parameter is reduced into the new one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard import _torch
+from autoshard.runtime.eager import access
+from autoshard.runtime.sharding.shard import shard
+from autoshard.runtime.training.optimizers import check_owners, live_optimizers, rebind_optimizers
+from autoshard.runtime.unit.param import ShardedParam, find, is_ignored
+from autoshard.runtime.unit.reduce import Reduction
+
+
+def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
+    """Parameters among the inputs of a captured graph that are neither sharded nor ignored."""
+    return [
+        value
+        for value in example_inputs
+        if isinstance(value, nn.Parameter)
+        and not isinstance(value.data, DTensor)
+        and find(value) is None
+        and not is_ignored(value)
+    ]
+
+
+def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
+    """Shard the model that `params`, read by a captured graph, belong to.
+
+    Returns whether anything was sharded: not if the model was sharded explicitly
+    before, and these are parameters that the user left out.
+    Raises RuntimeError if a parameter belongs to no module that was compiled, or if an
+    optimizer holds one that can't be moved.
+    """
+    adopted = [adopt_module(root, shard_arguments) for root in _find_roots(params)]
+    return any(adopted)
+
+
+def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
+    """Shard `root` and move its optimizers over; returns whether it was sharded.
+
+    It is not if it, a part of it, or a module around it is sharded already. Unless a forward of
+    `root` is running, nothing needs the old parameters any more: any use of one is an error
+    from now on.
+    """
+    if access.unit_of(root) is not None:  # also one without parameters
+        return False
+    before = dict(access.named_sharded(root))
+    if any(find(param) is not None for param in before.values()):
+        return False
+    optimizers = live_optimizers()
+    check_owners(root, before, optimizers)
+    shard(root, **shard_arguments)
+    found = {param: find(param) for param in before.values()}  # None: it is ignored
+    moved = {param: sharded for param, sharded in found.items() if sharded is not None}
+    rebind_optimizers(optimizers, moved)
+    for old, sharded in moved.items():
+        _forward_late_gradient(old, sharded)
+    if not access.began_before(root):
+        for old in moved:
+            old.__class__ = _StaleParameter
+    return True
+
+
+def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
+    """Find the compiled modules that hold `params`: one, or several that a function calls.
+
+    Raises RuntimeError if a parameter is in none.
+    """
+    missing = dict.fromkeys(params)
+    roots: list[nn.Module] = []
+    for candidate in (*_compiled_modules(), *_running_modules(), *_modules_in_scope()):
+        held = [param for param in candidate.parameters() if param in missing]
+        if held:
+            roots.append(candidate)
+            for param in held:
+                missing.pop(param, None)
+    if missing:
+        sizes = ", ".join(str(list(param.shape)) for param in missing)
+        raise RuntimeError(
+            f"the compiled code reads parameters of size {sizes} that belong to no module which "
+            "was compiled: compile the module that holds them, or shard it with autoshard.shard()"
+        )
+    return roots
+
+
+def _compiled_modules() -> list[nn.Module]:
+    """Modules given to torch.compile whose call is on the stack, outermost first."""
+    found: dict[nn.Module, None] = {}
+    for frame in _stack():
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            found[module._orig_mod] = None
+        elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
+            found[module] = None
+    return list(found)
+
+
+def _running_modules() -> list[nn.Module]:
+    """Modules whose call is on the stack, outermost first: a compiled function called them."""
+    return [
+        frame.f_locals["self"]
+        for frame in _stack()
+        if frame.f_code is nn.Module._call_impl.__code__
+    ]
+
+
+def _stack() -> list[FrameType]:
+    """Frames of Python's stack, outermost first."""
+    frames = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def _modules_in_scope() -> list[nn.Module]:
+    """Modules that the frame being traced can name, those with the most modules inside first."""
+    local, outer = _torch.traced_scope()
+    found = _modules_in((*local.values(), *outer.values()))
+    return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
+
+
+def modules_named_by(function: Any) -> list[nn.Module]:
+    """Modules that `function` can name, by its globals, closure and defaults, or is bound to."""
+    code = getattr(function, "__code__", None)
+    outer = getattr(function, "__globals__", {})
+    named = [outer.get(name) for name in code.co_names] if code is not None else []
+    return list(_modules_in((function, *named, *(getattr(function, "__defaults__", None) or ()))))
+
+
+def _modules_in(values: Iterable[Any]) -> dict[nn.Module, None]:
+    """Modules among `values`, or that a function among them is bound to or closes over."""
+    found: dict[nn.Module, None] = {}
+    for value in values:
+        for each in (value, getattr(value, "__self__", None), *_closure(value)):
+            if isinstance(each, nn.Module):
+                found[each] = None
+    return found
+
+
+def _closure(value: Any) -> Iterable[Any]:
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+
+
+class _StaleParameter(nn.Parameter):
+    """Parameter from before sharding, which the model no longer reads: any use of it raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stale = next((each for each in args if type(each) is _StaleParameter), None)
+        sharded = find(stale)
+        name = sharded.name if sharded is not None else "a parameter"
+        raise RuntimeError(
+            f"{name} is used ({getattr(func, '__name__', func)}) through its parameter from before "
+            "sharding, which the model no longer reads: take parameters from model.parameters() "
+            "after the first call, or call autoshard.shard(model) before making lists of them"
+        )
+
+
+def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
+    """Reduce a gradient that arrives at `old` into `sharded`.
+
+    See [Note: parameters from before sharding].
+    """
+    if not old.requires_grad:
+        return
+    stamp = sharded.stamp
+
+    def forward(param: nn.Parameter) -> None:
+        if sharded.stamp != stamp:
+            raise RuntimeError(
+                f"{sharded.name} was read through its parameter from before sharding, after the "
+                "first update: read it from the module, or call autoshard.shard(model) first"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, param.grad = param.grad, None
+        assert grad is not None
+        reduction = Reduction(sharded.unit, {sharded: grad}, {sharded}, sharded.member.dtype)
+        reduction.launch()
+        reduction.accumulate()
+
+    old.register_post_accumulate_grad_hook(forward)

@@ -1,0 +1,179 @@
+"""First call of what `torch.compile(..., backend="autoshard")` returns: it shards the module.
+
+The backend itself is only called if Dynamo captures a graph, and then in the middle of
+a forward. A model that Dynamo captures nothing of (a recurrent network, say) would run
+unsharded, each rank for itself, without a message. So a compiled module is sharded when
+it is first called, before its forward begins; graphs come after that. Of a compiled
+function the modules in its graphs are sharded. Others that it can name are an error if an
+optimizer steps them unsharded, as are compiled modules that were never called.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from autoshard import _torch
+from autoshard.runtime.comm.mesh import world_size
+from autoshard.runtime.eager import access, outside
+from autoshard.runtime.sharding.adopt import adopt_module, modules_named_by
+from autoshard.runtime.sharding.sharded_module import ShardedModule
+from autoshard.runtime.training.optimizers import uncalled_modules, watch_optimizers
+from autoshard.runtime.training.state_dict_names import keep_names
+from autoshard.runtime.unit.precision import cast_buffers, units_that_cast
+from autoshard.runtime.unit.unit import Unit, unit_of
+
+ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""The backend's options, checked, as the arguments of `shard()`."""
+
+num_graphs = 0  # compiled so far, of those that read sharded parameters
+
+
+def watch_first_calls(read_options: ReadOptions) -> None:
+    """Have modules that are compiled with autoshard from now on sharded at their first call.
+
+    read_options: makes arguments of `shard()` of the backend's options.
+    """
+
+    def wrap(fn: Any, compiled: Any, options: dict[str, Any]) -> Any:
+        arguments = read_options(options)
+        if isinstance(compiled, nn.Module):
+            keep_names(compiled)  # its forward comes here too, as a method
+            return compiled
+        owner = getattr(fn, "__self__", None) or getattr(fn, "__wrapped__", None)
+        if isinstance(owner, nn.Module):
+            return _sharding_first(owner, compiled, arguments)
+        return _expecting_a_graph(fn, compiled)
+
+    _torch.watch_compile("autoshard", wrap)
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and world_size() > 1:
+        warnings.warn(
+            "TORCHDYNAMO_DISABLE=1 switches torch.compile off, and with it the sharding of models "
+            "by it: call autoshard.shard(model), or set TORCH_COMPILE_DISABLE=1 instead, which "
+            "leaves the eager runtime",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
+    _offer_methods(module, arguments)
+    uncalled_modules.add(module)  # an optimizer that steps it uncalled is told so
+    watch_optimizers()
+    pending = True
+    casting: list[Unit] = []
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal pending
+        if pending:
+            adopt_module(module, arguments)
+            uncalled_modules.discard(module)
+            casting.extend(units_that_cast(module))
+            pending = False
+        for unit in casting:  # Dynamo looks at dtypes before it runs any hook
+            cast_buffers(unit)
+        try:
+            return compiled(*args, **kwargs)
+        except RuntimeError as error:
+            outside.explain(error)
+            raise
+
+    return call
+
+
+_METHODS = [
+    name
+    for name, its in vars(ShardedModule).items()
+    if name[0] != "_" and callable(its) and not hasattr(nn.Module, name)
+]
+
+_arguments: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Arguments of `shard()` for each module that its first call, of whatever method, shards."""
+
+_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+
+def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Give `module`, to be sharded at its first call, the methods of `ShardedModule` now.
+
+    The first call, of the module or of such a method, shards it.
+    """
+    if access.PARAMS in module.__dict__ or unit_of(module) is not None:
+        return  # it is sharded, or a part of what is
+    _arguments[module] = arguments
+    original = access.original_class(module)
+    if original not in _classes:
+        _classes[original] = _class_with_methods(original)
+    module.__class__ = _classes[original]
+
+
+def _class_with_methods(original: type) -> type:
+    namespace: dict[str, Any] = {name: _sharding_method(name) for name in _METHODS}
+    namespace.update(
+        _autoshard_original=original,
+        __module__=original.__module__,
+        __qualname__=original.__qualname__,
+        __doc__=original.__doc__,
+        __reduce_ex__=_reduce_as_original,
+    )
+    return type(original.__name__, (original,), namespace)
+
+
+def _sharding_method(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(ShardedModule, name))
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        adopt_module(module, _arguments[module])
+        if unit_of(module) is None:
+            raise RuntimeError(
+                f"{type(module).__name__} was compiled with autoshard, and a part of it is sharded "
+                f"already, so that it heads no unit and has no {name}(): call fully_shard on the "
+                "whole model, too, before it is compiled"
+            )
+        return getattr(module, name)(*args, **kwargs)
+
+    return method
+
+
+def _reduce_as_original(module: nn.Module, protocol: Any) -> Any:
+    """Reduce `module` to the class that the user wrote, for copies and pickles.
+
+    They are not sharded at a call.
+    """
+    original: Any = access.original_class(module)
+    _, _, *rest = original.__reduce_ex__(module, protocol)
+    return (_empty, (original,), *rest)
+
+
+def _empty(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _expecting_a_graph(fn: Any, compiled: Any) -> Any:
+    pending = True
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal pending
+        before = num_graphs
+        result = compiled(*args, **kwargs)
+        if pending:
+            uncalled_modules.update(modules_named_by(fn))
+            watch_optimizers()
+        if pending and num_graphs == before:
+            warnings.warn(
+                f"Dynamo captured no model in {compiled.__qualname__}: autoshard has sharded "
+                "nothing in it; compile the model itself, or call autoshard.shard(model) first",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        pending = False
+        return result
+
+    return call

@@ -1,0 +1,335 @@
+"""Preparation of a model for sharding: parts that are left out, the device, the first values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime.comm.mesh import Axes
+from autoshard.runtime.eager import access
+from autoshard.runtime.ranks.agreement import compare_lines
+from autoshard.runtime.unit.param import find, is_ignored, local_tensor
+
+SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Modules and parameters that the user wants left alone.
+
+    They are not sharded, moved or cast, and take part in no collective.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    params: frozenset[nn.Parameter] = frozenset()
+
+
+def find_ignored(
+    model: nn.Module, modules: Iterable[nn.Module] | None, params: Iterable[nn.Parameter] | None
+) -> Ignored:
+    """Find `modules` with all modules inside, their parameters, and `params`.
+
+    Parameters are ignored wherever else they are. Modules sharded before stay what they are. Raises
+    TypeError for what is no iterable of modules or parameters, ValueError for a module that is
+    sharded.
+    """
+    subtrees: dict[nn.Module, None] = {}
+    for top in _iterate(modules, nn.Module, "ignored_modules"):
+        if access.unit_of(top) is not None:
+            raise ValueError(
+                f"ignored_modules has {type(top).__name__}, which is sharded already: leave it "
+                "out, or ignore it before it is sharded"
+            )
+        if top is model:
+            warnings.warn(
+                f"ignored_modules has {type(model).__name__} itself: nothing of it is sharded",
+                UserWarning,
+                stacklevel=3,
+            )
+        subtrees.update(dict.fromkeys(_subtree(top)))
+    found = set(_iterate(params, nn.Parameter, "ignored_params"))
+    for module in subtrees:
+        found.update(p for p in module._parameters.values() if p is not None)
+    return Ignored(frozenset(subtrees), frozenset(found))
+
+
+def _subtree(top: nn.Module) -> Iterable[nn.Module]:
+    """`top` and the modules inside, down to those that are sharded."""
+    yield top
+    for child in top.children():
+        if access.unit_of(child) is None:
+            yield from _subtree(child)
+
+
+def _iterate(given: Any, kind: type, what: str) -> list[Any]:
+    noun = f"torch.nn.{kind.__name__}s"
+    if given is None:
+        return []
+    if not isinstance(given, Iterable) or isinstance(given, (nn.Module, Tensor)):
+        raise TypeError(f"{what} should be an iterable of {noun}, not {type(given).__name__}")
+    items = list(given)
+    for item in items:
+        if not isinstance(item, kind):
+            raise TypeError(
+                f"{what} should be an iterable of {noun}, but has one {type(item).__name__}"
+            )
+    return items
+
+
+def unsharded(
+    modules: Iterable[nn.Module], ignored: Ignored = Ignored()
+) -> dict[nn.Parameter, str]:
+    """Parameters below `modules` that are neither sharded nor ignored, with their first names."""
+    several: dict[nn.Parameter, str] = {}
+    for number, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if find(param) is None and param not in ignored.params and not is_ignored(param):
+                several.setdefault(param, name if number == 0 else f"{number}.{name}")
+    return several
+
+
+def check_parameters(modules: tuple[nn.Module, ...], ignored: Ignored, *, moves: bool) -> None:
+    """Raise ValueError for parameters on several devices, or with gradients already.
+
+    moves: whether they are moved to one device anyway.
+    """
+    what = type(modules[0]).__name__
+    devices: dict[torch.device, str] = {}
+    for param, name in unsharded(modules, ignored).items():
+        devices.setdefault(param.device, name)
+        if param.grad is not None:
+            raise ValueError(
+                f"parameter {name} of {what} has a gradient from before sharding, which is this "
+                "rank's own: call zero_grad() first"
+            )
+    kinds = {device.type for device in devices}
+    if len(devices) > 1 and not (moves and "meta" not in kinds and len(kinds - {"cpu"}) <= 1):
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"the parameters of {what} are on several devices ({where}): move them to one, for "
+            "example with module.to(device), before sharding, or pass device_id"
+        )
+
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def check_embeddings(modules: tuple[nn.Module, ...], ignored: Ignored) -> None:
+    """Raise an error for embeddings that can't be sharded.
+
+    It is a ValueError for one that writes to its weight in forward, a NotImplementedError for one
+    whose gradient is sparse.
+    """
+    left = {id(param) for param in unsharded(modules, ignored)}
+    for top in modules:
+        for path, module in top.named_modules():
+            if not isinstance(module, _EMBEDDINGS) or id(module.weight) not in left:
+                continue
+            where = f"{path or 'the module'} ({type(module).__name__})"
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"{where} has max_norm={module.max_norm}: it renormalises in forward the rows "
+                    "that a rank has looked up, and ranks would drift apart; build it without, and "
+                    "renormalise after the optimizer's step, inside model.full_params()"
+                )
+            if module.sparse and module.weight.requires_grad:
+                raise NotImplementedError(
+                    f"{where} has sparse=True: its gradient is sparse, which can't be reduced; "
+                    "build it with sparse=False, or freeze its weight"
+                )
+
+
+def check_device_id(device_id: object) -> None:
+    """Raise TypeError unless `device_id` is an int, a device, or None."""
+    if device_id is None:
+        return
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
+        raise TypeError(
+            f"device_id should be an int or a torch.device, not {type(device_id).__name__}"
+        )
+
+
+def resolve_device(device_id: int | torch.device | None, mesh_device: torch.device) -> torch.device:
+    """Return this rank's device on the mesh; `device_id`, if given, has to name it.
+
+    Raises ValueError if it names another, TypeError if it is neither an int nor a device.
+    """
+    check_device_id(device_id)
+    if device_id is None:
+        return mesh_device
+    if isinstance(device_id, int):
+        device = torch.device(mesh_device.type, device_id)
+    elif device_id.index is None and device_id.type not in ("cpu", "meta"):
+        warnings.warn(
+            f"device_id {device_id} has no index: the current device, {mesh_device}, is used; "
+            "call set_device() with this rank's, or pass an index",
+            UserWarning,
+            stacklevel=3,
+        )
+        device = torch.device(device_id.type, mesh_device.index)
+    else:
+        device = device_id
+    if device != mesh_device and not (device.type == mesh_device.type == "cpu"):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise ValueError(
+            f"device_id {device} on rank {rank} is not its device on the mesh, {mesh_device}: pass "
+            "that one, or a mesh of the other device"
+        )
+    return mesh_device
+
+
+def move(modules: tuple[nn.Module, ...], device: torch.device, ignored: Ignored) -> None:
+    """Move parameters and buffers to `device`, but for ignored ones; those on meta stay there."""
+    for module in modules:
+        tensors: list[Tensor] = [*unsharded((module,), ignored)]
+        for each in module.modules():
+            if each not in ignored.modules:
+                tensors.extend(b for b in each._buffers.values() if b is not None)
+        for tensor in tensors:
+            if not (tensor.is_meta or isinstance(tensor, DTensor)) and tensor.device != device:
+                tensor.data = tensor.data.to(device)
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    ignored: Ignored,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """Allocate memory on `device` for parameters and buffers on meta, and give them first values.
+
+    Each module with some of its own is initialised by itself: by `param_init_fn(module)`,
+    which should fill that module's own tensors and not its children's, or else by its
+    `reset_parameters()`. Models whose tensors torchdistX defers are materialised by it.
+
+    Raises TypeError if `param_init_fn` is needed and can't be called; RuntimeError, naming
+    the module, if there is no way to initialise it.
+    """
+    if _materialize_deferred(model, ignored, param_init_fn):
+        return
+    for path, module in model.named_modules():
+        if module in ignored.modules or not _has_own_meta(module, ignored):
+            continue
+        if param_init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+            raise RuntimeError(
+                f"{path or 'the model'} ({type(module).__name__}) has parameters or buffers on the "
+                "meta device and no reset_parameters(): pass param_init_fn, or call "
+                "model.to_empty(device=...) and initialise them"
+            )
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(
+                "param_init_fn should be a function of a module, not "
+                f"{type(param_init_fn).__name__}"
+            )
+        if param_init_fn is not None:
+            param_init_fn(module)
+            if _has_own_meta(module, ignored):
+                _make_empty(module, device, ignored)
+                param_init_fn(module)
+        else:
+            _make_empty(module, device, ignored)
+            # Found callable above, which mypy can't know of a module's attribute.
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def _has_own_meta(module: nn.Module, ignored: Ignored) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None and t.is_meta and t not in ignored.params for t in own)
+
+
+def _make_empty(module: nn.Module, device: torch.device, ignored: Ignored) -> None:
+    """Allocate memory for the module's own meta tensors; ties to other modules are kept."""
+    for name, param in module._parameters.items():
+        if param is not None and param.is_meta and param not in ignored.params:
+            # Swapped in place, so that every module that has this parameter sees it.
+            made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+            torch.utils.swap_tensors(param, made)
+            assert module._parameters[name] is param
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _materialize_deferred(
+    model: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None
+) -> bool:
+    try:
+        # Optional, and mostly not there, mypy's environment included.
+        from torchdistx import deferred_init, fake  # type: ignore[import-not-found]
+    except ImportError:
+        return False
+    if not any(fake.is_fake(param) for param in unsharded((model,), ignored)):
+        return False
+    if param_init_fn is not None:
+        param_init_fn(model)
+    else:
+        deferred_init.materialize_module(
+            model, check_fn=lambda module: access.unit_of(module) is None
+        )
+    return True
+
+
+def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None:
+    """Overwrite every rank's parameters and buffers by those of the mesh's first rank.
+
+    One broadcast a dtype and SYNC_BUCKET_BYTES, each tensor sent once however it is tied:
+    over replicas first, then over shards.
+    Raises RuntimeError, naming the first that differs, if ranks would not send the same.
+    """
+    buffers = [b for m in model.modules() if m not in ignored.modules for b in m.buffers(False)]
+    found = dict.fromkeys((*unsharded((model,), ignored), *buffers))
+    local = {t: local_tensor(t) if isinstance(t, DTensor) else t for t in found}
+    sent = {t: _unexpanded(its.detach()) for t, its in local.items() if not its.is_meta}
+    sent = {t: its for t, its in sent.items() if its.numel()}
+    names = {
+        tensor: f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
+    about = [f"{names[t]} {its.dtype} {list(its.shape)}" for t, its in sent.items()]
+    compare_lines("model", "the model to shard", about, axes.mesh)
+    tensors = list(sent.values())
+    for axis in (axes.replicate, axes.shard):
+        if axis is None or axis.size() == 1:
+            continue
+        group = axis.get_group()
+        source = dist.get_global_rank(group, 0)
+        for bucket in _sync_buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.broadcast(flat, src=source, group=group)
+            pieces = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, piece in zip(bucket, pieces, strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """View `tensor` without elements that are copies: of an expanded dim, the first is left."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _sync_buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in same:
+            if bucket and size + tensor.nbytes > SYNC_BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        if bucket:
+            yield bucket

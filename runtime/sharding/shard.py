@@ -1,0 +1,573 @@
+"""`fully_shard`, `replicate` and `shard`: cut a model's parameters and put its modules in units."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autoshard import _torch
+from autoshard.errors import UnsupportedError, UsageError
+from autoshard.runtime.comm.mesh import (
+    Axes,
+    axes_by_name,
+    axes_of,
+    check_is_mesh,
+    default_mesh,
+    ensure_process_group,
+    mesh_device,
+    replicate_axes,
+    smaller_axes,
+)
+from autoshard.runtime.eager import access, outside
+from autoshard.runtime.ranks.watchdog import watch_as_told
+from autoshard.runtime.sharding import materialize
+from autoshard.runtime.sharding.find_units import (
+    find_units,
+    log_mixed_units,
+    override_mixed_precision,
+)
+from autoshard.runtime.sharding.materialize import Ignored
+from autoshard.runtime.sharding.sharded_module import ShardedModule
+from autoshard.runtime.sharding.wrap_policies import Overrides, Policy
+from autoshard.runtime.training.optimizers import watch_optimizers
+from autoshard.runtime.unit.param import IGNORED, ShardedParam, find, is_ignored, shard_parameter
+from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.unit.precision import ignore_buffers
+from autoshard.runtime.unit.unit import ROOT_NAME, Unit
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+else:
+    DataParallelMeshDims = getattr(fsdp, "DataParallelMeshDims", Any)  # since 2.13
+
+log = logging.getLogger(__name__)
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+"""Along which dim a parameter is cut; None is `Shard(0)`."""
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shard the parameters of `module` that no nested unit has, as one unit, in place.
+
+    Call bottom-up: blocks first, the whole model last. Parameters become DTensors of
+    their global size, sharded on dim 0 over `mesh`, scalars replicated; `requires_grad` and ties
+    are kept; buffers are left alone.
+
+    module: one module, or several that are gathered and reduced together.
+    mesh: 1-D; or 2-D, named, to replicate over its first axis and shard over its second
+        (HSDP); by default all ranks, on the accelerator if there is one. The default
+        process group is made from torchrun's environment if there is none.
+    reshard_after_forward: True frees unsharded parameters after forward and gathers them
+        again in backward; False keeps them until backward is over; None is True, but
+        False for the outermost module; an int, a factor of the number of ranks, keeps
+        shards over groups of so many neighbouring ranks, from which backward gathers.
+    shard_placement_fn: the dim along which a parameter is cut, as `Shard(dim)`. Dims other
+        than 0 must divide evenly.
+    mp_policy, offload_policy: in which dtypes the unit works, and where its shards live.
+    ignored_params: parameters to leave alone.
+    dp_mesh_dims: torch's `DataParallelMeshDims`, since 2.13: which axes of `mesh`, on which the
+        whole model lies, shard and replicate. Each parameter is a DTensor on `mesh`, replicated
+        over them. Several axes for one purpose are flattened into one.
+
+    Returns `module`, of a class that is also a `ShardedModule`.
+    Raises TypeError or ValueError, naming the module or parameter, for a container
+    without forward, a module sharded before, parameters on several devices, or another mesh;
+    NotImplementedError for a non-contiguous parameter.
+    """
+    modules = _check_modules(module, "fully_shard")
+    axes: Axes | None = None
+    if dp_mesh_dims is not None:
+        axes = _named_axes(mesh, dp_mesh_dims, reshard_after_forward)
+    elif mesh is not None:
+        axes = axes_of(mesh, "fully_shard")
+    ignored = materialize.find_ignored(modules[0], None, ignored_params)
+    _check_reshard(reshard_after_forward, axes)
+    materialize.check_parameters(modules, ignored, moves=False)
+    materialize.check_embeddings(modules, ignored)
+    ensure_process_group()
+    axes = axes or axes_of(default_mesh(), "fully_shard")
+    _make_unit(
+        modules,
+        axes=axes,
+        reshard_after_forward=reshard_after_forward if axes.shard is not None else False,
+        mp_policy=_read_mp_policy(mp_policy),
+        offload_policy=_read_offload_policy(offload_policy),
+        placement_fn=shard_placement_fn,
+        ignored=ignored,
+    )
+    return module
+
+
+def _named_axes(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims, reshard: bool | int | None
+) -> Axes:
+    if mesh is None:
+        raise ValueError("fully_shard got dp_mesh_dims, and no mesh: pass the mesh of all axes")
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise UnsupportedError(
+            f"reshard_after_forward={reshard} can't be had with dp_mesh_dims: pass True or False"
+        )
+    return axes_by_name(mesh, dims, "fully_shard")
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def replicate(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    device_id: int | torch.device | None = None,
+) -> Any:
+    """Make one unit of `module` with unsharded parameters on every rank, all-reduced in backward.
+
+    There is one all-reduce a unit. Otherwise it is like `fully_shard`.
+    mesh: 1-D; or 2-D of (replicate, shard) whose second axis has size 1.
+    device_id: this rank's device, to check it.
+
+    Raises as `fully_shard`, and ValueError for a module that `fully_shard` has sharded.
+    """
+    materialize.check_device_id(device_id)
+    modules = _check_modules(module, "replicate")
+    axes = None if mesh is None else replicate_axes(mesh, "replicate")
+    ignored = materialize.find_ignored(modules[0], None, ignored_params)
+    materialize.check_parameters(modules, ignored, moves=False)
+    materialize.check_embeddings(modules, ignored)
+    ensure_process_group()
+    axes = axes or replicate_axes(default_mesh(), "replicate")
+    materialize.resolve_device(device_id, mesh_device(axes.mesh))
+    _make_unit(
+        modules,
+        axes=axes,
+        reshard_after_forward=False,
+        mp_policy=_read_mp_policy(mp_policy),
+        offload_policy=_read_offload_policy(offload_policy),
+        placement_fn=None,
+        ignored=ignored,
+    )
+    return module
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def shard(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    policy: Policy | None = None,
+    strategy: str = "full_shard",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    device_id: int | torch.device | None = None,
+    sync_module_states: bool = True,
+    forward_prefetch: bool | int = True,
+    backward_prefetch: str | int | None = "pre",
+    limit_all_gathers: bool = True,
+    strict_order: bool = True,
+) -> nn.Module:
+    """Shard a model in one call, in place: find its units by a policy; the rest is the root's unit.
+
+    mesh: 1-D, or for the hybrid strategies 2-D and named (replicate, shard).
+    policy: which modules are units: one of `autoshard.wrap`, or a function of a module
+        that returns a bool. None takes the model's repeated blocks, or what Hugging
+        Face's `_no_split_modules` names. A `CustomPolicy` may return a strategy, or
+        arguments of `fully_shard`, for one unit.
+    strategy: "full_shard" (parameters, gradients and optimizer state; unsharded
+        parameters freed after forward), "shard_grad_op" (kept until backward),
+        "no_shard" (replicas), "hybrid_shard" and "hybrid_shard_zero2" (the first two
+        inside, replicas across).
+    mp_policy: dtypes. BatchNorm layers stay in full precision, as units of their own, and
+        `output_dtype` is that of the model.
+    offload_policy: where shards live.
+    ignored_modules, ignored_params: left alone, with all that is in those modules. Ranks
+        may ignore different ones as long as the rest agrees.
+    param_init_fn: fills the own parameters and buffers of a module that is on the meta
+        device; by default its `reset_parameters()` does.
+    device_id: this rank's device, to which the model is moved.
+    sync_module_states: broadcast the first rank's parameters and buffers first, so that
+        ranks that built the model from different seeds agree.
+    forward_prefetch: how many units to gather ahead in forward: True is one, False none.
+    backward_prefetch: "pre" gathers one unit ahead when the current one is gathered, "post"
+        when its gradients are in; None gathers nothing ahead; an int is so many as "pre".
+    limit_all_gathers: keep the host from running ahead of the device by more than two
+        gathers, and so from taking memory for them; a CPU is never ahead.
+
+    strict_order: False lets each rank run other parts of the model, or leave some out; see
+        `ShardedModule.set_strict_order`.
+
+    A unit may have frozen parameters beside trainable ones; which ones do is logged at INFO.
+
+    Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy, a mesh
+    that doesn't fit it, unknown overrides, or if a module of `model` is sharded already;
+    RuntimeError, naming the first parameter that differs, if `sync_module_states` finds another
+    model on another rank.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
+    _check_modules(model, "shard")
+    axes = None if mesh is None else _strategy_axes(strategy, mesh)
+    if mesh is None and strategy.startswith("hybrid"):
+        raise ValueError(
+            f"strategy {strategy!r} needs a 2D mesh of (replicate, shard): pass mesh="
+            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+        )
+    ahead = _prefetch(forward_prefetch, backward_prefetch)
+    precision = _read_mp_policy(mp_policy)
+    common = {"mp_policy": precision, "offload_policy": _read_offload_policy(offload_policy)}
+    ignored = materialize.find_ignored(model, ignored_modules, ignored_params)
+    materialize.check_parameters((model,), ignored, moves=device_id is not None)
+    materialize.check_embeddings((model,), ignored)
+    ensure_process_group()
+    axes = axes or _strategy_axes(strategy, default_mesh())
+    device = materialize.resolve_device(device_id, mesh_device(axes.mesh))
+    units = find_units(model, policy, ignored.modules)
+    if precision.param_dtype is not None:
+        units = override_mixed_precision(model, (_BatchNorm,), units, ignored.modules)
+    _check_overrides(model, units)
+    materialize.move((model,), device, ignored)
+    materialize.materialize(model, device, ignored, param_init_fn)
+    if sync_module_states:
+        materialize.sync_from_first_rank(model, axes, ignored)
+    units = {model: {}, **units}
+    for module, overrides in reversed(list(units.items())):  # children before parents
+        if module is not model:  # what modules inside hand on is computed with
+            own = dataclasses.replace(precision, output_dtype=None)
+            overrides = {"mp_policy": own, **overrides}
+        arguments = _unit_arguments({"strategy": strategy, **common, **overrides}, axes)
+        params = ignored.params | arguments.pop("ignored_params")
+        unit = _make_unit((module,), ignored=Ignored(ignored.modules, params), **arguments)
+        unit.forward_prefetch, unit.backward_prefetch, unit.prefetches_after_backward = ahead
+        unit.limits_gathers = limit_all_gathers
+        unit.is_by_fsdp2 = False
+    if not strict_order:
+        model.set_strict_order(False)  # type: ignore[operator]  # mixed in by now
+    ignore_buffers(set(ignored.modules))
+    log_mixed_units(model)
+    return model
+
+
+STRATEGIES: dict[str, bool | None] = {
+    "full_shard": None,
+    "shard_grad_op": False,
+    "no_shard": False,
+    "hybrid_shard": None,
+    "hybrid_shard_zero2": False,
+}
+"""Strategies, each with the `reshard_after_forward` that it stands for."""
+
+
+def _strategy_axes(strategy: str, mesh: DeviceMesh) -> Axes:
+    """Return the axes of `mesh` as `strategy` uses them. Raises ValueError if it doesn't fit."""
+    check_is_mesh(mesh, f"strategy {strategy!r}")
+    wanted = 2 if strategy.startswith("hybrid") else 1
+    if strategy == "no_shard":
+        return replicate_axes(mesh, 'strategy "no_shard"')
+    if mesh.ndim != wanted:
+        hint = "" if wanted == 2 else '; "hybrid_shard" takes a 2D one of (replicate, shard)'
+        raise ValueError(
+            f"strategy {strategy!r} expects a {wanted}D mesh but got a {mesh.ndim}D mesh "
+            f"{mesh}{hint}"
+        )
+    return axes_of(mesh, f"strategy {strategy!r}")
+
+
+_OVERRIDES = (
+    "strategy",
+    "mesh",
+    "reshard_after_forward",
+    "shard_placement_fn",
+    "mp_policy",
+    "offload_policy",
+    "ignored_params",
+)
+
+
+def _check_overrides(model: nn.Module, units: Mapping[nn.Module, Overrides]) -> None:
+    """Check overrides before anything is sharded: a strategy, or named arguments of `fully_shard`.
+
+    Raises ValueError or TypeError for others.
+    """
+    for path, module in model.named_modules():
+        overrides = units.get(module, {})
+        unknown = [key for key in overrides if key not in _OVERRIDES]
+        if unknown:
+            raise ValueError(
+                f"the policy returned {', '.join(map(repr, unknown))} for {path}, which "
+                f"fully_shard doesn't take; valid keys: {', '.join(_OVERRIDES)}"
+            )
+        _unit_arguments({"strategy": "full_shard", **overrides}, None)
+
+
+def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
+    """Make arguments of `_make_unit` from those of `fully_shard`, and a strategy.
+
+    axes: those of the whole model, which the strategy may use otherwise; None: only check.
+    """
+    given = dict(overrides)
+    strategy = given.pop("strategy")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
+    mesh = given.pop("mesh", None)
+    if mesh is not None:
+        axes = axes_of(mesh, "fully_shard")
+    elif axes is not None:
+        axes = _strategy_axes(strategy, axes.mesh)
+    reshard = given.pop("reshard_after_forward", STRATEGIES[strategy])
+    _check_reshard(reshard, axes)
+    return {
+        "axes": axes,
+        "reshard_after_forward": reshard,
+        "placement_fn": given.pop("shard_placement_fn", None),
+        "mp_policy": _read_mp_policy(given.pop("mp_policy", None)),
+        "offload_policy": _read_offload_policy(given.pop("offload_policy", None)),
+        "ignored_params": frozenset(given.pop("ignored_params", None) or ()),
+    }
+
+
+_FORWARD = "an int, True or False"
+_BACKWARD = 'an int, "pre", "post" or None'
+
+
+def _prefetch(forward: bool | int, backward: str | int | None) -> tuple[int, int, bool]:
+    """Return the units to gather ahead in forward, those in backward, and whether these come late.
+
+    Raises ValueError for other values than `shard()` takes.
+    """
+    if not isinstance(forward, int) or forward < 0:
+        raise ValueError(f"forward_prefetch is {forward!r}; expected {_FORWARD}")
+    if backward in ("pre", "post"):
+        return int(forward), 1, backward == "post"
+    if backward is None:
+        return int(forward), 0, False
+    if isinstance(backward, bool) or not isinstance(backward, int) or backward < 0:
+        raise ValueError(f"backward_prefetch is {backward!r}; expected {_BACKWARD}")
+    return int(forward), backward, False
+
+
+def _read_mp_policy(policy: Any) -> MixedPrecisionPolicy:
+    """Return `policy` as one of ours: that of torch's FSDP2 has the same fields, fewer of them.
+
+    Raises TypeError for something else.
+    """
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    fields = [f.name for f in dataclasses.fields(MixedPrecisionPolicy) if hasattr(policy, f.name)]
+    if "param_dtype" not in fields:
+        raise TypeError(f"mp_policy should be a MixedPrecisionPolicy, not {type(policy).__name__}")
+    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in fields})
+
+
+def _read_offload_policy(policy: Any) -> OffloadPolicy:
+    if policy is None:
+        return OffloadPolicy()
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    if type(policy).__name__ == "CPUOffloadPolicy":
+        return CPUOffloadPolicy(pin_memory=bool(policy.pin_memory))
+    if type(policy).__name__ == "OffloadPolicy":
+        return OffloadPolicy()
+    raise TypeError(f"offload_policy should be an OffloadPolicy, not {type(policy).__name__}")
+
+
+ARGUMENT_CHECKS: dict[str, Callable[[Any], object]] = {
+    "mp_policy": _read_mp_policy,
+    "offload_policy": _read_offload_policy,
+    "forward_prefetch": lambda value: _prefetch(value, None),
+    "backward_prefetch": lambda value: _prefetch(0, value),
+}
+"""Readers of the arguments of `shard()`; they raise TypeError or ValueError for a wrong one."""
+
+
+def _check_reshard(reshard: bool | int | None, axes: Axes | None) -> None:
+    if reshard is None or isinstance(reshard, bool):
+        return
+    if not isinstance(reshard, int) or reshard < 1:
+        raise ValueError(
+            f"reshard_after_forward should be True, False, None or a positive int, not {reshard!r}"
+        )
+    world = axes.shard_world if axes is not None else None
+    if world is not None and world % reshard:
+        raise ValueError(
+            f"reshard_after_forward={reshard} should be a factor of the {world} ranks that shard"
+        )
+
+
+def _make_unit(
+    modules: tuple[nn.Module, ...],
+    *,
+    axes: Axes,
+    reshard_after_forward: bool | int | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    placement_fn: PlacementFn | None,
+    ignored: Ignored,
+) -> Unit:
+    reshard, smaller = _read_reshard(reshard_after_forward, axes)
+    watch_as_told()
+    outside.explain_uncaught()
+    unit = Unit(modules, axes, reshard, mp_policy, offload_policy, smaller=smaller)
+    materialize.move(modules, mesh_device(axes.mesh), ignored)
+    for param in ignored.params:
+        setattr(param, IGNORED, True)
+    _take_parameters(unit, placement_fn)
+    for each in modules:
+        access.head(each, unit, ShardedModule)
+    _name_everything(modules)
+    watch_optimizers()
+    return unit
+
+
+def _read_reshard(reshard: bool | int | None, axes: Axes) -> tuple[bool | None, Axes | None]:
+    """Return whether a unit reshards after forward, and the smaller mesh that it reshards to.
+
+    An int that is the number of ranks is True, 1 is False, and others name a smaller mesh.
+    """
+    if reshard is None or isinstance(reshard, bool):
+        return reshard, None
+    _check_reshard(reshard, axes)
+    if reshard == axes.shard_world:
+        return True, None
+    if reshard == 1:
+        log.warning("reshard_after_forward=1 keeps whole parameters, as False does")
+        return False, None
+    return True, smaller_axes(axes, reshard)
+
+
+def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.Module, ...]:
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not modules:
+        raise ValueError(f"{what} got an empty list of modules")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"{what} expects nn.Modules but got {type(each).__name__}")
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and (
+            type(each).forward is nn.Module.forward
+        ):
+            raise ValueError(
+                f"{what} can't take a {type(each).__name__}: a container without forward is "
+                f"never called. Shard its modules: {_first_names(each)}"
+            )
+        _check_contracts(each, what)
+        unit = access.unit_of(each)
+        if unit is not None:
+            how = "sharded" if unit.axes.shard is not None else "replicated"
+            raise UsageError(
+                f"{type(each).__name__} (unit {unit.name!r}) is {how} already: call fully_shard or "
+                "replicate once for each module, children first"
+            )
+    return modules
+
+
+def _check_contracts(top: nn.Module, what: str) -> None:
+    """Raise ValueError if torch's own sharding or replication has taken a part of `top`."""
+    for path, module in top.named_modules():
+        taken = [] if access.unit_of(module) is not None else _torch.contracts(module)
+        if taken:
+            where = f"{path} ({type(module).__name__})" if path else type(module).__name__
+            raise ValueError(
+                f"{what} got {type(top).__name__}, of which {where} was given to torch's "
+                f"{taken[0]} before: use autoshard's for all of it, or keep that part outside"
+            )
+
+
+def _first_names(container: nn.Module) -> str:
+    names = [name for name, _ in container.named_children()]
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
+    """Shard parameters below the unit's modules; tie places to those that are sharded already."""
+    names = materialize.unsharded(unit.modules)
+    inside = {each for module in unit.modules for each in module.modules()}
+    for module in (each for top in unit.modules for each in top.modules()):
+        for attribute, param in list(module._parameters.items()):
+            if param is None or is_ignored(param):
+                continue
+            sharded = find(param)
+            if sharded is None:
+                dim = _placement_dim(names[param], param, placement_fn)
+                sharded = shard_parameter(names[param], param, unit.axes, dim, unit.offload)
+                unit.take(sharded)
+            if (module, attribute) not in sharded.places:
+                access.bind(module, attribute, sharded)
+    # A parameter that modules of two units read belongs to the unit around both, which
+    # is this one: gathered once for both, and reduced once.
+    for sharded in _params_below(inside):
+        if sharded.unit is not unit and not _reads_only_inside(sharded, sharded.unit):
+            unit.take(sharded)
+
+
+def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> int:
+    placement = None if placement_fn is None else placement_fn(param)
+    if placement is None or param.dim() == 0:  # a scalar is not cut
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for {name}; expected Shard(dim) or None"
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.dim():
+        raise UsageError(
+            f"shard_placement_fn returned {placement!r} for {name}, which has {param.dim()} dims"
+        )
+    return dim
+
+
+def _params_below(modules: Iterable[nn.Module]) -> list[ShardedParam]:
+    found: dict[ShardedParam, None] = {}
+    for module in modules:
+        for sharded in module.__dict__.get(access.PARAMS, {}).values():
+            found.setdefault(sharded)
+    return list(found)
+
+
+def _reads_only_inside(sharded: ShardedParam, unit: Unit) -> bool:
+    inside = {each for module in unit.modules for each in module.modules()}
+    return all(module in inside for module, _ in sharded.places)
+
+
+def _name_everything(modules: tuple[nn.Module, ...]) -> None:
+    """Name parameters and units from the outermost sharded module, which is the last to come."""
+    for number, top in enumerate(modules):
+        prefix = f"{number}." if len(modules) > 1 else ""
+        named: set[ShardedParam] = set()
+        for path, module in top.named_modules():
+            dot = f"{prefix}{path}." if path else prefix
+            for attribute, sharded in module.__dict__.get(access.PARAMS, {}).items():
+                if sharded not in named:
+                    named.add(sharded)
+                    sharded.name = dot + attribute
+            unit = access.unit_of(module)
+            if unit is not None and module is unit.modules[0]:
+                if unit.is_root != (module in modules):
+                    unit.is_root = not unit.is_root
+                    unit.describe()
+                unit.name = prefix + path if path else (prefix.rstrip(".") or ROOT_NAME)

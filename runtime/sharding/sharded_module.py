@@ -1,0 +1,589 @@
+"""Methods that a sharded module has beside those of its own class.
+
+They have the names and the meaning that FSDP2 gave them. `recurse=True` acts on
+the units of all modules inside, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from autoshard import _torch
+from autoshard.errors import UsageError
+from autoshard.runtime.comm.custom_comms import AllGatherIn, ReduceScatterIn, check_comm
+from autoshard.runtime.comm.mesh import mesh_device, separate_group
+from autoshard.runtime.eager import access
+from autoshard.runtime.eager import step as steps
+from autoshard.runtime.training import state
+from autoshard.runtime.unit.unit import Unit, unit_of
+from autoshard.runtime.unit.unsharded import Whole
+
+
+class UnshardHandle(fsdp.UnshardHandle):
+    """Handle that `unshard(async_op=True)` returns: `wait()` for the unsharded parameters."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait until the unsharded parameters are there; forward waits by itself."""
+        if self._unit.kept is not None:
+            self._unit.kept.tensors()
+
+
+class GradientReductionHandle:
+    """Handle that `finalize_backward(async_op=True)` returns: `wait()` for the gradients."""
+
+    def __init__(self, root: Unit) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Wait until reduces that were launched are over, and `.grad` is filled."""
+        self._root.finish_reduces()
+
+
+class ShardedModule(fsdp.FSDPModule, nn.Module):
+    """Mixin for the class of every module that heads a unit; `isinstance` tells such modules.
+
+    They are FSDP2's `FSDPModule` to code that asks for that, with all of its public methods up to
+    torch 2.13, and nothing of what FSDP2 does: `torch.distributed.fsdp.fully_shard` has not seen
+    them. A part of a container that heads a unit, as `model.layers[1:3]`, is of the container's
+    own class.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class that was sharded, as containers do for parts of themselves."""
+        original: type[nn.Module] | None = cls.__dict__.get("_autoshard_original")
+        return object.__new__(cls) if original is None else original(*args, **kwargs)
+
+    def _get_fsdp_state(self) -> Any:
+        raise NotImplementedError(
+            f"unit {_unit(self).name!r} is autoshard's, and keeps none of the state that FSDP2 "
+            "keeps of its modules: what asked for that works with torch's fully_shard alone"
+        )
+
+    # ---- whole parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's unit now, until `reshard()`; not the units of modules inside.
+
+        Reads of its parameters then give unsharded ones. Returns a handle if `async_op`.
+        """
+        unit = _unit(self)
+        if unit.kept is None or unit.kept.is_stale:
+            unit.kept = Whole(unit)
+        unit.is_unsharded_by_user = unit.shows_whole = True
+        unit.describe()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Drop unsharded parameters of this module's unit; not of the units of modules inside.
+
+        Those, too, that stay from forward to backward (`reshard_after_forward=False`): backward
+        gathers them again. Compiled code has such parameters among what it saved for backward, and
+        keeps those.
+        Raises RuntimeError if one was written to, as that would be lost.
+        """
+        _unit(self).reshard()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters as they stand in the modules: DTensors, or unsharded copies of them.
+
+        There are copies from `unshard()` to `reshard()` or the next backward; and of a unit of
+        `fully_shard`, or one that `set_reshard_after_forward` was called on, with
+        `reshard_after_forward=False`, after an eager forward with gradients, until backward. A
+        parameter with a gradient is given sharded all the same. Gradients of what is computed from
+        copies go to the sharded parameters, writes to copies raise RuntimeError later, and
+        optimizers refuse them. What was computed before doesn't depend on them: inputs of
+        `torch.autograd.grad`, or of a backward, have to be taken before the forward. Inside of a
+        forward it gives sharded ones. `parameters()` is the same without names.
+        """
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return named if torch.compiler.is_compiling() else access.named_registered(named)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty the gradients of the parameters that optimizers train, gathered or not."""
+        with access.as_sharded():
+            super().zero_grad(set_to_none)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze the parameters that optimizers train, gathered or not."""
+        with access.as_sharded():
+            return super().requires_grad_(requires_grad)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether unsharded parameters are freed after forward; False keeps them for backward.
+
+        Raises ValueError for another type.
+        """
+        _expect_bool("reshard_after_forward", reshard_after_forward)
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward, unit.is_by_fsdp2 = reshard_after_forward, True
+            unit.smaller = None
+            unit.describe()
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether unsharded parameters are freed after backward.
+
+        False keeps them: for microbatches between two updates. Raises ValueError for another type.
+        """
+        _expect_bool("reshard_after_backward", reshard_after_backward)
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+            unit.describe()
+
+    def set_strict_order(self, strict_order: bool) -> None:
+        """Set whether ranks run the same parts of the model in the same order.
+
+        False: they may run other parts, or leave some out, in each step.
+        Then a forward gathers the whole model first, which stays until backward is over, and the
+        end of backward reduces all of it: the memory of a replica, and no overlap. Parameters that
+        no rank has reached get no gradient.
+        Raises ValueError for another type, RuntimeError if this is not the root.
+        """
+        _expect_bool("strict_order", strict_order)
+        root = _unit(self)
+        if not root.is_root:
+            raise RuntimeError(f"set strict_order on the root module, not on {root.name!r}")
+        for unit in _units(self, True):
+            unit.strict_order = strict_order
+            unit.describe()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward prefetches this unit; False if it needs none of its parameters.
+
+        An embedding's backward needs none. One that backward asks for all the same is gathered
+        then. Raises ValueError for another type.
+        """
+        _expect_bool("unshard_in_backward", unshard_in_backward)
+        _unit(self).unshard_in_backward = unshard_in_backward
+
+    # ---- prefetch
+
+    def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
+        """Gather the units of `modules` ahead when this one's is gathered in forward."""
+        _unit(self).next_in_forward = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
+        """Gather the units of `modules` ahead when this one's is gathered in backward.
+
+        An empty list is the default, the unit before in forward.
+        """
+        _unit(self).next_in_backward = _units_of(modules) or None
+
+    # ---- reduction
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of backwards in this context wait, unsharded, for the first one after."""
+        before = [(unit, unit.reducer.syncs) for unit in _units(self, True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, syncs in before:
+                unit.reducer.syncs = syncs
+                unit.describe()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients; with False they wait for one that does.
+
+        Raises ValueError for another type.
+        """
+        _expect_bool("requires_gradient_sync", requires_gradient_sync)
+        for unit in _units(self, recurse):
+            unit.reducer.syncs = requires_gradient_sync
+            unit.describe()
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward all-reduces over replicas; with False that is left to a later one.
+
+        It reduce-scatters in any case. Without a replicated axis it makes no difference. Raises
+        ValueError for another type.
+        """
+        _expect_bool("requires_all_reduce", requires_all_reduce)
+        for unit in _units(self, recurse):
+            unit.reducer.all_reduces = requires_all_reduce
+            unit.describe()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether a backward ends only when its reduces have; with False it may end before.
+
+        Raises ValueError for another type.
+        """
+        _expect_bool("is_last_backward", is_last_backward)
+        _torch.stand_in_for_fsdp2(self, self.finalize_backward)  # for a stage of a pipeline
+        for unit in _units(self, True):
+            unit.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether `finalize_backward()` is called after the last backward before a step.
+
+        It is `set_is_last_backward(not enabled)`, whose place it takes; False undoes both.
+        Raises ValueError for another type, RuntimeError if this is not the root.
+        """
+        _expect_bool("enabled", enabled)
+        _root(self, "set_manual_backward_finalization")
+        self.set_is_last_backward(not enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce gradients that wait, as the next backward that is reduced would; fill `.grad`.
+
+        For schedules in which reduction is a step of its own: let gradients wait in all backwards,
+        then `set_requires_gradient_sync(True)`, and call this, on all ranks together. Unsharded
+        parameters that were kept for the next backward are dropped, unless
+        `set_reshard_after_backward(False)` holds still.
+
+        async_op: return when reduces are launched, a handle to wait for them.
+        Raises RuntimeError if this is not the root, or inside a forward or a backward.
+        """
+        root = _root(self, "finalize_backward")
+        steps.finalize(root)
+        handle = GradientReductionHandle(root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by `factor` rather than by the number of ranks.
+
+        Raises ValueError for what is no positive number.
+        """
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"the gradient divide factor should be positive, not {factor!r}")
+        unit = _unit(self)
+        unit.reducer.divide_by = float(factor)
+        unit.describe()
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Do nothing: collectives always sum here, and divisions are done beside them.
+
+        Raises ValueError for what is no bool.
+        """
+        _expect_bool("enable", enable)
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Set whether parameters that no rank has used get gradients of zeros rather than none.
+
+        Ranks that use different parameters of a unit are right in either case. Raises ValueError
+        for another type.
+        """
+        _expect_bool("enable", enable)
+        for unit in _units(self, recurse):
+            unit.reducer.sends_unused = enable
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many reduces may be in flight at once; by default one, with replicas two.
+
+        Each holds the gradients that it sends. More of them hide reduces that take longer than
+        what is computed beside them. Compiled code ignores it: there the plan says what is in
+        flight, and a `memory_budget` bounds it.
+        Raises TypeError for what is no int, and ValueError for one less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers should be an int, not {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers should be positive, not {max_input_buffers}")
+        for unit in _units(self, recurse):
+            unit.reducer.in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce-scatter over a process group of their own, rather than over that of gathers.
+
+        Backends run what goes over one group one after another; so both may run at once. All ranks
+        that share parameters call it together; units over the same ranks share one group. Compiled
+        code is compiled anew for it. Where parameters are not cut it makes no difference.
+        """
+        _expect_bool("enable", enable)
+        for unit in _units(self, recurse):
+            unit.reducer.scatter_group = separate_group(unit.axes) if enable else ""
+            unit.describe()
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit's parameters by `comm` rather than by collectives of ours.
+
+        comm: as `torch.distributed.fsdp`'s `AllGather`. `comm.allocate(size, dtype=, device=)`
+            gives what is received into, which parameters are copied out of, and
+            `comm(output_tensor=, input_tensor=, group=, async_op=)` begins to gather, returning
+            what to wait for, or None. One call a dtype; both tensors are 1-D, and `input_tensor`
+            is a part of `output_tensor`. None: ours again.
+
+        Compiled code finds such a unit's parameters gathered when it begins, and keeps them until
+        its backward is over: no graph can hold what `comm` does.
+        Raises TypeError for what can't be called so.
+        """
+        if comm is not None:
+            check_comm(comm, "all-gather")
+        unit = _unit(self)
+        unit.all_gather = comm
+        unit.allocates = None
+        unit.describe()
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter this unit's gradients by `comm` rather than by collectives of ours.
+
+        comm: as `torch.distributed.fsdp`'s `ReduceScatter`: as for `set_custom_all_gather`, and
+            called with `op=`, which is always the sum: we divide, before and after. Compiled code
+            calls it, too. Where parameters are not cut there is nothing to scatter.
+        Raises TypeError for what can't be called so.
+        """
+        if comm is not None:
+            check_comm(comm, "reduce-scatter")
+        unit = _unit(self)
+        unit.reducer.reduce_scatter = comm
+        unit.allocates = None
+        unit.describe()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Send this unit's parameters and gradients from, and to, memory of the process group's.
+
+        Where the backend has none to give, as gloo has not, True changes nothing. Compiled, as
+        with `set_custom_all_gather`. It was run on no device that has such memory yet.
+        Raises ValueError after `set_custom_all_gather` and its like.
+        """
+        _expect_bool("enable", enable)
+        unit = _unit(self)
+        _refuse_own(unit, "set_allocate_memory_from_process_group_for_comm()", "group")
+        group = unit.axes.shard_group
+        device = mesh_device(unit.axes.mesh)
+        allocate = _torch.group_allocator(group, device) if enable and group else None
+        _allocate(unit, "group", allocate)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Send this unit's parameters and gradients from, and to, symmetric memory.
+
+        Compiled, as with `set_custom_all_gather`. It was run on no device yet.
+        Raises ValueError for another backend than NCCL, on a mesh of no CUDA devices, where several
+        reduces may be in flight, and after `set_custom_all_gather` and its like.
+        """
+        unit = _unit(self)
+        _refuse_own(unit, "set_symm_mem_for_comm()", "symmetric")
+        if backend != "NCCL" or unit.axes.mesh.device_type != "cuda":
+            raise ValueError(
+                f"unit {unit.name!r} is on {unit.axes.mesh.device_type}, asked for symmetric "
+                f"memory of {backend!r}: only NCCL has some, for meshes of CUDA devices"
+            )
+        if (unit.reducer.in_flight or 1) > 1:
+            raise ValueError(
+                f"unit {unit.name!r} may have {unit.reducer.in_flight} reduces in flight, and one "
+                "buffer of symmetric memory: call set_reduce_scatter_max_input_buffers(1) first"
+            )
+        if unit.axes.shard_group:
+            allocate, prepare = _torch.symmetric_memory(unit.axes.shard_group, backend)
+            _allocate(unit, "symmetric", allocate, prepare)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Set the divide factor by the former name of `set_gradient_divide_factor()`. Warns so."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated: call set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None], *, stream: Any | None = None
+    ) -> None:
+        """Call `hook` with this rank's part of this unit's mean gradients, 1-D, to change in place.
+
+        stream: on which to run it. Raises ValueError if one is given and the mesh has a
+        replicated axis, whose all-reduce runs before; TypeError if the hook can't be called.
+        """
+        unit = _unit(self)
+        if not callable(hook):
+            raise TypeError(f"an all-reduce hook should be callable, not {type(hook).__name__}")
+        if stream is not None and unit.axes.replicate is not None:
+            raise ValueError(
+                f"unit {unit.name!r}: stream can't be set where a mesh axis replicates"
+            )
+        unit.reducer.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+        unit.describe()
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by `hook` rather than by collectives of ours, in all units.
+
+        hook(state, grad, part): fill `part`, 1-D, this rank's part, from `grad`, 1-D, the
+            parts of all ranks one after another; it does all summing and dividing.
+        hook(state, grad): in place, where parameters are not cut (no_shard, replicate).
+        Raises RuntimeError if this is not the root, if a hook is registered already, or if
+        the mesh both replicates and shards; TypeError if `hook` can't be called.
+        """
+        unit = _unit(self)
+        if not unit.is_root:
+            raise RuntimeError(
+                f"register a communication hook on the root module, not on {unit.name!r}"
+            )
+        if not callable(hook):
+            raise TypeError(f"a communication hook should be callable, not {type(hook).__name__}")
+        for each in _units(self, True):
+            if each.reducer.comm_hook is not None:
+                raise RuntimeError(f"unit {each.name!r} has a communication hook already")
+            if each.axes.replicate is not None and each.axes.shard is not None:
+                raise RuntimeError(
+                    f"unit {each.name!r}: a communication hook would see only one of the two "
+                    "collectives of a mesh that both replicates and shards"
+                )
+        for each in _units(self, True):
+            each.reducer.comm_hook = state, hook
+            each.describe()
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the first gather of the next forward wait for `event` alone.
+
+        By default it waits for all that the device was given before.
+        """
+        _unit(self).post_optim_event = event
+
+    # ---- state
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all parameters so that their norm is at most `max_norm`.
+
+        The norm is that of the replicated model: of all gradients as one vector. One small
+        all-reduce for all parameters that are cut over the same ranks. A parameter that is
+        not sharded counts once, with this rank's gradient, which should be the same on every
+        rank; one without a gradient doesn't count. All ranks must call it together.
+
+        norm_type: p of the p-norm, greater than 0; inf for the largest absolute value.
+
+        Returns the norm before scaling, a plain scalar, f32 (f64 if a parameter is), the same on
+        every rank; 0 if there is no gradient. A norm of inf or NaN is returned, and scaled by, as
+        in `torch.nn.utils.clip_grad_norm_`.
+        Raises ValueError for a norm_type that is not greater than 0, or a gradient laid out
+        as a partial sum; RuntimeError inside `full_params()`.
+        """
+        return state.clip_grad_norm_(self, max_norm, norm_type)
+
+    def full_params(self, *, writeback: bool = True) -> AbstractContextManager[None]:
+        """Context in which all parameters of this module and below are unsharded, on every rank.
+
+        Inside, `module.weight`, `parameters()` and `state_dict()` give plain tensors of the
+        global size, ties kept, without gradients. All ranks must enter together; leaving needs
+        no other rank, so that what is done inside may differ. It takes the memory of the whole
+        module once more on every rank.
+
+        A forward inside works under `torch.no_grad()`, without collectives, and eagerly if the
+        module is compiled; with gradients it raises RuntimeError, as they would be lost.
+
+        writeback: keep what was written to parameters inside, or set to them, `requires_grad`
+            too, also if the block raises: each rank keeps its own rows, so all ranks must write
+            the same. False drops it.
+
+        Raises RuntimeError for a parameter on meta, inside a forward, a backward or a
+        `full_params()` of the same parameters, and on leaving if gradients were made inside;
+        ValueError on leaving if a parameter was removed, or given another size or dtype.
+        """
+        return state.full_params(self, writeback=writeback)
+
+    def reset_iter_state(self) -> None:
+        """Forget what an exception in forward or backward left, on all ranks alike.
+
+        Raises RuntimeError if this is not the root.
+        """
+        _root(self, "reset_iter_state")
+        steps.abandon_open_step()
+        for unit in _units(self, True):
+            if unit.last_step is not None:
+                unit.last_step.abandon()
+                unit.last_step = None
+            unit.reset()
+
+
+def share_comm_ctx(modules: list[fsdp.FSDPModule]) -> None:
+    """Have the units of several roots, as of stages of a pipeline, share streams.
+
+    They do in any case: there is one of each kind for a device, and process groups have their own.
+    Raises ValueError, as FSDP2 does, for what is not sharded.
+    """
+    _units_of(modules)
+
+
+def _unit(module: nn.Module) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _root(module: nn.Module, what: str) -> Unit:
+    unit = _unit(module)
+    if not unit.is_root:
+        raise RuntimeError(f"{what} must be called on the root module, not on {unit.name!r}")
+    return unit
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    unit = _unit(module)
+    if not recurse:
+        return [unit]
+    inside = (unit_of(each) for each in module.modules())
+    return list(dict.fromkeys(each for each in inside if each is not None))
+
+
+def _units_of(modules: Iterable[object]) -> list[Unit]:
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"expected modules that head units but got {type(module).__name__}")
+        units.append(unit)
+    return units
+
+
+def _expect_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} should be a bool, got {type(value).__name__}")
+
+
+def _refuse_own(unit: Unit, what: str, by: str) -> None:
+    """Raise UsageError if `unit` has communication of its own that `by` did not set."""
+    own = unit.reducer.reduce_scatter if unit.all_gather is None else unit.all_gather
+    if own is not None and unit.allocates != by:
+        raise UsageError(
+            f"unit {unit.name!r} has communication of its own, a {type(own).__name__}, which "
+            f"allocates what it needs: {what} can't have a say; call set_custom_all_gather(None) "
+            "and set_custom_reduce_scatter(None) first"
+        )
+
+
+def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
+    """Have `unit` send from and receive into buffers that `allocate` gives; None: ours."""
+    unit.allocates = None if allocate is None else by
+    is_ours = allocate is None
+    unit.all_gather = None if is_ours else AllGatherIn(allocate, *prepare)
+    unit.reducer.reduce_scatter = None if is_ours else ReduceScatterIn(allocate, *prepare)
+    unit.describe()
+
+
+def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
+    def call(tensor: Tensor) -> None:
+        current = torch.accelerator.current_stream()
+        stream.wait_stream(current)
+        with torch.get_device_module(tensor.device.type).stream(stream):
+            hook(tensor)
+        current.wait_stream(stream)
+
+    return call

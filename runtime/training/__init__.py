@@ -1,0 +1,1 @@
+"""What a training loop does beside forward and backward: optimizers, clipping, checkpoints."""

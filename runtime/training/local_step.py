@@ -1,0 +1,120 @@
+"""Optimizer steps on shards as plain tensors.
+
+An op on a DTensor takes tens of microseconds of Python, and AdamW has a dozen for each parameter:
+more than the arithmetic, for most of them. Optimizers that update each element by itself do the
+same to the shard alone. So their step is run on a stand-in, a copy of the optimizer:
+
+    param_groups    shards, with their gradients, for sharded parameters
+    state           the same dicts, seen with shards for DTensors; what is put there
+                    becomes a DTensor in the optimizer's own state at once
+
+The optimizer itself is not touched: an error in the middle of a step leaves nothing to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime.unit.param import ShardedParam, find, local_tensor
+
+BY_ELEMENT = frozenset(
+    {
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.ASGD,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+"""Optimizers of torch that update an element by nothing but that element.
+
+Classes derived from them are not among these: they may do anything."""
+
+STEP = "step"
+"""The key under which torch's optimizers count: a scalar, but no part of a scalar parameter."""
+
+
+def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
+    """Make the stand-in that the step of `optimizer` is to run on; None for itself."""
+    if type(optimizer) not in BY_ELEMENT or torch.compiler.is_compiling():
+        return None
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return None
+    state = _States(optimizer.state)
+    groups = [
+        {**group, "params": [_plain(param, optimizer, state) for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    stand_in: optim.Optimizer = object.__new__(type(optimizer))
+    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
+    return stand_in
+
+
+def _plain(param: Tensor, optimizer: optim.Optimizer, state: _States) -> Tensor:
+    """Return the shard of `param`, with its gradient, as a plain tensor, or `param` itself.
+
+    It is `param` if that is not sharded, or if its gradient or state is laid out otherwise, or has
+    another dtype or device.
+    """
+    sharded, grad = find(param), param.grad
+    if sharded is None or not isinstance(grad, DTensor):
+        return param
+    known = optimizer.state.get(param, {})
+    alike = (grad, *(value for value in known.values() if isinstance(value, DTensor)))
+    if any(each.placements != sharded.layout.placements for each in alike):
+        return param
+    # Another tensor of that memory: its gradient is let go of with it.
+    shard, shard_grad = sharded.shard.detach(), local_tensor(grad)
+    if (shard_grad.dtype, shard_grad.device) != (shard.dtype, shard.device):
+        return param
+    shard.grad = shard_grad
+    state.add(shard, param, sharded)
+    return shard
+
+
+class _States(dict[Tensor, Any]):
+    """Optimizer state by shard, or by parameter if that is stepped itself."""
+
+    def __init__(self, own: MutableMapping[Tensor, Any]) -> None:
+        super().__init__()
+        self._own = own
+
+    def add(self, shard: Tensor, param: Tensor, sharded: ShardedParam) -> None:
+        self[shard] = _State(self._own, param, sharded)
+
+    def __missing__(self, param: Tensor) -> Any:
+        self[param] = found = self._own[param]  # it makes one where there is none
+        return found
+
+
+class _State(dict[str, Any]):
+    """State of one parameter, with shards for DTensors.
+
+    What is set goes to the optimizer's own state at once, as a DTensor.
+    """
+
+    def __init__(
+        self, states: MutableMapping[Tensor, Any], param: Tensor, sharded: ShardedParam
+    ) -> None:
+        super().__init__(
+            (key, local_tensor(value) if isinstance(value, DTensor) else value)
+            for key, value in states.get(param, {}).items()
+        )
+        self._states, self._param, self._sharded = states, param, sharded
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        is_tensor = isinstance(value, Tensor) and key != STEP
+        is_cut = is_tensor and value.shape == self._sharded.shard.shape
+        self._states[self._param][key] = self._sharded.grad_from(value) if is_cut else value

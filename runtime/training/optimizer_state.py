@@ -1,0 +1,149 @@
+"""Optimizer states in checkpoints.
+
+torch makes room for an optimizer's state by a step with gradients of 0. AdamW counts that step, and
+momentum gets its share of weight decay: an optimizer that is saved before its first step, or loaded
+in vain, would train otherwise than one that is not. Here a stand-in takes that step, for parameters
+of 0, and what is missing stays missing: parameters that were never used have no state.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard import _torch
+from autoshard.runtime.eager import access
+
+Group = Mapping[str, Any]
+"""Group of an optimizer's `param_groups`, with names for its "params"."""
+
+_OTHER_TYPE = "give an optimizer of the type that was saved, or load the model alone"
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state that torch's `get_optimizer_state_dict` gives, by names of parameters.
+
+    Without state before the first step. Raises ValueError if `optimizer` trains what is no
+    parameter of `model`.
+    """
+    names, own = _names(model, optimizer), optimizer.state_dict()
+    flat = [name for each in names for name in each]
+    groups = zip(own["param_groups"], names, strict=True)
+    return {
+        "state": {flat[number]: values for number, values in own["state"].items()},
+        "param_groups": [{**group, "params": each} for group, each in groups],
+    }
+
+
+def room_for(
+    model: nn.Module, optimizer: torch.optim.Optimizer, known: Container[str]
+) -> dict[str, Any]:
+    """Make room to read an optimizer's state into, for those parameters that have some in `known`.
+
+    It is like `state_of`.
+    known: the keys that a checkpoint has below "optimizer", each with all of its prefixes.
+    Raises ValueError if an optimizer of another type was saved.
+    """
+    room = state_of(model, optimizer)
+    saved: dict[str, dict[str, Any]] = {}
+    for group, its in zip(optimizer.param_groups, room["param_groups"], strict=True):
+        for param, name in zip(group["params"], its["params"], strict=True):
+            if f"state.{name}" in known:
+                values = room["state"].get(name) or _new_state(optimizer, group, param)
+                saved[name] = dict(values)
+    for name, values in saved.items():
+        for key in values:
+            if f"state.{name}.{key}" not in known:
+                raise ValueError(
+                    f"there is no {key!r} in the optimizer's state of {name!r}: {_OTHER_TYPE}"
+                )
+    return {**room, "state": saved}
+
+
+def match_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return `groups`, each with the values of that one of `saved` which has its parameters.
+
+    Raises ValueError if parameters are grouped otherwise than they were, so that they would get
+    each other's values, or if a value is missing.
+    """
+    of = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    found = [{of[name] for name in group["params"] if name in of} for group in groups]
+    numbers = [number for each in found for number in each]
+    if any(len(each) > 1 for each in found) or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            "the optimizer's parameters are grouped otherwise: groups of "
+            f"{[len(group['params']) for group in saved]} there, and of "
+            f"{[len(group['params']) for group in groups]} here: group them as they were, or load "
+            "the model alone"
+        )
+    matched = []
+    for group, number in zip(groups, found, strict=True):
+        values = saved[number.pop()] if number else group
+        missing = sorted(group.keys() - values.keys())
+        if missing:
+            raise ValueError(f"there is no {missing[0]!r} in the optimizer's groups: {_OTHER_TYPE}")
+        moved = {key: _where(value, group.get(key)) for key, value in values.items()}
+        matched.append({**moved, "params": group["params"]})
+    return matched
+
+
+def _where(value: Any, own: Any) -> Any:
+    """Move `value` to the device of `own` if both are tensors, as a learning rate may be."""
+    both = isinstance(value, Tensor) and isinstance(own, Tensor)
+    return value.to(own.device) if both else value
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load `state`, read into what `room_for` made and with groups that match, into `optimizer`."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    number = {name: at for at, name in enumerate(names)}
+    optimizer.load_state_dict(
+        {
+            "state": {number[name]: values for name, values in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [number[name] for name in group["params"]]}
+                for group in state["param_groups"]
+            ],
+        }
+    )
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of each group's parameters, as torch has them in checkpoints.
+
+    Raises ValueError for a parameter that is none of the model's.
+    """
+    known: dict[Tensor, str] = {param: name for name, param in access.named_sharded(model)}
+
+    def name_of(param: Tensor) -> str:
+        if param not in known:
+            raise ValueError(
+                f"the optimizer trains a parameter of shape {tuple(param.shape)} that is none of "
+                "the model's: give the model that has all of them, outside of full_params()"
+            )
+        return _torch.checkpoint_name(model, known[param])
+
+    return [[name_of(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _new_state(optimizer: torch.optim.Optimizer, group: Group, param: Tensor) -> Mapping[str, Any]:
+    """Return the state that `optimizer` has after a step for a parameter like `param`.
+
+    The parameter and its gradient are 0.
+    """
+    like = nn.Parameter(torch.zeros_like(param), requires_grad=param.requires_grad)
+    like.grad = torch.zeros_like(like)
+    stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))
+    stand_in.__dict__ = {
+        **optimizer.__dict__,
+        **{hooks: {} for hooks in _torch.STEP_HOOKS},
+        "param_groups": [{**group, "params": [like]}],
+        "state": defaultdict(dict),
+    }
+    type(optimizer).step(stand_in)  # a schedule may have put another `step` on the optimizer itself
+    found: Mapping[str, Any] = stand_in.state[like]
+    return found

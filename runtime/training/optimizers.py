@@ -1,0 +1,293 @@
+"""Optimizers: moved over if built before sharding, and checked before each step."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoshard.passes.ir.layout import part_of
+from autoshard.runtime.comm.mesh import world_size
+from autoshard.runtime.eager import access, left_out
+from autoshard.runtime.training.local_step import STEP, stand_in_of
+from autoshard.runtime.unit.param import ShardedParam, check_wanted, find, is_ignored, lent_by
+from autoshard.runtime.unit.reduce import is_waiting
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
+
+
+def rebind_optimizers(
+    optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[nn.Parameter, ShardedParam]
+) -> None:
+    """Have `optimizers` train the sharded parameters instead of those from before sharding.
+
+    Lists of parameters are changed in place, so whoever shares them sees the change.
+    State shaped like its parameter is cut like it; other state stays.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [
+                moved[param].param if param in moved else param for param in group["params"]
+            ]
+        for param, state in list(optimizer.state.items()):
+            if isinstance(param, nn.Parameter) and param in moved:
+                del optimizer.state[param]
+                sharded = moved[param]
+                # The same dict: a step that is running, and whose closure shards, may hold it.
+                state.update({key: _cut(key, value, sharded) for key, value in state.items()})
+                optimizer.state[sharded.param] = state
+
+
+def check_owners(
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> None:
+    """Raise RuntimeError if something other than `optimizers` trains one of `model`'s `params`.
+
+    That is: an object with a `step` method that holds one, through lists, dicts and the
+    like. Raised also for a parameter with gradient hooks, which would never run again.
+    """
+    for name, param in params.items():
+        left_out.unwatch(param)
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise RuntimeError(
+                f"parameter {name} has gradient hooks, which sharding can't move: call "
+                "autoshard.shard(model) before registering them"
+            )
+    names = {id(param): name for name, param in params.items()}
+    known = [params, *_holders(model, optimizers)]
+    seen = set(map(id, known))
+    holders: list[Any] = _held_elsewhere(params, known)
+    # A look for referrers goes through all objects there are, and compares with each holder.
+    for _ in range(_DEPTH):
+        if not holders:
+            return
+        seen.add(id(holders))
+        referrers = [each for each in gc.get_referrers(*holders) if id(each) not in seen]
+        seen.update(map(id, referrers))
+        for each in referrers:
+            if _is_foreign_optimizer(each):
+                raise RuntimeError(_cannot_move(each, names))
+        # An object's __dict__ may be its own referrer, with the object one level up.
+        holders = [each for each in referrers if type(each) in _CONTAINERS]
+
+
+def _holders(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterable[Mapping[Any, Any] | list[Any]]:
+    """Yield the containers through which modules and torch's optimizers hold parameters."""
+    for module in model.modules():
+        yield module._parameters
+    for optimizer in optimizers:
+        yield optimizer.state
+        for group in optimizer.param_groups:
+            yield group["params"]
+
+
+def _held_elsewhere(
+    params: Mapping[str, nn.Parameter], known: Iterable[Mapping[Any, Any] | list[Any]]
+) -> list[nn.Parameter]:
+    """Select those of `params` that have more references than the `known` containers hold."""
+    counts: Counter[int] = Counter()
+    for container in known:
+        counts.update(map(id, container))
+        if isinstance(container, Mapping):
+            counts.update(map(id, container.values()))
+    passing = 2  # the loop's variable and getrefcount's argument
+    return [
+        param for param in params.values() if sys.getrefcount(param) > counts[id(param)] + passing
+    ]
+
+
+def _is_foreign_optimizer(holder: object) -> bool:
+    cls = type(holder)
+    if issubclass(cls, (torch.optim.Optimizer, nn.Module, type, types.FrameType)):
+        return False
+    if cls.__module__.startswith("torch."):  # torch's own: schedulers, Dynamo's tracer
+        return False
+    return callable(getattr(cls, "step", None))
+
+
+def _cannot_move(holder: object, names: Mapping[int, str]) -> str:
+    held = next(
+        (
+            names[id(each)]
+            for each in gc.get_referents(*gc.get_referents(holder), holder)
+            if id(each) in names
+        ),
+        "one of the model's",
+    )
+    cls = type(holder)
+    return (
+        f"{cls.__module__}.{cls.__qualname__} holds parameter {held} but is no "
+        "torch.optim.Optimizer, so it can't be moved to the sharded parameters and would train "
+        "nothing: call autoshard.shard(model) before building it"
+    )
+
+
+def live_optimizers() -> list[torch.optim.Optimizer]:
+    """List all optimizers of torch's in this process."""
+    kinds = _with_subclasses(torch.optim.Optimizer)
+    # type(o), not isinstance: that asks o.__class__, and a dead weak proxy raises.
+    return [o for o in gc.get_objects() if type(o) in kinds]
+
+
+def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
+    found = {cls}
+    for each in cls.__subclasses__():
+        found |= _with_subclasses(each)
+    return found
+
+
+def _cut(key: str, value: Any, sharded: ShardedParam) -> Any:
+    """Cut a state tensor that is shaped like its parameter to this rank's part.
+
+    Other values are returned as they are.
+    """
+    if key == STEP:
+        return value
+    if not isinstance(value, Tensor) or tuple(value.shape) != sharded.member.size:
+        return value
+    world, rank, member = sharded.world, sharded.axes.shard_rank, sharded.member
+    return sharded.grad_from(part_of(value, member, world, rank))
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Check a step before it begins, as torch's hook; returns arguments to run it on a stand-in.
+
+    None to run it as it is.
+    """
+    _check_before_step(optimizer)
+    _, *given = args
+    if any(value is not None for value in (*given, *kwargs.values())):
+        return None  # a closure, which goes by the optimizer's own parameters
+    stand_in = stand_in_of(optimizer)
+    return None if stand_in is None else ((stand_in, *given), kwargs)
+
+
+def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
+    check_wanted()
+    plain: list[nn.Parameter] = []
+    has_sharded = False
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            sharded = find(param)
+            _refuse_lent(optimizer, param)
+            if sharded is None:
+                plain_grad = param.grad is not None and not isinstance(param, DTensor)
+                if plain_grad and not is_ignored(param):
+                    plain.append(param)
+            elif sharded.param is not param:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds parameter {sharded.name} from before "
+                    "sharding, before load_state_dict(assign=True) or inside full_params(), so its "
+                    "step would train nothing: build the optimizer from model.parameters() after "
+                    "sharding and loading"
+                )
+            elif _is_out_of_place(sharded):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds parameter {sharded.name}, but another one "
+                    "was put in its place, so its step would train nothing: step outside of "
+                    "full_params(), and replace parameters before sharding"
+                )
+            elif is_waiting(sharded):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} steps {sharded.name}, whose gradient is still "
+                    "waiting to be reduced: let the last backward before the step synchronise "
+                    "gradients (leave no_sync(), or set_requires_gradient_sync(True) and "
+                    "set_requires_all_reduce(True))"
+                )
+            else:
+                sharded.num_updates += 1
+                has_sharded |= sharded.axes.num_ranks > 1
+    if plain and world_size() > 1 and not _is_idle(optimizer):
+        _check_plain(type(optimizer).__name__, plain)
+        left_out.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
+
+
+def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    name = lent_by(param)
+    if name is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds a gathered copy of parameter {name}, so its step "
+            "would train nothing: build the optimizer from model.parameters() before unshard() or "
+            "after reshard(), and not between forward and backward"
+        )
+
+
+def _is_out_of_place(sharded: ShardedParam) -> bool:
+    for module, attribute in sharded.places:
+        stands_there = module._parameters.get(attribute)
+        if stands_there is not None and stands_there is not sharded.param:
+            return True
+    return False
+
+
+def _is_idle(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step of `optimizer` changes no parameter, as its learning rates are 0.
+
+    torch.distributed.checkpoint makes state with such a step.
+    """
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
+
+
+def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:
+    """Raise RuntimeError if one of `plain`, unsharded parameters, should have been sharded.
+
+    That is one of a compiled module that was not sharded yet, or one put into its module later.
+    kind: the optimizer's type, for the message.
+    """
+    uncalled = _names_of_params(uncalled_modules)
+    inside = _names_of_params(access.heads)
+    for param in plain:
+        if id(param) in uncalled:
+            raise RuntimeError(
+                f"{kind} trains {uncalled[id(param)]}, which was compiled with autoshard but never "
+                "called through what torch.compile gave back, or that Dynamo captured nothing of, "
+                "so that it is not sharded: call that first, or autoshard.shard(model), also where "
+                "another method than forward comes first"
+            )
+        if id(param) in inside:
+            raise RuntimeError(
+                f"{kind} trains {inside[id(param)]}, which was put into its module after sharding: "
+                "it is not sharded, and its gradient is each rank's own. Add modules and "
+                "parameters before sharding"
+            )
+
+
+uncalled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Compiled modules that have not been called, or not captured, and so not sharded."""
+
+
+def _names_of_params(modules: Iterable[nn.Module]) -> dict[int, str]:
+    return {
+        id(param): f"{type(module).__name__}.{name}"
+        for module in list(modules)
+        for name, param in access.named_sharded(module)
+    }
+
+
+_hook = None
+
+
+def watch_optimizers() -> None:
+    """Check each optimizer step from now on, and have it update shards as plain tensors.
+
+    A step that would train outdated parameters raises RuntimeError.
+    """
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,1 @@
+"""Units and their parameters: what is gathered together, and reduced together."""

@@ -1,0 +1,504 @@
+"""Sharded parameters: DTensors of the true global shape, with this rank's rows inside.
+
+The module keeps the DTensor in `_parameters`, so `parameters()`, optimizers and `state_dict()` see
+shards of the right global shape. `eager/access.py` decides what a read in forward gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from autoshard import _torch
+from autoshard.errors import UnsupportedError
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.layout import Member, part_of, show_members
+from autoshard.passes.ir.ops import FROM_HOST
+from autoshard.runtime.comm.mesh import Axes, FullMesh, mesh_device
+from autoshard.runtime.unit.extensions import has_methods, is_extended
+from autoshard.runtime.unit.policies import CPUOffloadPolicy, OffloadPolicy
+
+if TYPE_CHECKING:
+    from autoshard.runtime.unit.reduce import Arriving, Pending
+    from autoshard.runtime.unit.unit import Unit
+
+
+_numbers = itertools.count()
+
+Stamp = tuple[int, int, int, int]
+"""Tells the values of a parameter from those it had before."""
+
+
+class Hooks:
+    """Hooks of the user's on a parameter, set aside until its reduced gradient is there.
+
+    They want the reduced gradient, which comes later than autograd, which is handed none, would
+    call them. Autograd keeps the very dicts that they are registered in: those are emptied and
+    refilled.
+    """
+
+    def __init__(self) -> None:
+        self._aside: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+
+    def set_aside(self, param: Tensor) -> bool:
+        """Hide the hooks of `param` from autograd until `put_back()`.
+
+        Returns whether there are any.
+        """
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(param, name, None)
+            if hooks:
+                self._aside.append((hooks, dict(hooks)))
+                hooks.clear()
+        return bool(self._aside)
+
+    def put_back(self) -> None:
+        """Put the hooks back, with those that were registered since behind them."""
+        for hooks, before in self._aside:
+            since = dict(hooks)
+            hooks.clear()
+            hooks.update(before)
+            hooks.update(since)
+        self._aside = []
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Layout of a parameter that was a DTensor before it was sharded: its local tensor is cut.
+
+    size: its global size.
+    data_axes: those over which gradients are left to our reduce, as `dp_mesh_dims` names them.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: tuple[int, ...]
+    data_axes: tuple[int, ...] = ()
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """Make the DTensor that the model computes with of `local`, to which gradients go."""
+        keywords: dict[str, Any] = {}
+        if self.data_axes:
+            keywords["grad_placements"] = [
+                Partial() if axis in self.data_axes else placement
+                for axis, placement in enumerate(self.placements)
+            ]
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.size),
+            stride=torch.empty(self.size, device="meta").stride(),
+            **keywords,
+        )
+
+    def without(self, axes: tuple[int, ...]) -> TensorParallel | None:
+        """Return the same layout over the mesh's other axes; None if there are none."""
+        names = self.mesh.mesh_dim_names or ()
+        left = [axis for axis in range(self.mesh.ndim) if axis not in axes]
+        if not left:
+            return None
+        placements = tuple(self.placements[axis] for axis in left)
+        return TensorParallel(self.mesh[tuple(names[axis] for axis in left)], placements, self.size)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of a parameter as optimizers see it: over all axes, tensor-parallel ones last."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: tuple[int, ...]
+    _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def dtensor(self, shard: Tensor) -> DTensor:
+        """The DTensor whose part on this rank is `shard`."""
+        spec = self._specs.get(shard.dtype)
+        if spec is None:
+            spec = _torch.dtensor_spec(self.mesh, self.placements, self.size, shard.dtype)
+            self._specs[shard.dtype] = spec
+        return _torch.dtensor_of_spec(shard, spec)
+
+
+def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
+    """Layout of `member` cut over `axes`, after it was laid out as `tp` says."""
+    tp = None if tp is None else tp.without(tp.data_axes)
+    if tp is None:
+        return Layout(axes.mesh, axes.placements(member), member.size)
+    cut_before = [
+        tp.mesh.size(axis)
+        for axis, placement in enumerate(tp.placements)
+        if isinstance(placement, Shard) and placement.dim == member.dim
+    ]
+    own = tuple(
+        _torch.strided_shard(member.dim, math.prod(cut_before)) if each.is_shard() else each
+        for each in axes.placements(member)
+    )
+    mesh = _torch.join_meshes([axes.mesh, tp.mesh])
+    return Layout(mesh, (*own, *tp.placements), tp.size)
+
+
+Asked = tuple[str, str, bool, str]
+"""Arguments of a marker: members, group, keep and reduce, as `passes.ir.ops` has them."""
+
+ASKED = "_autoshard_asked"
+"""Module attribute: {parameter's attribute: `Asked`; None where there is more to ask}. Getters
+spell it out: Dynamo traces the reading of a name faster."""
+
+
+@dataclass(eq=False)
+class ShardedParam:
+    """Sharded parameter, in all places where it is registered.
+
+    name:   from the outermost sharded module, "layers.3.mlp.w1"; the first name if tied.
+    places: every (module, attribute) that reads it; more than one if tied.
+    param:  the DTensor `nn.Parameter` that all places share.
+    """
+
+    name: str
+    member: Member
+    axes: Axes
+    param: nn.Parameter
+    layout: Layout
+    tp: TensorParallel | None = None
+    unit: Unit = field(init=False)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # What the getter hands to the marker under torch.compile: constants to guard on. See
+        # `describe()`.
+        self.asked: Asked = ("", "", False, "")
+        self.asked_in_full = self.asked
+        self.follows_mode = False  # the latter holds in eval mode
+        self.is_extended = False  # its shard says what is gathered for it: see extensions.py
+        self.number = next(_numbers)  # of this one alone: what it says is traced into its graph
+        self.group = self.axes.shard_group
+        self.world = self.axes.shard_world
+        self.device = mesh_device(self.axes.mesh)  # where it is gathered, if not where it lives
+        # Gradients of backwards that were not to be reduced: whole, summed, in the dtype
+        # of the reduce; see reduce.py.
+        self.pending: Pending | None = None
+        self.arriving: Arriving | None = None  # of the running backward: see uses.py
+        self.hooks = Hooks()  # the user's, on `param`
+        self.is_withheld = False  # compiled code has no gradient for `.grad` this time
+        self.num_updates = 0  # steps that torch optimizers have taken with it
+        self.is_updated_by_hook = False  # since forward, when its gradient was accumulated
+
+    def describe(self) -> None:
+        """Write down for markers how its unit gathers and reduces it; see `passes/ir/ops.py`.
+
+        Raises TypeError if its shard has only one of the two methods of an extension.
+        """
+        self.is_extended = is_extended(self.name, self.shard)
+        self.follows_mode = self.unit.mp.full_precision_in_eval
+        self.asked = self._description(in_full_precision=False)
+        self.asked_in_full = self._description(in_full_precision=True)
+        self.tell_places()
+
+    def tell_places(self) -> None:
+        """Write down in each module that reads it what its getter hands to the marker.
+
+        None if the getter has to ask.
+        """
+        asked = None if self.tp is not None or self.follows_mode else self.asked
+        for module, attribute in self.places:
+            module.__dict__.setdefault(ASKED, {})[attribute] = asked
+
+    def _description(self, *, in_full_precision: bool) -> Asked:
+        gathered = self.unit.gathered_member(self, in_full_precision=in_full_precision)
+        reduced = self.unit.reduced_member(self, gathered.dtype)
+        if reduced.dtype != self.member.dtype:
+            reduced = dataclasses.replace(reduced, shard_dtype=self.member.dtype)
+        members, reduce = show_members((gathered,)), ""
+        group = self.reduce_group
+        flags = [f"ask:{self.number}"] * self.is_extended
+        if self.unit.is_offloaded:
+            flags.append(f"{FROM_HOST}{self.device.type}")
+            reduced = dataclasses.replace(reduced, on_host=True)
+        waits = not self.unit.reducer.syncs or self.unit.is_unordered
+        flags += ["stay"] * self.unit.stays + ["hold"] * waits
+        if self.unit.smaller is not None:
+            flags.append(f"cut:{self.unit.smaller.shard_group}")
+        if flags or reduced != gathered or group != self.group:
+            reduce = " ".join([*flags, show_members((reduced,)), group])
+        return members, self.group, not self.unit.reshards, reduce
+
+    @property
+    def reduce_group(self) -> str:
+        """Group over which compiled code reduces its gradient, named as `passes.ir.groups` says."""
+        reducer = self.unit.reducer
+        scatter_group = reducer.scatter_group or self.axes.shard_group
+        if not reducer.syncs or self.unit.is_unordered:
+            return self.axes.shard_group
+        if self.axes.replicate_world > 1 and not reducer.all_reduces:
+            return groups.customized(scatter_group)
+        group = self.axes.reduce_group(scatter_group)
+        return groups.customized(group) if reducer.is_custom else group
+
+    @property
+    def reduce_axis(self) -> str:
+        """Names of the axes of `reduce_group`."""
+        has_all = self.unit.reducer.syncs and self.unit.reducer.all_reduces
+        return self.axes.reduce_name if has_all else self.axes.shard_name
+
+    @property
+    def shard(self) -> Tensor:
+        """Rows of this rank, (local rows, *rest); the storage that optimizers update."""
+        return local_tensor(self.param)
+
+    def grad_from(self, shard: Tensor) -> DTensor:
+        """Make a gradient for `param` from this rank's rows of it."""
+        return self.layout.dtensor(shard)
+
+    @property
+    def stamp(self) -> Stamp:
+        """Stamp of its values: another one whenever the parameter was written to.
+
+        As a DTensor, through its local tensor, or by a torch optimizer's step, whose foreach and
+        fused kernels count no version.
+        """
+        return id(self.param), self.param._version, self.shard._version, self.num_updates
+
+    def check_unwritten(self, stamp: Stamp) -> None:
+        """Raise RuntimeError if the parameter was written to since it had `stamp`."""
+        if self.stamp != stamp:
+            raise RuntimeError(
+                f"parameter {self.name} was modified in place between forward and backward: step "
+                "the optimizer, and write to parameters, after backward"
+            )
+
+    def refresh(self) -> bool:
+        """Follow what was done to the modules since: a parameter replaced, converted, or extended.
+
+        It is replaced as by `load_state_dict(assign=True)`, converted as by `model.to(dtype)`, and
+        extended by methods that say what is gathered. Returns whether there was any of it. Raises
+        ValueError for a replacement that is not sharded alike.
+        """
+        self.hooks.put_back()  # a backward may have broken off
+        before = self.param, self.member.dtype, self.is_extended
+        for module, attribute in self.places:
+            param = module._parameters.get(attribute)
+            if param is not None and param is not self.param and isinstance(param, DTensor):
+                self._replace(param)
+                break
+        dtype = self.shard.dtype
+        if dtype != self.member.dtype:
+            self.member = Member(dtype, self.member.size, self.member.dim)
+            self.describe()
+        if has_methods(self.shard) != self.is_extended:
+            self.describe()
+        return self.param is not before[0] or (dtype, self.is_extended) != before[1:]
+
+    def _replace(self, param: nn.Parameter) -> None:
+        """Take `param`, which was put in a module since, as the parameter of all places.
+
+        Raises ValueError if it is not sharded as this one is.
+        """
+        value: Tensor = param.data
+        if (
+            not isinstance(value, DTensor)
+            or tuple(value.shape) != self.layout.size
+            or value.placements != self.layout.placements
+            or value.device_mesh != self.layout.mesh
+        ):
+            raise ValueError(
+                f"{self.name} was replaced after sharding by {_describe(param)}; expected a "
+                f"DTensor of size {list(self.layout.size)} placed as {self.layout.placements} on "
+                f"{self.layout.mesh}. "
+                "Replace parameters before sharding, or load values with load_state_dict"
+            )
+        remember_origin(self.param, self)  # so that an optimizer which holds it is told
+        self.param = param
+        for module, attribute in self.places:
+            module._parameters[attribute] = param
+        remember(self)
+
+
+def shard_parameter(
+    name: str, param: nn.Parameter, axes: Axes, dim: int, offload: OffloadPolicy
+) -> ShardedParam:
+    """Cut `param` along `dim` to this rank's part, where it is, or on the host; no scalar is cut.
+
+    Raises ValueError for a dim other than 0 that ranks can't share evenly, or a DTensor on a mesh
+    of another kind; NotImplementedError for a non-contiguous parameter.
+    """
+    tp, whole = None, param.detach()
+    data_axes = _data_axes(name, whole, axes.full)
+    if isinstance(whole, DTensor):
+        tp = TensorParallel(whole.device_mesh, whole.placements, tuple(whole.shape), data_axes)
+        whole = local_tensor(whole)
+        if tp.mesh.device_type != axes.mesh.device_type:
+            raise ValueError(
+                f"parameter {name} is a DTensor on {tp.mesh}, which is no mesh of "
+                f"{axes.mesh.device_type} as {axes.mesh} is: shard over slices of one mesh"
+            )
+    if not whole.is_contiguous():
+        raise NotImplementedError(
+            f"parameter {name} is not contiguous (size {list(whole.shape)}, stride "
+            f"{list(whole.stride())}): make it so with param.data = param.data.contiguous() "
+            "before sharding"
+        )
+    member = Member(param.dtype, tuple(whole.shape), dim)
+    world, rank = axes.shard_world, axes.shard_rank
+    if dim and member.rows % world:
+        raise UnsupportedError(
+            f"parameter {name} of size {list(whole.shape)} can't be sharded on dim {dim} over "
+            f"{world} ranks: only dim 0 may be uneven; give it Shard(0)"
+        )
+    layout = layout_of(axes, member, tp)
+    with torch.no_grad():
+        shard = part_of(whole, member, world, rank)
+        if isinstance(offload, CPUOffloadPolicy) and shard.device.type not in ("cpu", "meta"):
+            shard = shard.cpu()
+            shard = shard.pin_memory() if offload.pin_memory else shard
+        sharded = nn.Parameter(layout.dtensor(shard), requires_grad=param.requires_grad)
+    made = ShardedParam(name, member, axes, sharded, layout, tp)
+    remember_origin(param, made)
+    remember(made)
+    return made
+
+
+def _data_axes(name: str, whole: Tensor, full: FullMesh | None) -> tuple[int, ...]:
+    """Positions of the axes of `full` over which parameter `name` is cut or copied.
+
+    Raises ValueError if it is not replicated over them, or lies elsewhere.
+    """
+    if full is None:
+        return ()
+    if not isinstance(whole, DTensor) or whole.device_mesh != full.mesh:
+        where = f"a DTensor on {whole.device_mesh}" if isinstance(whole, DTensor) else "no DTensor"
+        raise ValueError(
+            f"parameter {name} is {where}: with dp_mesh_dims, all parameters should be DTensors on "
+            f"the mesh given, {full.mesh}, as distribute_module() makes them"
+        )
+    names = full.mesh.mesh_dim_names or ()
+    for axis in full.data_axes:
+        if not isinstance(whole.placements[axis], Replicate):
+            raise ValueError(
+                f"parameter {name} is placed as {whole.placements[axis]} over the data-parallel "
+                f"axis {names[axis]!r}: expected Replicate()"
+            )
+    return full.data_axes
+
+
+def local_tensor(param: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, without autograd."""
+    local = param._local_tensor  # type: ignore[attr-defined]
+    assert isinstance(local, Tensor)
+    return local
+
+
+IGNORED = "_autoshard_ignored"  # parameter attribute: the user asked for it to be left alone
+
+
+def is_ignored(param: Tensor) -> bool:
+    """Tell whether the user asked for `param` to be left alone."""
+    return bool(getattr(param, IGNORED, False))
+
+
+# Which parameter became which: by id, since a Tensor's == is no identity. A parameter from
+# before sharding, or replaced, has a weak reference beside it, to tell it from a reused id. The
+# sharded one must have none (torch's `_apply` swaps no tensor that is weakly referenced):
+# its ShardedParam knows it.
+_known: dict[int, tuple[weakref.ref[Tensor] | None, weakref.ref[ShardedParam]]] = {}
+
+
+def remember_origin(param: Tensor, sharded: ShardedParam) -> None:
+    """Let `find` answer `sharded` for `param`, which stood or stands for it, while both live."""
+    key = id(param)
+    _known[key] = (weakref.ref(param, lambda _: _known.pop(key, None)), weakref.ref(sharded))
+
+
+def remember(sharded: ShardedParam) -> None:
+    """Let `find` answer `sharded` for its parameter, for as long as it has that one."""
+    key = id(sharded.param)
+    _known[key] = (None, weakref.ref(sharded, lambda _: _known.pop(key, None)))
+
+
+def find(param: object) -> ShardedParam | None:
+    """Find the sharded parameter that `param`, from before or after sharding, belongs to."""
+    entry = _known.get(id(param))
+    if entry is None:
+        return None
+    origin, sharded = entry[0], entry[1]()
+    if origin is not None:
+        return sharded if origin() is param else None
+    return sharded if sharded is not None and sharded.param is param else None
+
+
+def lend(sharded: ShardedParam, whole: Tensor) -> Tensor:
+    """Mark `whole` as a copy that is given out for `sharded`, and return it.
+
+    An optimizer that holds it is refused.
+    """
+    setattr(whole, _LENT_BY, sharded.name)
+    _lent[id(whole)] = whole
+    return whole
+
+
+_LENT_BY = "_autoshard_lent_by"  # tensor attribute: the parameter that it is a copy of
+_lent: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def check_wanted() -> None:
+    """Raise RuntimeError if a backward was to give a gradient to a copy that `lend` marked.
+
+    `backward(inputs=...)` marks it, and runs nothing of ours: no graph leads there. Only copies
+    that still live are seen.
+    """
+    for whole in list(_lent.values()):
+        if whole.retains_grad:
+            raise RuntimeError(
+                f"backward(inputs=...) was given a gathered copy of parameter {lent_by(whole)}, "
+                "which parameters() gives between forward and backward, so no gradient came to its "
+                "shards: pass as inputs what parameters() gave before the forward"
+            )
+
+
+def lent_by(tensor: Tensor) -> str | None:
+    """Name of the parameter that `tensor` was given out for, if it was."""
+    name: str | None = getattr(tensor, _LENT_BY, None)
+    return name
+
+
+def resolve(param: Tensor) -> ShardedParam | None:
+    """Find the sharded parameter of `param`, also if that has been put in its place since."""
+    sharded = find(param)
+    if sharded is not None or not isinstance(param, DTensor):
+        return sharded
+    wanted: object = param
+    for _, known in list(_known.values()):
+        candidate = known()
+        if candidate is not None and any(
+            module._parameters.get(attribute) is wanted for module, attribute in candidate.places
+        ):
+            candidate.refresh()
+            return candidate
+    return None
+
+
+def names_at(addresses: Collection[object]) -> list[str]:
+    """Names of the parameters whose shards are at `addresses`, in that order."""
+    known = {
+        each.shard.data_ptr(): each.name
+        for each in (sharded() for _, sharded in list(_known.values()))
+        if each is not None and each.shard.numel()
+    }
+    return [known[each] for each in addresses if each in known]
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{type(value.data).__name__} of size {list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,147 @@
+"""Casts around a unit's forward: of inputs, outputs and buffers. Parameters are cast by gathers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.runtime.unit.unit import Unit, unit_of
+
+_IGNORED = "_autoshard_ignored_module"  # module attribute: its buffers are left alone
+_BUFFER_DTYPES = "_autoshard_buffer_dtypes"  # module attribute: {buffer: the dtype it had}
+
+
+def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_full: bool) -> Any:
+    """Cast `(args, kwargs)` to the unit's dtype; the same objects where nothing needs a cast.
+
+    in_full: whether the unit computes in full precision now.
+    """
+    dtype = unit.mp.param_dtype
+    if dtype is None or not unit.mp.cast_forward_inputs or in_full:
+        return args, kwargs
+    return cast(args, dtype), cast(kwargs, dtype)
+
+
+def cast_output(unit: Unit, output: Any) -> Any:
+    """Cast `output` to the unit's output dtype."""
+    dtype = unit.mp.output_dtype
+    return output if dtype is None else cast(output, dtype)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating-point tensors in `value`, in containers too, to `dtype`.
+
+    A container in which nothing changes is passed on itself, not a copy of it: forward may
+    want to write to it.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return _rebuilt(value, list(value), dtype, lambda parts: _like(value, parts))
+    if isinstance(value, dict):
+        made = _rebuilt(value, list(value.values()), dtype, lambda parts: parts)
+        return value if made is value else _dict_like(value, made)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f for f in dataclasses.fields(value) if f.init]
+        parts = [getattr(value, field.name) for field in fields]
+        return _rebuilt(
+            value,
+            parts,
+            dtype,
+            lambda parts: dataclasses.replace(
+                value, **{f.name: part for f, part in zip(fields, parts, strict=True)}
+            ),
+        )
+    return value
+
+
+def _rebuilt(
+    value: Any, parts: list[Any], dtype: torch.dtype, make: Callable[[list[Any]], Any]
+) -> Any:
+    changed = [cast(part, dtype) for part in parts]
+    same = all(new is old for new, old in zip(changed, parts, strict=True))
+    return value if same else make(changed)
+
+
+def _like(value: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+    cls: Any = type(value)
+    return cls(*parts) if hasattr(value, "_fields") else cls(parts)  # a namedtuple, or not
+
+
+def _dict_like(value: dict[Any, Any], parts: list[Any]) -> Any:
+    made = value.copy()  # of its own class: Hugging Face's outputs are dicts
+    for key, part in zip(value, parts, strict=True):
+        made[key] = part
+    return made
+
+
+def ignore_buffers(modules: set[nn.Module]) -> None:
+    """Leave the buffers of `modules` in their own dtype."""
+    for module in modules:
+        module.__dict__[_IGNORED] = True
+
+
+def cast_buffers(unit: Unit) -> bool:
+    """Cast, before forward, the buffers of the unit's modules to the dtype that it asks for.
+
+    Returns whether any was in another.
+    """
+    wrong = _wrong_buffers(unit)
+    for module, name, buffer, wanted in wrong:
+        module._buffers[name] = buffer.to(wanted)
+    return bool(wrong)
+
+
+def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype]]:
+    """List buffers in a wrong dtype: (module, name, buffer, the dtype that it should have)."""
+    found: list[tuple[nn.Module, str, Tensor, torch.dtype]] = []
+    if unit.mp.buffer_dtype is None:
+        return found
+    for head in unit.modules:
+        for module in _own_modules(head):
+            own = module.__dict__.setdefault(_BUFFER_DTYPES, {})
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                own.setdefault(name, buffer.dtype)
+                wanted = own[name] if unit.asks_for_full_precision else unit.mp.buffer_dtype
+                if buffer.dtype != wanted:
+                    found.append((module, name, buffer, wanted))
+    return found
+
+
+def units_that_cast(module: nn.Module) -> list[Unit]:
+    """Units in `module` that ask for a dtype of buffers."""
+    units = (unit_of(each) for each in module.modules())
+    return [unit for unit in units if unit is not None and unit.mp.buffer_dtype is not None]
+
+
+def _own_modules(head: nn.Module) -> list[nn.Module]:
+    """List `head` and the modules in it that no other unit has, and that are not ignored."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found or module.__dict__.get(_IGNORED):
+            return
+        found[module] = None
+        for child in module.children():
+            if unit_of(child) is None:
+                visit(child)
+
+    visit(head)
+    return list(found)
+
+
+def keep_buffer_dtypes(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Give out buffers in the dtype they had, as a state-dict hook of a unit's module."""
+    for path, each in module.named_modules():
+        for name, dtype in each.__dict__.get(_BUFFER_DTYPES, {}).items():
+            key = f"{prefix}{path}.{name}" if path else prefix + name
+            if key in state_dict:
+                state_dict[key] = state_dict[key].to(dtype)

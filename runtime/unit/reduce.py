@@ -1,0 +1,497 @@
+"""Reduction of a unit's gradients, unsharded, once backward has the last of them.
+
+    unsharded gradients --launch--> in flight --advance--> in flight --wait--> mean, `.grad`
+                        reduce-scatter         all-reduce
+                        over `shard`           over `replicate`
+
+[Note: gradients that are not there]
+All trainable parameters of a unit are sent, whichever of them got a gradient on this
+rank: another rank may have used others (experts do so), and what is sent must match.
+Zeros stand for a gradient that is not there, and one number a parameter, summed with
+the rest, tells whether any rank had one. Where none had, `.grad` stays as it is. A rank
+looks at these numbers only if it lacks a gradient itself: it need not wait for a device.
+
+[Note: gradients that wait]
+A backward that is not to be reduced (all microbatches but the last) leaves its unsharded
+gradients in `ShardedParam.pending`, summed in the dtype of the reduce. They are not in
+`.grad`, so that `zero_grad()` would miss them. Hence `.grad` is watched: zeros are put
+there if it was empty, and code that empties it, or zeroes it, drops what is pending. Sums that
+wait for their all-reduce alone (`Reducer.partial`) are watched alike. Zeroing by foreach
+kernels, which count no version, is not seen; torch's optimizers empty it unless configured not to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoshard import _torch
+from autoshard.passes.ir.layout import Member
+from autoshard.runtime.comm import collectives
+from autoshard.runtime.comm.collectives import Division, InFlight
+from autoshard.runtime.comm.custom_comms import Comm
+from autoshard.runtime.comm.streams import on_all_reduce_stream
+from autoshard.runtime.unit.param import local_tensor
+
+if TYPE_CHECKING:
+    from autoshard.runtime.unit.param import ShardedParam
+    from autoshard.runtime.unit.unit import Unit
+
+MAX_IN_FLIGHT = 1  # sent while the next unit's backward computes; more only holds memory
+MAX_WITH_REPLICAS = 2  # one all-reduced beside the next one's reduce-scatter
+
+
+@dataclass
+class Reducer:
+    """Settings of how a unit's gradients are reduced, made by the methods of `ShardedModule`.
+
+    syncs: False lets gradients wait; see [Note: gradients that wait].
+    all_reduces: False stops after the reduce-scatter, and sums up what that gives.
+    divide_by: what the sum is divided by; None: the number of ranks.
+    sends_unused: parameters without a gradient on any rank get one of zeros.
+    in_flight: how many reduces may be, when one of these is launched; None: as many as help.
+    all_reduce_hook: called with this rank's part of a unit's mean gradients, 1-D.
+    comm_hook: (state, hook), in place of the collectives and of all division:
+        `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
+        parameters are not cut, `hook(state, grad)` works in place.
+    reduce_scatter: the user's, in place of ours.
+    scatter_group: the name of a group of its own; "" for that of gathers.
+    partial: sums that are reduce-scattered and wait to be all-reduced; like those that wait
+        unsharded, they are dropped if `.grad` is emptied meanwhile. By parameter, as another
+        backward may reduce others together.
+    """
+
+    syncs: bool = True
+    all_reduces: bool = True
+    divide_by: float | None = None
+    sends_unused: bool = False
+    in_flight: int | None = None
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    comm_hook: tuple[Any, Callable[..., Any]] | None = None
+    reduce_scatter: Comm | None = None
+    scatter_group: str = ""
+    partial: dict[ShardedParam, Partial] = field(default_factory=dict)
+
+    @property
+    def is_custom(self) -> bool:
+        """Tell whether a reduce gives something else than the mean, or is not ours."""
+        told = self.divide_by, self.all_reduce_hook, self.comm_hook, self.reduce_scatter
+        return any(each is not None for each in told)
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether a reduce is over all ranks, and gives the mean of gradients that are there.
+
+        Gradients that wait unsharded may be added to them first.
+        """
+        return self.syncs and self.all_reduces and not (self.is_custom or self.partial)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Part of a parameter's sum on this rank, and `.grad` as it was then.
+
+    chunk: flat, padded.
+    count: of ranks that had a gradient, one number.
+    """
+
+    chunk: Tensor
+    count: Tensor
+    seen: Seen
+
+
+class Reduction:
+    """Reduction of the gradients of some parameters of one unit, together, from launch to `.grad`.
+
+    grads: unsharded, None where this rank has none; see [Note: gradients that are not there].
+    wanted: the parameters whose gradient is asked for; the others' are sent all the same.
+    dtype: in which they are summed.
+    stands_alone: these are handed out: nothing is added to them, or left for later.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        grads: dict[ShardedParam, Tensor | None],
+        wanted: set[ShardedParam],
+        dtype: torch.dtype,
+        *,
+        stands_alone: bool = False,
+    ) -> None:
+        self._dtype = dtype
+        self._stands_alone = stands_alone
+        self._unit = unit
+        self._reducer = unit.reducer
+        self._grads: dict[ShardedParam, Tensor | None] = grads
+        self._params = tuple(grads)
+        self._has_grad = tuple(grad is not None for grad in grads.values())
+        self._wanted = wanted
+        self._flight: InFlight | None = None
+        self._keep: list[object] = []
+        self._hook = unit.reducer.all_reduce_hook  # of now: what is sent depends on it
+        self._scattered = False  # the reduce-scatter, if any, has been waited for
+
+    @property
+    def max_in_flight(self) -> int:
+        """Number of reductions that may be in flight, with this one about to be launched."""
+        if self._reducer.in_flight is not None:
+            return self._reducer.in_flight
+        return MAX_WITH_REPLICAS if self._unit.axes.replicate_world > 1 else MAX_IN_FLIGHT
+
+    @property
+    def _division(self) -> Division:
+        if self._reducer.comm_hook is not None:
+            return Division(1.0, 1.0)
+        return collectives.division(self._reducer.divide_by or float(self._unit.axes.num_ranks))
+
+    def launch(self) -> None:
+        """Start summing: by the reduce-scatter, or the user's hook."""
+        axes, first = self._unit.axes, self._params[0]
+        whole = [
+            torch.zeros(p.member.size, dtype=self._dtype, device=p.device) if grad is None else grad
+            for p, grad in self._grads.items()
+        ]
+        flags = flags_of(self._has_grad, self._dtype, first.device).repeat(
+            axes.shard_world
+        )  # all of them to each rank
+        parts = [Member(self._dtype, p.member.size, p.member.dim) for p in self._params]
+        members = (*parts, Member(self._dtype, (len(flags),)))
+        whole.append(flags)
+        self._grads = {}
+        if self._reducer.comm_hook is not None:
+            self._flight = collectives.run_hook(whole, members, axes, self._reducer.comm_hook)
+            self._scattered = True
+            return
+        packed = collectives.pack_grads(
+            whole,
+            members,
+            self._reducer.scatter_group or axes.shard_group,
+            divisor=self._division.before,
+            is_last=axes.replicate_world == 1 and self._hook is None,
+            names=[param.name for param in self._params],
+            comm=self._reducer.reduce_scatter,
+        )
+        self._flight = collectives.launch_reduce(packed, self._reducer.reduce_scatter)
+        if axes.shard_world == 1:
+            self.advance()
+
+    def advance(self) -> None:
+        """Go on to the all-reduce, if there is to be one."""
+        if self._scattered:
+            return
+        assert self._flight is not None
+        self._scattered = True
+        if self._unit.axes.replicate_world == 1:
+            return
+        # What the other stream reads must outlive it: until the all-reduce is waited for.
+        with on_all_reduce_stream(self._params[0].device, after_compute=not self._flight.work):
+            self._keep.append(self._flight)
+            self._flight = self._flight.wait()
+            if not self._stands_alone:
+                self._add_partial(*self._pieces(self._flight.receive))
+            if self._reducer.all_reduces or self._stands_alone:
+                group = self._unit.axes.replicate_group
+                self._flight = collectives.launch_all_reduce(self._flight, group)
+                return
+        chunks, counts = self._pieces(self._flight.receive)
+        for param, chunk, count in zip(self._params, chunks, counts, strict=True):
+            self._reducer.partial[param] = Partial(chunk, count, Seen.now(param))
+        units_that_wait.add(self._unit)
+        self._wanted = set()
+
+    def _pieces(self, flat: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Split this rank's part of the sums: one for each parameter, and the number beside it."""
+        world = self._unit.axes.shard_world
+        lengths = [param.member.chunk_numel(world) for param in self._params]
+        *chunks, counts = flat.split([*lengths, len(self._params)])
+        return chunks, counts.split(1)
+
+    def _add_partial(self, chunks: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+        sums: list[Tensor] = []
+        waiting: list[Tensor] = []
+        for param, chunk, count in zip(self._params, chunks, counts, strict=True):
+            partial = self._reducer.partial.pop(param, None)
+            if partial is not None and partial.seen.is_left(param):
+                sums += chunk, count
+                waiting += partial.chunk, partial.count
+        if waiting:
+            self._keep.append(waiting)
+            torch._foreach_add_(sums, waiting)
+
+    def wait(self) -> dict[ShardedParam, Tensor]:
+        """Wait, and return this rank's part of the mean gradients.
+
+        They are those of wanted parameters that have one on any rank.
+        """
+        self.advance()
+        assert self._flight is not None
+        flight, self._flight = self._flight.wait(), None
+        self._keep = []
+        after = self._division.after
+        if not self._wanted:
+            return {}
+        if self._hook is not None:
+            flight.receive.div_(after)
+            self._hook(flight.receive[: -len(self._params)])
+            after = 1.0
+        *shards, anywhere = collectives.split_reduced(flight, divisor=after)
+        parts = zip(self._params, shards, self._has_grad, strict=True)
+        return {
+            param: shard
+            for index, (param, shard, has) in enumerate(parts)
+            if param in self._wanted
+            and (has or self._reducer.sends_unused or anywhere[index].item() > 0)
+        }
+
+    def abandon(self) -> None:
+        """Wait for what is in flight, and discard it."""
+        if self._flight is not None:
+            self._flight = self._flight.wait()
+
+    def accumulate(self) -> None:
+        """Wait, and add the mean gradients to `.grad`."""
+        for param, shard in self.wait().items():
+            accumulate(param, shard)
+        for param in self._wanted:
+            make_room(param)  # no rank had one after all
+
+
+def flags_of(has_grad: Sequence[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make the numbers that tell which gradients a rank has, without waiting for `device`.
+
+    See [Note: gradients that are not there].
+    """
+    if all(has_grad):
+        return torch.ones(len(has_grad), dtype=dtype, device=device)
+    flags = torch.tensor(has_grad, dtype=dtype)
+    flags = flags if device.type == "cpu" else flags.pin_memory()
+    return flags.to(device, non_blocking=True)
+
+
+def make_room(param: ShardedParam) -> None:
+    """Empty `.grad` if it has zeros that stand for a gradient: one is about to be added to it."""
+    if param.param.grad is not None and _is_placeholder(param.param.grad):
+        param.param.grad = None
+
+
+def fill_unused(unit: Unit, used: set[ShardedParam]) -> None:
+    """Fill in gradients of zeros, if configured, for parameters without one after compiled code.
+
+    That code is the same on every rank.
+    used: those for which it finds a gradient.
+    """
+    if unit.reducer.sends_unused:
+        for param in unit.params:
+            if param.param.requires_grad and param.param.grad is None and param not in used:
+                param.param.grad = _zeros(param)
+
+
+def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
+    """Add this rank's part of a mean gradient to `.grad`, then run the parameter's hooks.
+
+    Raises RuntimeError if such a hook has updated the parameter since forward.
+    """
+    if sharded.is_updated_by_hook:
+        raise RuntimeError(
+            f"{sharded.name} was updated by a hook for after its gradient is accumulated (an "
+            "optimizer in backward), and now another gradient of its old values has come: use it "
+            "in one forward a backward, or step the optimizer after backward"
+        )
+    param = sharded.param
+    sharded.hooks.put_back()
+    make_room(sharded)
+    if not sharded.unit.mp.keep_low_precision_grads:
+        shard = shard.to(sharded.member.dtype)
+    elif shard.dtype != sharded.member.dtype:
+        param.grad_dtype = shard.dtype
+    # To the host if the parameter is there, and not ahead of who reads it next.
+    grad: Tensor = sharded.grad_from(shard.contiguous().to(sharded.shard.device))
+    for hook in list((param._backward_hooks or {}).values()):
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
+    with torch.no_grad():
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad += grad
+    before = sharded.stamp
+    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(param)
+    sharded.is_updated_by_hook = sharded.stamp != before
+
+
+@dataclass
+class Pending:
+    """Gradients that wait for a later backward; see [Note: gradients that wait]."""
+
+    sum: Sum
+    seen: Seen
+
+
+_PLACEHOLDER = "_autoshard_placeholder"  # marks zeros that were put in an empty `.grad`
+
+
+def _is_placeholder(grad: Tensor) -> bool:
+    return bool(getattr(grad, _PLACEHOLDER, False))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Snapshot of a parameter's `.grad` when a gradient began to wait beside it."""
+
+    grad: Tensor
+    version: int
+
+    @staticmethod
+    def now(param: ShardedParam) -> Seen:
+        """Take a snapshot of `.grad`, filled with zeros if it was empty."""
+        if param.param.grad is None:
+            zeros = _zeros(param)
+            setattr(zeros, _PLACEHOLDER, True)
+            param.param.grad = zeros
+        return Seen(param.param.grad, _version(param.param.grad))
+
+    def is_left(self, param: ShardedParam) -> bool:
+        """Tell whether `.grad` is still as in the snapshot; not if it was emptied or zeroed.
+
+        Raises RuntimeError if it was changed otherwise: what waits would miss that.
+        """
+        if param.param.grad is not self.grad:
+            return False
+        if _version(self.grad) == self.version:
+            return True
+        if bool(self.grad.count_nonzero()):
+            raise RuntimeError(
+                f"the gradient of {param.name} was changed while gradients of earlier backwards "
+                "were waiting to be reduced: change gradients after the backward that reduces them"
+            )
+        return False
+
+
+units_that_wait: weakref.WeakSet[Unit] = weakref.WeakSet()
+"""Units in which gradients of some parameters wait for a reduce, or did until lately."""
+
+
+def _zeros(param: ShardedParam) -> Tensor:
+    """Make a gradient of zeros, in the dtype that `.grad` may have."""
+    dtype = param.param.grad_dtype or param.shard.dtype
+    return param.grad_from(torch.zeros_like(param.shard, dtype=dtype))
+
+
+def hold(
+    param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
+) -> None:
+    """Let `grad`, unsharded, wait for a backward that is reduced.
+
+    is_borrowed: its memory is about to be used for something else.
+    """
+    before = None if pending_of(param) is None or param.pending is None else param.pending.sum
+    total = _added(before, grad, dtype, is_borrowed=is_borrowed)
+    param.pending = Pending(total, Seen.now(param))
+    units_that_wait.add(param.unit)
+
+
+@dataclass
+class Sum:
+    """Sum of unsharded gradients of one parameter.
+
+    total: in the dtype of the reduce.
+    owned: whether `total` may be written to.
+    """
+
+    total: Tensor
+    owned: bool
+
+
+def _added(before: Sum | None, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool) -> Sum:
+    grad = grad.to(dtype, copy=is_borrowed and before is None)
+    if before is None:
+        return Sum(grad, is_borrowed)  # else it may be another parameter's too, not to write to
+    if before.owned:
+        return Sum(before.total.add_(grad), True)
+    return Sum(before.total + grad, True)
+
+
+@dataclass
+class Arriving:
+    """Sum of gradients that is not complete yet, in the backward `task`; see uses.py.
+
+    A sum of another backward, which broke off, is ignored.
+    """
+
+    sum: Sum
+    task: int
+
+
+def arrive(
+    param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
+) -> None:
+    """Let `grad`, unsharded, wait for those that come after it in the running backward.
+
+    is_borrowed: its memory is about to be used for something else.
+    """
+    total = _added(arrived(param), grad, dtype, is_borrowed=is_borrowed)
+    param.arriving = Arriving(total, _torch.graph_task())
+    units_that_wait.add(param.unit)
+
+
+def arrived(param: ShardedParam) -> Sum | None:
+    """Return the sum of gradients of `param` that came before in the running backward."""
+    arriving = param.arriving
+    return None if arriving is None or arriving.task != _torch.graph_task() else arriving.sum
+
+
+def take_arrived(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Add to `grad`, the last of the running backward, those that came before."""
+    before = arrived(param)
+    param.arriving = None
+    if before is None or grad is None:
+        return grad if before is None else before.total
+    return _added(before, grad, dtype, is_borrowed=False).total
+
+
+def _version(grad: Tensor) -> int:
+    """Version of `grad`: goes up when it is written to as a DTensor or through its local tensor."""
+    return grad._version + local_tensor(grad)._version
+
+
+def pending_of(param: ShardedParam) -> Tensor | None:
+    """Return the unsharded gradient of `param` that waits; None if `.grad` was emptied or zeroed.
+
+    Raises RuntimeError if `.grad` was changed otherwise.
+    """
+    if param.pending is None:
+        return None
+    if not param.pending.seen.is_left(param):
+        param.pending = None
+        return None
+    return param.pending.sum.total
+
+
+def is_waiting(param: ShardedParam) -> bool:
+    """Tell whether a gradient of `param` waits, unsharded or for its all-reduce.
+
+    Raises as `pending_of`.
+    """
+    partial = param.unit.reducer.partial.get(param)
+    return pending_of(param) is not None or (partial is not None and partial.seen.is_left(param))
+
+
+def forget(param: ShardedParam) -> None:
+    """Drop gradients that wait, and the zeros that stand for them in `.grad`."""
+    param.pending = param.arriving = None
+    make_room(param)
+
+
+def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Add to `grad`, unsharded, what was waiting for it."""
+    total = pending_of(param)
+    param.pending = None
+    if total is None:
+        return grad
+    return total if grad is None else total + grad.to(dtype)

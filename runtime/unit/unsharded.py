@@ -1,0 +1,189 @@
+"""Unsharded parameters of one unit: launched, gathered, dropped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoshard.passes.ir.layout import Member, part_of
+from autoshard.runtime.comm import collectives, transport
+from autoshard.runtime.comm.collectives import GroupedFlight, InFlight
+from autoshard.runtime.comm.limiter import limiter
+from autoshard.runtime.comm.mesh import Axes
+from autoshard.runtime.unit import extensions
+from autoshard.runtime.unit.extensions import Sent
+from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.unit import Unit
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a unit on this rank, cut over fewer ranks than its shards: backward gathers them."""
+
+    axes: Axes
+    tensors: dict[ShardedParam, Tensor]
+
+
+_Piece = tuple[ShardedParam, int]
+"""Tensor that is gathered for a parameter, by its number; all but extended ones have one."""
+
+
+class Whole:
+    """Gather of `unit`, from its launch to the drop of the unsharded parameters.
+
+    Where parameters are not cut (a world of one, or replicas), nothing is launched.
+    parts: what to gather instead of the shards.
+    """
+
+    def __init__(self, unit: Unit, parts: Parts | None = None) -> None:
+        self.unit = unit
+        unit.make_ready()
+        self._stamps = [param.stamp for param in unit.params]
+        self._in_full_precision = unit.computes_in_full_precision
+        self._extended: dict[ShardedParam, Sent] = {}
+        self._flights: list[tuple[list[_Piece], InFlight | GroupedFlight]] = []
+        self._arrived: dict[_Piece, Tensor] = {}
+        self._sources: dict[ShardedParam, tuple[Tensor, ...]] = {}
+        self._tensors: dict[ShardedParam, Tensor] | None = None
+        self._versions: list[int] = []  # of the tensors, when they were made
+        by_dtype: dict[torch.dtype, list[tuple[_Piece, Member, Tensor]]] = {}
+        for param in unit.params:
+            for index, (member, tensor) in enumerate(self._to_send(param, parts)):
+                by_dtype.setdefault(member.dtype, []).append(((param, index), member, tensor))
+        if unit.world > 1 and unit.limits_gathers:
+            limiter.wait()
+        for bucket in by_dtype.values():  # one gather carries one dtype
+            pieces, members, tensors = zip(*bucket, strict=True)
+            if unit.world == 1:
+                for piece, member, tensor in bucket:
+                    self._arrived[piece] = tensor.detach().to(member.dtype)
+                continue
+            group = (parts.axes if parts else unit.axes).shard_group
+            launch: Callable[..., InFlight | GroupedFlight] = collectives.launch_gather
+            if unit.all_gather is not None:
+                launch = functools.partial(launch, comm=unit.all_gather)
+            elif transport.sends_members(group, tensors[0].device):
+                launch = collectives.launch_grouped_gather
+            flight = launch(list(tensors), members, group)
+            self._flights.append((list(pieces), flight))
+
+    def _to_send(self, param: ShardedParam, parts: Parts | None) -> list[tuple[Member, Tensor]]:
+        """List what this rank sends of `param`: its shard, or what an extension makes of it."""
+        member = self.unit.gathered_member(param)
+        if parts is not None:
+            return [(member, parts.tensors[param])]
+        shard = _on_device(param)
+        if not param.is_extended:
+            return [(member, shard)]
+        sent = self._extended[param] = extensions.before_gather(param, self.unit, shard)
+        return sent.pieces(self.unit.world)
+
+    @property
+    def is_stale(self) -> bool:
+        """Tell whether a parameter was written to since it was gathered, as by an optimizer.
+
+        Also if forward is to compute in another dtype.
+        """
+        stamps = [param.stamp for param in self.unit.params]
+        return (
+            stamps != self._stamps
+            or self.unit.computes_in_full_precision != self._in_full_precision
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Tell whether it has been waited for."""
+        return self._tensors is not None
+
+    def tensors(self) -> dict[ShardedParam, Tensor]:
+        """Return the unsharded parameters, waiting for them if need be."""
+        if self._tensors is None:
+            for pieces, flight in self._flights:
+                self._arrived.update(zip(pieces, collectives.wait_gather(flight), strict=True))
+            self._tensors = {param: self._put_together(param) for param in self.unit.params}
+            self._flights, self._arrived, self._extended = [], {}, {}
+            if not torch.is_inference_mode_enabled():  # its tensors count no versions
+                self._versions = [tensor._version for tensor in self._tensors.values()]
+        return self._tensors
+
+    def _put_together(self, param: ShardedParam) -> Tensor:
+        sent = self._extended.get(param)
+        if sent is None:
+            whole = self._arrived[param, 0]
+            self._sources[param] = (whole,)
+            return whole
+        arrived = [self._arrived[param, index] for index in range(len(sent.inputs))]
+        dtype = self.unit.gathered_member(param).dtype
+        whole, self._sources[param] = extensions.after_gather(param, sent, arrived, dtype)
+        return whole
+
+    def sources(self) -> dict[ShardedParam, tuple[Tensor, ...]]:
+        """Return the tensors that hold the memory of unsharded parameters; mostly just those."""
+        self.tensors()
+        return self._sources
+
+    def cut(self, axes: Axes) -> Parts:
+        """Cut the unsharded parameters over the shard axis of `axes`, to this rank's parts."""
+        world, rank = axes.shard_world, axes.shard_rank
+        whole = self.tensors().items()
+        return Parts(axes, {p: part_of(tensor, p.member, world, rank) for p, tensor in whole})
+
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if an unsharded parameter was written to, which would be lost."""
+        if self.unit.world == 1 or self._tensors is None:
+            return
+        written = _written(self._tensors, self._versions)
+        if written:
+            raise RuntimeError(
+                f"parameters {written} were written to in forward, where they are gathered copies: "
+                "write to the module's parameter outside of forward, before the call or after the "
+                "optimizer's step (for Embedding(max_norm=...), renormalise there)"
+            )
+
+    def drop(self) -> None:
+        """Drop the unsharded parameters, waiting for what is still in flight."""
+        for _, flight in self._flights:
+            flight.wait()
+        whole = self._tensors
+        self._flights, self._arrived, self._tensors, self._sources = [], {}, {}, {}
+        if whole and self.unit.world > 1 and self.unit.limits_gathers:
+            limiter.dropped(next(iter(whole.values())).device)
+
+
+class Lent:
+    """Unsharded parameters that stay between forward and backward, to be read."""
+
+    def __init__(self, whole: Whole) -> None:
+        self.tensors = dict(whole.tensors())
+        self._versions = [] if whole.unit.world == 1 else list(whole._versions)
+
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if one of them was written to, which would be lost."""
+        written = _written(self.tensors, self._versions)
+        if written:
+            raise RuntimeError(
+                f"parameters {written} were written to between forward and backward, where their "
+                "unit keeps gathered copies: step the optimizer, and write to parameters, after "
+                "backward"
+            )
+
+
+def _written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> list[str]:
+    """Names of the parameters in `tensors` that were written to since they had `versions`."""
+    return [
+        param.name
+        for (param, tensor), version in zip(tensors.items(), versions, strict=False)
+        if tensor._version != version
+    ]
+
+
+def _on_device(param: ShardedParam) -> Tensor:
+    """Return the shard of `param` on the device where it is gathered.
+
+    It is a copy if it lives elsewhere, from pinned memory an asynchronous one.
+    """
+    return param.shard.to(param.device, non_blocking=True)
