@@ -40,6 +40,7 @@ from autoshard.passes.plans.roofline import hint_of
 from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame, follow_replaced, make_frame, sharded_parameters
 from autoshard.runtime.compiled.plans import record
+from autoshard.runtime.compiled.unit_graphs import graphs_of
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.agreement import Outcome, PlansDiffer, agree, first_difference, share
 from autoshard.runtime.sharding import first_call
@@ -189,19 +190,20 @@ def _agreed_attempt(
     unit = params[0].unit
     name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
     key = f"{name} {settings.lowering} {settings.topology} {settings.memory_budget}"
-    known = unit.known_plans.setdefault(key, [])
+    graphs = graphs_of(unit)
+    known = graphs.known_plans.setdefault(key, [])
     searches = settings.searches_for(params[0].device)
     may_keep = searches and settings.memory_budget is not None
-    if may_keep and key not in unit.kept_params and _is_whole_step(params, example_inputs):
+    if may_keep and key not in graphs.kept_params and _is_whole_step(params, example_inputs):
         worth = _worth_keeping(gm, example_inputs, settings, mode)
         worth = json.loads(share(name, json.dumps(worth), mesh, is_first=True))
         log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
-        unit.kept_params[key] = frozenset(worth)
+        graphs.kept_params[key] = frozenset(worth)
         raise _torch.TraceAgain(restart_reason="what to keep for backward was decided")
-    kept = unit.kept_params.get(key, frozenset())
+    kept = graphs.kept_params.get(key, frozenset())
     attempt = _Attempt(gm, example_inputs, settings, mode, known, kept)
     try:
-        attempt.reason = agree(name, attempt.outcome, mesh, unit.agreed)
+        attempt.reason = agree(name, attempt.outcome, mesh, graphs.agreed)
     except PlansDiffer as error:
         if not searches:
             raise attempt.explained(error, name, mesh) from None
@@ -354,7 +356,7 @@ class Compilation:
         pairs = list(zip(frame.params, self.table, strict=True))
         self.axes = {param.group: info.axis for param, info in pairs}
         self.axes |= {param.reduce_group: info.reduce_axis for param, info in pairs}
-        smaller = (param.unit.smaller for param in frame.params)
+        smaller = (param.unit.settings.smaller for param in frame.params)
         self.axes |= {axes.shard_group: INNER for axes in smaller if axes is not None}
         self.prices = self._prices()
         self.plans: list[Plan] = []  # filled as graphs are compiled
@@ -441,12 +443,12 @@ class Compilation:
         if not is_lowered:
             plans = plan_cache.load(names)
             if plans is None:
-                self.frame.params[0].unit.misses_plans = True
+                graphs_of(self.frame.params[0].unit).misses_plans = True
                 raise _torch.TraceAgain(restart_reason="plans of cached graphs are gone")
             for plan in plans:
                 self._tell(plan, None)
         if self.frame.params:
-            self.frame.params[0].unit.misses_plans = False
+            graphs_of(self.frame.params[0].unit).misses_plans = False
         return call
 
     def _cache_key(self) -> str | None:
@@ -460,10 +462,11 @@ class Compilation:
         # A mesh of the user's, among the inputs, is another one to torch in each process.
         if self.options.dump is not None or any(param.tp is not None for param in params):
             return None
-        if params[0].unit.misses_plans:
+        if graphs_of(params[0].unit).misses_plans:
             return None
         joined = {param.group for param in params} | {param.reduce_group for param in params}
-        joined |= {each.unit.smaller.shard_group for each in params if each.unit.smaller}
+        smaller = (each.unit.settings.smaller for each in params)
+        joined |= {each.shard_group for each in smaller if each is not None}
         facts: list[object] = [
             (self.options.lowering, self.options.bucketing, self.mode),
             self.table,

@@ -37,8 +37,8 @@ from autoshard.passes.ir.layout import Member, rows_of, show_members
 from autoshard.runtime.comm import custom_comms, transport
 from autoshard.runtime.comm.custom_comms import Comm
 from autoshard.runtime.comm.mesh import Axes
+from autoshard.runtime.comm.shard_names import names_at
 from autoshard.runtime.comm.transport import Work
-from autoshard.runtime.unit.param import names_at
 
 Begun = TypeVar("Begun")  # the work of a collective, or a list of them
 

@@ -141,7 +141,7 @@ def spell_out(
     Raises ValueError if it can't be compiled: the shard is on the host, it asks for something
     else each time, or a tensor subclass is made of what is gathered.
     """
-    if owner.unit.is_offloaded:
+    if owner.unit.settings.is_offloaded:
         raise ValueError(
             f"{owner.name} is offloaded and has fsdp_pre_all_gather, which isn't compiled yet"
         )

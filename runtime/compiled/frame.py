@@ -36,6 +36,7 @@ from autoshard.runtime.compiled.tables import Table, Tables
 from autoshard.runtime.eager import left_out, outside, unordered
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.eager.saved import in_checkpoint, in_recomputation
+from autoshard.runtime.eager.unit_steps import describe_forward, steps_of, wait_for_optimizer
 from autoshard.runtime.ranks.agreement import course
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.extensions import has_methods
@@ -129,12 +130,10 @@ class Frame:
             root, units = table.root, table.units
             if root.is_unordered:  # other ranks may run another graph, or none
                 unordered.gather_all(root)
-                root.backward_ran = False
+                steps_of(root).backward_ran = False
             else:
-                course.take(root.forward_of(what, units), mesh)
-            if root.post_optim_event is not None:
-                root.post_optim_event.wait()
-                root.post_optim_event = None
+                course.take(describe_forward(root, what, units), mesh)
+            wait_for_optimizer(root)
             kept = _kept_whole([table[number] for number in stays])
             params = [values[position] for position in positions]
             shards = _shards(params, extended, table, units)
@@ -449,7 +448,7 @@ def _shards(
 def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
     """Dtype of the reduce, in which `.grad` is to stay; None if it gets the parameter's own."""
     unit = sharded.unit
-    if not unit.mp.keep_low_precision_grads:
+    if not unit.settings.mp.keep_low_precision_grads:
         return None
     in_full = unit.asks_for_full_precision
     gathered = unit.gathered_member(sharded, in_full_precision=in_full).dtype
@@ -484,7 +483,7 @@ class _LocalShards(torch.autograd.Function):
         for unit in ctx.table.units:
             unit.shows_whole = False
         left_out.note_backward()
-        ctx.table.root.backward_ran = True
+        steps_of(ctx.table.root).backward_ran = True
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
             sharded.check_unwritten(stamp)
         is_left = bool(reduce.units_that_wait) or ctx.table.root.is_unordered

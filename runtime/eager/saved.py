@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoshard import _torch
+from autoshard.runtime.eager.unit_steps import steps_of
 from autoshard.runtime.unit.param import ShardedParam, Stamp, local_tensor
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Held:
     def __init__(self, step: Step, unit: Unit, memory: Tensor) -> None:
         self.memory: Tensor | None = memory
         self._step, self._unit = step, unit
-        unit.held.add(self)
+        steps_of(unit).held.add(self)
 
     def free(self) -> None:
         """Let go of the memory; backward is to gather it again."""

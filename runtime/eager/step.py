@@ -31,6 +31,13 @@ from autoshard.runtime.eager.saved import (
     push_hooks,
 )
 from autoshard.runtime.eager.tokens import Tokens
+from autoshard.runtime.eager.unit_steps import (
+    describe_forward,
+    finish_reduces,
+    order_of,
+    steps_of,
+    wait_for_optimizer,
+)
 from autoshard.runtime.eager.unordered import drop_all, gather_all
 from autoshard.runtime.ranks.agreement import course
 from autoshard.runtime.unit import reduce, uses
@@ -77,7 +84,7 @@ class Step:
         self._reduces: list[Reduction] = []
         self._callback_queued = False
         self._task, self._is_nested = -1, False  # of the callback that is queued
-        self._expected = owner.last_order  # what the previous step gathered, for prefetch
+        self._expected = steps_of(owner).last_order  # what the previous step gathered, for prefetch
 
     @property
     def num_gathered(self) -> int:
@@ -139,10 +146,10 @@ class Step:
             if self.has_grad and unit.lends and not failed:
                 self._lend(unit)
             self._drop(unit, check=not failed)
-        self.owner.last_order = tuple(self.order)
+        steps_of(self.owner).last_order = tuple(self.order)
         if self.owner.is_unordered:
             return
-        order = self.owner.order("forward")
+        order = order_of(self.owner, "forward")
         order.forget() if failed else order.end()
 
     def _in_forward(self, unit: Unit) -> Whole:
@@ -150,16 +157,14 @@ class Step:
             return self._forward[unit]
         if not self.order:  # a compiled forward opens a step too, and gathers nothing in it
             self._take_course()
-            if self.owner.post_optim_event is not None:
-                self.owner.post_optim_event.wait()
-                self.owner.post_optim_event = None
+            wait_for_optimizer(self.owner)
         self._take("forward", unit.gather)
         if unit.is_unordered and not _torch.in_backward():
             gather_all(self.owner if self.owner.is_root else unit)
-        outer = unit.last_step if _torch.in_backward() else None
+        outer = steps_of(unit).last_step if _torch.in_backward() else None
         if unit not in self.order:
             self.order.append(unit)
-            unit.last_step = self
+            steps_of(unit).last_step = self
             for param in unit.params:
                 param.is_updated_by_hook = False
         ahead = self._forward.get(unit)
@@ -173,8 +178,10 @@ class Step:
             self._run_again.add(unit)
         if unit.is_unordered:
             return whole
-        for following in _ahead(unit, unit.next_in_forward, self._expected, unit.forward_prefetch):
-            if following not in self.order or unit.next_in_forward is not None:
+        for following in _ahead(
+            unit, unit.settings.next_in_forward, self._expected, unit.settings.forward_prefetch
+        ):
+            if following not in self.order or unit.settings.next_in_forward is not None:
                 self._launch(following, self._forward)
         if outer is not None and unit in outer._run_again:
             outer._prefetch_backward(unit)
@@ -187,13 +194,13 @@ class Step:
             return  # compiled code or a checkpoint, which others may not run, comes here, too
         what = f"an eager forward of {self.owner.name}"
         what += "" if self.has_grad else " without gradients"
-        event = self.owner.forward_of(what, units_below(self.owner))
+        event = describe_forward(self.owner, what, units_below(self.owner))
         course.take(event, self.owner.axes.mesh)
 
     def _take(self, phase: str, event: str) -> None:
         """Note that `event` is about to be launched, in the order of all ranks if there is one."""
         if not self.owner.is_unordered:
-            self.owner.order(phase).take(event)
+            order_of(self.owner, phase).take(event)
 
     def _is_checkpointed(self, unit: Unit) -> bool:
         """Tell whether what reads `unit` in forward seems to be in a checkpoint, to be read again.
@@ -237,8 +244,8 @@ class Step:
         if unit.is_unsharded_by_user or (unit in self._run_again and not unit.reshards):
             unit.kept = whole
             return
-        if unit.smaller is not None and unit in self._needed and unit not in self._parts:
-            self._parts[unit] = whole.cut(unit.smaller)
+        if unit.settings.smaller is not None and unit in self._needed and unit not in self._parts:
+            self._parts[unit] = whole.cut(unit.settings.smaller)
         whole.drop()
 
     def hold(self, source: Source) -> Held:
@@ -255,7 +262,7 @@ class Step:
         tokens = self._made_tokens(unit)
         if tokens is not None and unit in self._read:
             tokens.lent = Lent(self._forward[unit])
-            unit.held.add(tokens)
+            steps_of(unit).held.add(tokens)
             self._lends = True
 
     def lent(self, unit: Unit) -> Lent | None:
@@ -292,7 +299,7 @@ class Step:
         if self._callback_queued or not wants_some or not _torch.in_backward():
             return
         self._queue_callback()
-        if not self.owner.prefetches_after_backward:
+        if not self.owner.settings.prefetches_after_backward:
             self._prefetch_backward(None)
 
     def needs_again(self, unit: Unit) -> None:
@@ -314,7 +321,7 @@ class Step:
         self._read_again[unit] = task
         whole = self._backward[unit]
         whole.tensors()
-        if not unit.prefetches_after_backward:
+        if not unit.settings.prefetches_after_backward:
             self._prefetch_backward(unit)
         return whole
 
@@ -329,12 +336,12 @@ class Step:
     def _prefetch_backward(self, unit: Unit | None) -> None:
         """Launch the gathers that backward needs after `unit`, or, for None, first."""
         wanted = self._needed | self._run_again
-        coming = [u for u in reversed(self.order) if u in wanted and u.unshard_in_backward]
+        coming = [u for u in reversed(self.order) if u in wanted and u.settings.unshard_in_backward]
         of = unit or self.owner
-        if unit is None and of.next_in_backward is None:
-            ahead: Sequence[Unit] = coming[: of.backward_prefetch]
+        if unit is None and of.settings.next_in_backward is None:
+            ahead: Sequence[Unit] = coming[: of.settings.backward_prefetch]
         else:
-            ahead = _ahead(of, of.next_in_backward, coming, of.backward_prefetch)
+            ahead = _ahead(of, of.settings.next_in_backward, coming, of.settings.backward_prefetch)
         for following in ahead:
             if following in self._needed:
                 self._launch(following, self._backward)
@@ -382,7 +389,7 @@ class Step:
                     reduce.hold(param, grad, unit.reduced_member(param, grad.dtype).dtype)
         if grads:
             self._reduce_now(unit, grads, wanted)
-        if unit.prefetches_after_backward:
+        if unit.settings.prefetches_after_backward:
             self._prefetch_backward(unit)
         self._needed.discard(unit)
 
@@ -481,16 +488,21 @@ class Step:
             _torch.queue_backward_callback(self._finish_backward)
             self._callback_queued = True
             self._task, self._is_nested = _torch.graph_task(), _torch.in_nested_backward()
-            self.owner.backward_ran = True
+            steps_of(self.owner).backward_ran = True
             left_out.note_backward()
 
-    def _finish_backward(self) -> None:
+    def _finish_backward(self, *, waits: bool = True) -> None:
+        """End the backward: launch what is left to reduce, and drop what was gathered for it.
+
+        waits: for reduces, too, where the owner does.
+        """
         self._callback_queued = False
         if self.owner.is_unordered and self._is_nested:
             return  # the backward around it is what all ranks have
-        if self.owner.is_unordered and self.owner.reduced_in == self._task != -1:
+        own = steps_of(self.owner)
+        if self.owner.is_unordered and own.reduced_in == self._task != -1:
             return  # another step of this backward has
-        self.owner.reduced_in = self._task
+        own.reduced_in = self._task
         for unit in units_below(self.owner):
             unit.shows_whole = False
             self._hold_arrived(unit)
@@ -505,10 +517,10 @@ class Step:
                 for dtype, params in left.items():
                     self._take("backward", f"what is left to all-reduce of {unit.name}")
                     self._start(Reduction(unit, dict.fromkeys(params), set(params), dtype))
-        self.owner.carried.extend(self._reduces)
+        own.carried.extend(self._reduces)
         self._reduces = []
-        if self.owner.is_last_backward:
-            self.owner.finish_reduces()
+        if waits and own.is_last_backward:
+            finish_reduces(self.owner)
         for unit in self._trained:
             for param in unit.params:
                 param.hooks.put_back()  # of those that got no gradient
@@ -525,7 +537,7 @@ class Step:
                 unit.kept.drop()
                 unit.kept = None
         if not self.owner.is_unordered:
-            self.owner.order("backward").end()
+            order_of(self.owner, "backward").end()
 
     def _hold_arrived(self, unit: Unit) -> None:
         """Let sums that lack the last of their gradients wait for a later backward.
@@ -551,7 +563,7 @@ class Step:
             if tokens is not None:
                 tokens.lent = None
         for phase in ("forward", "backward"):
-            self.owner.order(phase).forget()
+            order_of(self.owner, phase).forget()
 
 
 def close_compiled(owner: Unit) -> None:
@@ -560,8 +572,8 @@ def close_compiled(owner: Unit) -> None:
     Of those in `owner`'s model that waited, some may be of parameters which that code doesn't use.
     """
     task = _torch.graph_task()
-    if owner.closed_in != task:
-        owner.closed_in = task
+    if steps_of(owner).closed_in != task:
+        steps_of(owner).closed_in = task
         step = Step(owner)
         step._trained = set(units_below(owner))
         step._queue_callback()
@@ -577,11 +589,7 @@ def finalize(owner: Unit) -> None:
         raise RuntimeError("finalize_backward was called inside a forward or a backward")
     step = Step(owner)
     step._trained = set(units_below(owner))
-    was_last, owner.is_last_backward = owner.is_last_backward, False
-    try:
-        step._finish_backward()
-    finally:
-        owner.is_last_backward = was_last
+    step._finish_backward(waits=False)
     for unit in units_below(owner):
         is_kept = unit.keeps_after_backward or unit.is_unsharded_by_user
         if unit.kept is not None and not is_kept:
@@ -599,7 +607,7 @@ def _add_pending(unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
 
 
 def _ahead(
-    unit: Unit, given: list[Unit] | None, order: Iterable[Unit], limit: int
+    unit: Unit, given: Sequence[Unit] | None, order: Iterable[Unit], limit: int
 ) -> Sequence[Unit]:
     """Select the units to gather ahead at `unit`: those `given`, or the next `limit` in `order`."""
     if given is not None:
@@ -611,9 +619,10 @@ def _ahead(
 
 def step_in_backward(unit: Unit) -> Step:
     """Return the step whose backward is running, as far as `unit` can tell: its latest."""
-    if unit.last_step is None:
-        unit.last_step = Step(unit)
-    return unit.last_step
+    steps = steps_of(unit)
+    if steps.last_step is None:
+        steps.last_step = Step(unit)
+    return steps.last_step
 
 
 def read_unsharded(param: ShardedParam) -> Tensor:
@@ -621,9 +630,9 @@ def read_unsharded(param: ShardedParam) -> Tensor:
     unit = param.unit
     if unit.kept is None or unit.kept.is_stale:
         unit.kept = Whole(unit)
-    step = unit.reading
+    step = steps_of(unit).reading
     if step is None or step.has_grad != torch.is_grad_enabled():
-        step = unit.reading = Step(unit)
+        step = steps_of(unit).reading = Step(unit)
     return step.attach(param, unit.kept.tensors()[param])
 
 
@@ -640,7 +649,7 @@ def registered(param: ShardedParam) -> Tensor:
     if unit.is_unsharded_by_user:
         is_there = unit.shows_whole and unit.kept is not None and not unit.kept.is_stale
         return lend(param, read_unsharded(param)) if is_there else param.param
-    step = unit.last_step
+    step = steps_of(unit).last_step
     lent = None if step is None else step.lent(unit)
     if step is None or lent is None:
         return param.param

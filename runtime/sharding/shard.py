@@ -42,6 +42,7 @@ from autoshard.runtime.training.optimizers import watch_optimizers
 from autoshard.runtime.unit.param import IGNORED, ShardedParam, find, is_ignored, shard_parameter
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from autoshard.runtime.unit.precision import ignore_buffers
+from autoshard.runtime.unit.settings import UnitSettings
 from autoshard.runtime.unit.unit import ROOT_NAME, Unit
 
 if TYPE_CHECKING:
@@ -262,9 +263,7 @@ def shard(
         arguments = _unit_arguments({"strategy": strategy, **common, **overrides}, axes)
         params = ignored.params | arguments.pop("ignored_params")
         unit = _make_unit((module,), ignored=Ignored(ignored.modules, params), **arguments)
-        unit.forward_prefetch, unit.backward_prefetch, unit.prefetches_after_backward = ahead
-        unit.limits_gathers = limit_all_gathers
-        unit.is_by_fsdp2 = False
+        unit.configure(**ahead, limits_gathers=limit_all_gathers, is_by_fsdp2=False)
     if not strict_order:
         model.set_strict_order(False)  # type: ignore[operator]  # mixed in by now
     ignore_buffers(set(ignored.modules))
@@ -354,20 +353,25 @@ _FORWARD = "an int, True or False"
 _BACKWARD = 'an int, "pre", "post" or None'
 
 
-def _prefetch(forward: bool | int, backward: str | int | None) -> tuple[int, int, bool]:
-    """Return the units to gather ahead in forward, those in backward, and whether these come late.
+def _prefetch(forward: bool | int, backward: str | int | None) -> dict[str, int]:
+    """Make settings of a unit from the arguments of `shard()` that are about prefetch.
 
     Raises ValueError for other values than `shard()` takes.
     """
     if not isinstance(forward, int) or forward < 0:
         raise ValueError(f"forward_prefetch is {forward!r}; expected {_FORWARD}")
+    after_backward = backward == "post"
     if backward in ("pre", "post"):
-        return int(forward), 1, backward == "post"
-    if backward is None:
-        return int(forward), 0, False
-    if isinstance(backward, bool) or not isinstance(backward, int) or backward < 0:
+        backward = 1
+    elif backward is None:
+        backward = 0
+    elif isinstance(backward, bool) or not isinstance(backward, int) or backward < 0:
         raise ValueError(f"backward_prefetch is {backward!r}; expected {_BACKWARD}")
-    return int(forward), backward, False
+    return {
+        "forward_prefetch": int(forward),
+        "backward_prefetch": int(backward),
+        "prefetches_after_backward": after_backward,
+    }
 
 
 def _read_mp_policy(policy: Any) -> MixedPrecisionPolicy:
@@ -433,7 +437,7 @@ def _make_unit(
     reshard, smaller = _read_reshard(reshard_after_forward, axes)
     watch_as_told()
     outside.explain_uncaught()
-    unit = Unit(modules, axes, reshard, mp_policy, offload_policy, smaller=smaller)
+    unit = Unit(modules, axes, UnitSettings(reshard, mp_policy, offload_policy, smaller))
     materialize.move(modules, mesh_device(axes.mesh), ignored)
     for param in ignored.params:
         setattr(param, IGNORED, True)
@@ -514,7 +518,9 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
             sharded = find(param)
             if sharded is None:
                 dim = _placement_dim(names[param], param, placement_fn)
-                sharded = shard_parameter(names[param], param, unit.axes, dim, unit.offload)
+                sharded = shard_parameter(
+                    names[param], param, unit.axes, dim, unit.settings.offload
+                )
                 unit.take(sharded)
             if (module, attribute) not in sharded.places:
                 access.bind(module, attribute, sharded)

@@ -19,7 +19,7 @@ from autoshard import _torch
 from autoshard.errors import UsageError
 from autoshard.runtime.comm.custom_comms import AllGatherIn, ReduceScatterIn, check_comm
 from autoshard.runtime.comm.mesh import mesh_device, separate_group
-from autoshard.runtime.eager import access
+from autoshard.runtime.eager import access, unit_steps
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.training import state
 from autoshard.runtime.unit.unit import Unit, unit_of
@@ -46,7 +46,7 @@ class GradientReductionHandle:
 
     def wait(self) -> None:
         """Wait until reduces that were launched are over, and `.grad` is filled."""
-        self._root.finish_reduces()
+        unit_steps.finish_reduces(self._root)
 
 
 class ShardedModule(fsdp.FSDPModule, nn.Module):
@@ -95,7 +95,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         keeps those.
         Raises RuntimeError if one was written to, as that would be lost.
         """
-        _unit(self).reshard()
+        unit_steps.reshard(_unit(self))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -131,9 +131,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """
         _expect_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
-            unit.reshard_after_forward, unit.is_by_fsdp2 = reshard_after_forward, True
-            unit.smaller = None
-            unit.describe()
+            unit.configure(
+                reshard_after_forward=reshard_after_forward, smaller=None, is_by_fsdp2=True
+            )
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -144,8 +144,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """
         _expect_bool("reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
-            unit.describe()
+            unit.configure(reshard_after_backward=reshard_after_backward)
 
     def set_strict_order(self, strict_order: bool) -> None:
         """Set whether ranks run the same parts of the model in the same order.
@@ -161,8 +160,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         if not root.is_root:
             raise RuntimeError(f"set strict_order on the root module, not on {root.name!r}")
         for unit in _units(self, True):
-            unit.strict_order = strict_order
-            unit.describe()
+            unit.configure(strict_order=strict_order)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward prefetches this unit; False if it needs none of its parameters.
@@ -171,20 +169,20 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         then. Raises ValueError for another type.
         """
         _expect_bool("unshard_in_backward", unshard_in_backward)
-        _unit(self).unshard_in_backward = unshard_in_backward
+        _unit(self).configure(unshard_in_backward=unshard_in_backward)
 
     # ---- prefetch
 
     def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
         """Gather the units of `modules` ahead when this one's is gathered in forward."""
-        _unit(self).next_in_forward = _units_of(modules)
+        _unit(self).configure(next_in_forward=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
         """Gather the units of `modules` ahead when this one's is gathered in backward.
 
         An empty list is the default, the unit before in forward.
         """
-        _unit(self).next_in_backward = _units_of(modules) or None
+        _unit(self).configure(next_in_backward=_units_of(modules) or None)
 
     # ---- reduction
 
@@ -231,7 +229,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         _expect_bool("is_last_backward", is_last_backward)
         _torch.stand_in_for_fsdp2(self, self.finalize_backward)  # for a stage of a pipeline
         for unit in _units(self, True):
-            unit.is_last_backward = is_last_backward
+            unit_steps.steps_of(unit).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether `finalize_backward()` is called after the last backward before a step.
@@ -338,10 +336,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """
         if comm is not None:
             check_comm(comm, "all-gather")
-        unit = _unit(self)
-        unit.all_gather = comm
-        unit.allocates = None
-        unit.describe()
+        _unit(self).configure(all_gather=comm, allocates=None)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter this unit's gradients by `comm` rather than by collectives of ours.
@@ -355,7 +350,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             check_comm(comm, "reduce-scatter")
         unit = _unit(self)
         unit.reducer.reduce_scatter = comm
-        unit.allocates = None
+        unit.configure(allocates=None)
         unit.describe()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -456,7 +451,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
 
         By default it waits for all that the device was given before.
         """
-        _unit(self).post_optim_event = event
+        unit_steps.steps_of(_unit(self)).post_optim_event = event
 
     # ---- state
 
@@ -507,10 +502,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         _root(self, "reset_iter_state")
         steps.abandon_open_step()
         for unit in _units(self, True):
-            if unit.last_step is not None:
-                unit.last_step.abandon()
-                unit.last_step = None
-            unit.reset()
+            unit_steps.reset(unit)
 
 
 def share_comm_ctx(modules: list[fsdp.FSDPModule]) -> None:
@@ -543,14 +535,14 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     return list(dict.fromkeys(each for each in inside if each is not None))
 
 
-def _units_of(modules: Iterable[object]) -> list[Unit]:
-    units = []
+def _units_of(modules: Iterable[object]) -> tuple[Unit, ...]:
+    units: list[Unit] = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
             raise ValueError(f"expected modules that head units but got {type(module).__name__}")
         units.append(unit)
-    return units
+    return tuple(units)
 
 
 def _expect_bool(name: str, value: object) -> None:
@@ -560,8 +552,8 @@ def _expect_bool(name: str, value: object) -> None:
 
 def _refuse_own(unit: Unit, what: str, by: str) -> None:
     """Raise UsageError if `unit` has communication of its own that `by` did not set."""
-    own = unit.reducer.reduce_scatter if unit.all_gather is None else unit.all_gather
-    if own is not None and unit.allocates != by:
+    own = unit.settings.all_gather or unit.reducer.reduce_scatter
+    if own is not None and unit.settings.allocates != by:
         raise UsageError(
             f"unit {unit.name!r} has communication of its own, a {type(own).__name__}, which "
             f"allocates what it needs: {what} can't have a say; call set_custom_all_gather(None) "
@@ -571,10 +563,12 @@ def _refuse_own(unit: Unit, what: str, by: str) -> None:
 
 def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
     """Have `unit` send from and receive into buffers that `allocate` gives; None: ours."""
-    unit.allocates = None if allocate is None else by
     is_ours = allocate is None
-    unit.all_gather = None if is_ours else AllGatherIn(allocate, *prepare)
     unit.reducer.reduce_scatter = None if is_ours else ReduceScatterIn(allocate, *prepare)
+    unit.configure(
+        all_gather=None if is_ours else AllGatherIn(allocate, *prepare),
+        allocates=None if is_ours else by,
+    )
     unit.describe()
 
 

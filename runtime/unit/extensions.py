@@ -74,10 +74,11 @@ def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
     ValueError if what it returns has not the rows of a shard where shards are uneven, and
     NotImplementedError if it is to be cut over fewer ranks after forward.
     """
-    if unit.smaller is not None:
+    smaller = unit.settings.smaller
+    if smaller is not None:
         raise NotImplementedError(
-            f"{param.name} has {_BEFORE}: it can't be resharded to {unit.smaller.shard_world} "
-            "ranks; set reshard_after_forward to True or False"
+            f"{param.name} has {_BEFORE}: it can't be resharded to {smaller.shard_world} ranks; "
+            "set reshard_after_forward to True or False"
         )
     method = getattr(shard, _BEFORE)
     given: tuple[Any, ...] = (unit.axes.shard,)
@@ -86,7 +87,7 @@ def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
         size = torch.Size(param.member.size)
         stride = torch.empty(size, device="meta").stride()
         module = param.places[0][0]
-        given = (*given, size, stride, module, unit.mp)
+        given = (*given, size, stride, module, unit.settings.mp)
     elif wanted != 1:
         raise UsageTypeError(
             f"{_BEFORE} of {param.name} takes {wanted} arguments: expected (mesh), or (mesh, "

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 import weakref
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from autoshard.errors import UnsupportedError
 from autoshard.passes.ir import groups
 from autoshard.passes.ir.layout import Member, part_of, show_members
 from autoshard.passes.ir.ops import FROM_HOST
+from autoshard.runtime.comm import shard_names
 from autoshard.runtime.comm.mesh import Axes, FullMesh, mesh_device
 from autoshard.runtime.unit.extensions import has_methods, is_extended
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, OffloadPolicy
@@ -201,7 +201,7 @@ class ShardedParam:
         Raises TypeError if its shard has only one of the two methods of an extension.
         """
         self.is_extended = is_extended(self.name, self.shard)
-        self.follows_mode = self.unit.mp.full_precision_in_eval
+        self.follows_mode = self.unit.settings.mp.full_precision_in_eval
         self.asked = self._description(in_full_precision=False)
         self.asked_in_full = self._description(in_full_precision=True)
         self.tell_places()
@@ -223,13 +223,13 @@ class ShardedParam:
         members, reduce = show_members((gathered,)), ""
         group = self.reduce_group
         flags = [f"ask:{self.number}"] * self.is_extended
-        if self.unit.is_offloaded:
+        if self.unit.settings.is_offloaded:
             flags.append(f"{FROM_HOST}{self.device.type}")
             reduced = dataclasses.replace(reduced, on_host=True)
         waits = not self.unit.reducer.syncs or self.unit.is_unordered
         flags += ["stay"] * self.unit.stays + ["hold"] * waits
-        if self.unit.smaller is not None:
-            flags.append(f"cut:{self.unit.smaller.shard_group}")
+        if self.unit.settings.smaller is not None:
+            flags.append(f"cut:{self.unit.settings.smaller.shard_group}")
         if flags or reduced != gathered or group != self.group:
             reduce = " ".join([*flags, show_members((reduced,)), group])
         return members, self.group, not self.unit.reshards, reduce
@@ -364,6 +364,7 @@ def shard_parameter(
             shard = shard.pin_memory() if offload.pin_memory else shard
         sharded = nn.Parameter(layout.dtensor(shard), requires_grad=param.requires_grad)
     made = ShardedParam(name, member, axes, sharded, layout, tp)
+    shard_names.add(made)
     remember_origin(param, made)
     remember(made)
     return made
@@ -486,16 +487,6 @@ def resolve(param: Tensor) -> ShardedParam | None:
             candidate.refresh()
             return candidate
     return None
-
-
-def names_at(addresses: Collection[object]) -> list[str]:
-    """Names of the parameters whose shards are at `addresses`, in that order."""
-    known = {
-        each.shard.data_ptr(): each.name
-        for each in (sharded() for _, sharded in list(_known.values()))
-        if each is not None and each.shard.numel()
-    }
-    return [known[each] for each in addresses if each in known]
 
 
 def _describe(value: object) -> str:

@@ -20,15 +20,15 @@ def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, in
 
     in_full: whether the unit computes in full precision now.
     """
-    dtype = unit.mp.param_dtype
-    if dtype is None or not unit.mp.cast_forward_inputs or in_full:
+    dtype = unit.settings.mp.param_dtype
+    if dtype is None or not unit.settings.mp.cast_forward_inputs or in_full:
         return args, kwargs
     return cast(args, dtype), cast(kwargs, dtype)
 
 
 def cast_output(unit: Unit, output: Any) -> Any:
     """Cast `output` to the unit's output dtype."""
-    dtype = unit.mp.output_dtype
+    dtype = unit.settings.mp.output_dtype
     return output if dtype is None else cast(output, dtype)
 
 
@@ -99,7 +99,7 @@ def cast_buffers(unit: Unit) -> bool:
 def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype]]:
     """List buffers in a wrong dtype: (module, name, buffer, the dtype that it should have)."""
     found: list[tuple[nn.Module, str, Tensor, torch.dtype]] = []
-    if unit.mp.buffer_dtype is None:
+    if unit.settings.mp.buffer_dtype is None:
         return found
     for head in unit.modules:
         for module in _own_modules(head):
@@ -108,7 +108,9 @@ def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype
                 if buffer is None or not buffer.is_floating_point():
                     continue
                 own.setdefault(name, buffer.dtype)
-                wanted = own[name] if unit.asks_for_full_precision else unit.mp.buffer_dtype
+                wanted = (
+                    own[name] if unit.asks_for_full_precision else unit.settings.mp.buffer_dtype
+                )
                 if buffer.dtype != wanted:
                     found.append((module, name, buffer, wanted))
     return found
@@ -117,7 +119,9 @@ def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype
 def units_that_cast(module: nn.Module) -> list[Unit]:
     """Units in `module` that ask for a dtype of buffers."""
     units = (unit_of(each) for each in module.modules())
-    return [unit for unit in units if unit is not None and unit.mp.buffer_dtype is not None]
+    return [
+        unit for unit in units if unit is not None and unit.settings.mp.buffer_dtype is not None
+    ]
 
 
 def _own_modules(head: nn.Module) -> list[nn.Module]:

@@ -305,7 +305,7 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
     param = sharded.param
     sharded.hooks.put_back()
     make_room(sharded)
-    if not sharded.unit.mp.keep_low_precision_grads:
+    if not sharded.unit.settings.mp.keep_low_precision_grads:
         shard = shard.to(sharded.member.dtype)
     elif shard.dtype != sharded.member.dtype:
         param.grad_dtype = shard.dtype

@@ -54,7 +54,7 @@ class Whole:
         for param in unit.params:
             for index, (member, tensor) in enumerate(self._to_send(param, parts)):
                 by_dtype.setdefault(member.dtype, []).append(((param, index), member, tensor))
-        if unit.world > 1 and unit.limits_gathers:
+        if unit.world > 1 and unit.settings.limits_gathers:
             limiter.wait()
         for bucket in by_dtype.values():  # one gather carries one dtype
             pieces, members, tensors = zip(*bucket, strict=True)
@@ -64,8 +64,8 @@ class Whole:
                 continue
             group = (parts.axes if parts else unit.axes).shard_group
             launch: Callable[..., InFlight | GroupedFlight] = collectives.launch_gather
-            if unit.all_gather is not None:
-                launch = functools.partial(launch, comm=unit.all_gather)
+            if unit.settings.all_gather is not None:
+                launch = functools.partial(launch, comm=unit.settings.all_gather)
             elif transport.sends_members(group, tensors[0].device):
                 launch = collectives.launch_grouped_gather
             flight = launch(list(tensors), members, group)
@@ -150,7 +150,7 @@ class Whole:
             flight.wait()
         whole = self._tensors
         self._flights, self._arrived, self._tensors, self._sources = [], {}, {}, {}
-        if whole and self.unit.world > 1 and self.unit.limits_gathers:
+        if whole and self.unit.world > 1 and self.unit.settings.limits_gathers:
             limiter.dropped(next(iter(whole.values())).device)
 
 

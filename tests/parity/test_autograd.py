@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import CPUOffloadPolicy, fully_shard
+from autoshard.runtime.eager.unit_steps import steps_of
 from autoshard.runtime.unit.unit import unit_of
 from autoshard.wrap import CustomPolicy
 
@@ -188,9 +189,9 @@ def test_the_root_is_who_is_called_first(rank: int) -> None:
     model = autoshard.shard(Net())
     units = [each._autoshard_unit for each in (model, *model.layers)]
     assert [unit.is_root for unit in units] == [True, False, False, False]
-    assert all(unit.last_step is None for unit in units)
+    assert all(steps_of(unit).last_step is None for unit in units)
     net_loss(model, rank, 0).backward()
-    assert {unit.last_step.owner for unit in units} == {units[0]}
+    assert {steps_of(unit).last_step.owner for unit in units} == {units[0]}
 
 
 @in_both_forms
@@ -274,7 +275,7 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.seen.append(ctx.unit.last_step.num_gathered if ctx.unit is not None else 0)
+        ctx.seen.append(steps_of(ctx.unit).last_step.num_gathered if ctx.unit is not None else 0)
         return grad, None, None
 
 
@@ -310,4 +311,4 @@ def test_gradients_of_the_input_alone(rank: int, how: str) -> None:
     assert torch.equal(gradient(model), gradient(plain))
     assert max(model.seen) <= 2
     assert all(param.grad is None for param in model.parameters())
-    assert model.layers[0]._autoshard_unit.last_step.num_gathered == 0
+    assert steps_of(model.layers[0]._autoshard_unit).last_step.num_gathered == 0

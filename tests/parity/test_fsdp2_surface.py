@@ -34,6 +34,7 @@ import autoshard
 from autoshard import _torch, fully_shard
 from autoshard.runtime.comm.collectives import Issued, observe
 from autoshard.runtime.eager.saved import Held
+from autoshard.runtime.eager.unit_steps import steps_of
 
 
 def build(**arguments: Any) -> Any:
@@ -123,7 +124,7 @@ def test_reshard_between_forward_and_backward(rank: int, form: str) -> None:
     for step in range(4):
         loss = net_loss(model, rank, step)
         if step % 2:
-            held = [part for unit in units for part in unit._autoshard_unit.held]
+            held = [part for unit in units for part in steps_of(unit._autoshard_unit).held]
             assert len(held) > 0 or form == "compiled"
             for each in units:
                 each.reshard()
@@ -141,7 +142,7 @@ def test_reshard_frees_memory(rank: int) -> None:
     """Between forward and backward nobody holds the whole parameters after it."""
     model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=False)
     y = model(torch.ones(2, 4, requires_grad=True)).sum()
-    (held,) = (each for each in model._autoshard_unit.held if isinstance(each, Held))
+    (held,) = (each for each in steps_of(model._autoshard_unit).held if isinstance(each, Held))
     storage = weakref.ref(held.memory.untyped_storage())
     del held
     assert storage() is not None
@@ -476,7 +477,7 @@ def test_memory_of_the_process_group(rank: int, form: str) -> None:
     torch.manual_seed(0)
     model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
     model.set_allocate_memory_from_process_group_for_comm(True)
-    assert model._autoshard_unit.all_gather is None
+    assert model._autoshard_unit.settings.all_gather is None
     given = []
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -35,6 +35,7 @@ import autoshard
 from autoshard import fully_shard, register_forward_method
 from autoshard.runtime.comm import collectives
 from autoshard.runtime.comm.limiter import MAX_AHEAD, Limiter
+from autoshard.runtime.eager.unit_steps import steps_of
 
 N = 4
 
@@ -177,7 +178,7 @@ def test_a_unit_fetched_ahead_and_not_used(rank: int) -> None:
     first.set_modules_to_forward_prefetch([model.layers[2]])
     with torch.no_grad():
         assert kinds(lambda: first(torch.zeros(2, 6))) == ["gather"] * 2
-    assert first._autoshard_unit.last_step.num_gathered == 0
+    assert steps_of(first._autoshard_unit).last_step.num_gathered == 0
     assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
 
 
@@ -413,7 +414,7 @@ def test_frozen_and_unfrozen(rank: int, form: str) -> None:
     model.embed.requires_grad_(True)
     net_loss(model, rank, 0).backward()
     if form == "eager":
-        step = model.layers[0]._autoshard_unit.last_step
+        step = steps_of(model.layers[0]._autoshard_unit).last_step
         assert step.num_gathered == 0
 
 
@@ -545,6 +546,6 @@ def test_steps_do_not_outlive_their_graph(rank: int) -> None:
     steps = []
     for step in range(4):
         net_loss(model, rank, step).backward()
-        steps.append(weakref.ref(model._autoshard_unit.last_step))
+        steps.append(weakref.ref(steps_of(model._autoshard_unit).last_step))
     gc.collect()
     assert [each() is not None for each in steps] == [False, False, False, True]

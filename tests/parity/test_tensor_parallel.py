@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 
 import autoshard
 from autoshard import fully_shard
+from autoshard.runtime.eager.unit_steps import steps_of
 
 
 class Mlp(nn.Module):
@@ -119,7 +120,7 @@ def test_placements_and_counts(rank: int) -> None:
     want = Mlps()
     assert torch.equal(up.full_tensor(), want.layers[0].up.weight)
     assert counts(model, lambda: loss_of(model, 0, 0)) == (3, 2, 3, 0)
-    step = model.layers[0]._autoshard_unit.last_step
+    step = steps_of(model.layers[0]._autoshard_unit).last_step
     assert step.num_gathered == 0
 
 

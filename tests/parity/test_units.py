@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import fully_shard
+from autoshard.runtime.eager.unit_steps import steps_of
 from autoshard.runtime.unit.param import find
 
 
@@ -86,7 +87,9 @@ def test_all_frozen_leaves_nothing_gathered(rank: int, compile: bool) -> None:
     model(x).sum().backward()
     assert x.grad is not None
     units = {param.unit for param in map(find, model.parameters()) if param is not None}
-    assert not any(unit.last_step and unit.last_step.num_gathered for unit in units)
+    assert not any(
+        steps_of(unit).last_step and steps_of(unit).last_step.num_gathered for unit in units
+    )
 
 
 @on_ranks(2)

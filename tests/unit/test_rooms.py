@@ -15,11 +15,19 @@ PACKAGE = Path(autoshard.__file__).parent
 # From the lowest to the highest. A module belongs to the longest name that it begins with.
 ROOMS = (
     "autoshard._torch",
+    "autoshard.errors",
     "autoshard.passes.planner",
     "autoshard.passes.ir",
     "autoshard.passes.plans",
     "autoshard.passes.lowering",
     "autoshard.passes",
+    "autoshard.runtime.comm",
+    "autoshard.runtime.ranks",
+    "autoshard.runtime.unit",
+    "autoshard.runtime.eager",
+    "autoshard.runtime.compiled",
+    "autoshard.runtime.training",
+    "autoshard.runtime.sharding",
     "autoshard.runtime",
     "autoshard",  # the backend, tools, and the names that users import
 )

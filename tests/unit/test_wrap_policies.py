@@ -531,4 +531,4 @@ def test_a39_in_place_with_fully_shard(fake_world: None) -> None:
     with enable_wrap(wrapper_cls=fully_shard, reshard_after_forward=False):
         assert wrap(layer) is layer
     assert isinstance(layer, autoshard.ShardedModule)
-    assert layer._autoshard_unit.reshard_after_forward is False
+    assert layer._autoshard_unit.settings.reshard_after_forward is False

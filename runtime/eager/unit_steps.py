@@ -1,0 +1,135 @@
+"""Steps of a unit: what the eager runtime keeps with it from one to the next."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autoshard.runtime.ranks.agreement import Order
+from autoshard.runtime.unit.reduce import Reduction, forget
+from autoshard.runtime.unit.unit import Unit, listed
+
+if TYPE_CHECKING:
+    from autoshard.runtime.eager.saved import Held
+    from autoshard.runtime.eager.step import Step
+    from autoshard.runtime.eager.tokens import Tokens
+
+
+@dataclass(eq=False)
+class UnitSteps:
+    """Steps that have used a unit, and those that it has owned as the outermost one that ran.
+
+    last_step:  the latest step that gathered it.
+    reading:    the step of reads between `unshard()` and `reshard()`.
+    held:       what stays of unsharded parameters from forward to backward, unless it is resharded.
+
+    Of steps that it owns:
+    last_order: what the latest of them gathered, in order.
+    orders:     the order of collectives, by phase ("forward", "backward").
+    backward_ran: whether one has since the latest forward.
+    post_optim_event: what the first gather of the next one waits for.
+    is_last_backward: False: reduces need not be over when a backward is.
+    carried:    reduces that are not.
+    closed_in:  the latest backward that ran compiled code of its model.
+    reduced_in: the latest backward at whose end all of its units were reduced.
+    """
+
+    last_step: Step | None = None
+    reading: Step | None = None
+    held: weakref.WeakSet[Held | Tokens] = field(default_factory=weakref.WeakSet)
+    last_order: tuple[Unit, ...] = ()
+    orders: dict[str, Order] = field(default_factory=dict)
+    backward_ran: bool = True
+    post_optim_event: Any = None
+    is_last_backward: bool = True
+    carried: list[Reduction] = field(default_factory=list)
+    closed_in: int = -1
+    reduced_in: int = -1
+
+
+def steps_of(unit: Unit) -> UnitSteps:
+    """Return the steps of `unit`."""
+    return unit.state(UnitSteps)
+
+
+def order_of(unit: Unit, phase: str) -> Order:
+    """Return the order of collectives in one phase ("forward", "backward") of steps it owns."""
+    orders = steps_of(unit).orders
+    if phase not in orders:
+        key = f"{unit.identity}/{phase}"
+        orders[phase] = Order(key, f"the {phase} of {unit.name}", unit.axes.mesh)
+    return orders[phase]
+
+
+def describe_forward(owner: Unit, what: str, units: Iterable[Unit]) -> str:
+    """Describe a forward that `owner` owns and that uses `units`, as ranks compare it.
+
+    what: its name. Added are the settings of `units`, and whether no backward came since the
+        forward before: so a rank that left out a backward, which others are in, is noticed.
+    """
+    steps = steps_of(owner)
+    ran, steps.backward_ran = steps.backward_ran, False
+    with_setting: dict[str, list[str]] = {}
+    for unit in units:
+        for setting in unit.compared_settings:
+            with_setting.setdefault(setting, []).append(unit.name)
+    parts = [f"{setting} in {listed(names)}" for setting, names in with_setting.items()]
+    if not ran:
+        parts.append("no backward since the forward before")
+    return f"{what}, with {', '.join(parts)}" if parts else what
+
+
+def wait_for_optimizer(owner: Unit) -> None:
+    """Wait for the event that the user gave for the end of the optimizer's step, if there is one.
+
+    Compute, not the host, waits on a device.
+    """
+    steps = steps_of(owner)
+    if steps.post_optim_event is not None:
+        steps.post_optim_event.wait()
+        steps.post_optim_event = None
+
+
+def reshard(unit: Unit) -> None:
+    """Drop unsharded parameters of `unit`, those that backward is to find in place, too.
+
+    Raises RuntimeError if one of them was written to.
+    """
+    steps = steps_of(unit)
+    unit.is_unsharded_by_user = False
+    kept, unit.kept = unit.kept, None
+    if steps.last_step is not None:
+        steps.last_step.reshard(unit)
+    try:
+        for each in list(steps.held):
+            each.free()
+        if kept is not None:
+            kept.check_unwritten()
+    finally:
+        if kept is not None:
+            kept.drop()
+        unit.describe()
+
+
+def finish_reduces(owner: Unit) -> None:
+    """Wait for reduces that backwards of its steps have launched, and fill `.grad`."""
+    carried = steps_of(owner).carried
+    while carried:
+        carried.pop(0).accumulate()
+
+
+def reset(unit: Unit) -> None:
+    """Forget unsharded parameters, steps, and gradients on their way to `.grad`."""
+    steps = steps_of(unit)
+    if steps.last_step is not None:
+        steps.last_step.abandon()
+        steps.last_step = None
+    if unit.kept is not None:
+        unit.kept.drop()
+    unit.kept, unit.is_unsharded_by_user = None, False
+    steps.carried = []
+    unit.reducer.partial = {}
+    for param in unit.params:
+        forget(param)
