@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.errors import UsageTypeError
-from autoshard.runtime.eager import outside
+from autoshard.runtime.eager import outside, reads
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.unit import precision
 from autoshard.runtime.unit.param import ShardedParam, find
@@ -74,7 +74,7 @@ def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tupl
     for name, param in named:
         sharded = None if _asks_for_shards.get() else find(param)
         stands_there = sharded is not None and sharded.param is param
-        yield name, steps.registered(sharded) if sharded and stands_there else param
+        yield name, reads.registered(sharded) if sharded and stands_there else param
 
 
 _asks_for_shards: ContextVar[bool] = ContextVar("_asks_for_shards", default=False)
@@ -257,7 +257,7 @@ def _read(module: nn.Module, name: str) -> Any:
     if late is not None:
         return late.read(sharded)
     if sharded.unit.is_unsharded_by_user:
-        return steps.read_unsharded(sharded)
+        return reads.read_unsharded(sharded)
     late = _step_for_method(module, sharded)
     if late is not None:
         return late.read(sharded)

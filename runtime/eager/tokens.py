@@ -16,6 +16,7 @@ step. `_Reduce.backward`, which comes next, reduces.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoshard import _torch
+from autoshard.runtime.eager.unit_steps import steps_of
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.unit import Unit
+from autoshard.runtime.unit.unsharded import Lent, Whole
 from autoshard.runtime.unit.uses import Use
 
 if TYPE_CHECKING:
-    from autoshard.runtime.eager.step import Grads, Step
-    from autoshard.runtime.unit.unsharded import Lent
+    from autoshard.runtime.eager.step import Step
+
+Grads = dict[ShardedParam, Tensor | None]
+"""Whole gradients of all trainable parameters of a unit; None where this rank has none."""
 
 
 class Tokens:
@@ -69,6 +74,63 @@ class Tokens:
         """Return `data`, gathered, with its gradient going to the token of `param`."""
         attached: Tensor = _torch.apply(_Attach, self._tokens[param], data, self)
         return attached
+
+
+class StepTokens:
+    """Tokens of the units that one step has read.
+
+    trained: units that have, or had, tokens.
+    """
+
+    def __init__(self) -> None:
+        self.trained: set[Unit] = set()
+        self._made: dict[Unit, weakref.ref[Tokens]] = {}  # the graph holds them
+        self._lends = False  # some of them do
+
+    def made(self, unit: Unit) -> Tokens | None:
+        """Return the tokens of `unit`, if it has some."""
+        known = self._made.get(unit)
+        return None if known is None else known()
+
+    def of(self, unit: Unit, step: Step) -> Tokens:
+        """Return the tokens of `unit`, made anew if it has none; their gradients go to `step`."""
+        made = self.made(unit)
+        if made is None:
+            made = Tokens(step, unit)
+            self._made[unit] = weakref.ref(made)
+            self.trained.add(unit)
+        return made
+
+    def lend(self, unit: Unit, whole: Whole) -> None:
+        """Have reads of `unit` outside of forward give unsharded parameters until backward."""
+        tokens = self.made(unit)
+        if tokens is not None:
+            tokens.lent = Lent(whole)
+            steps_of(unit).held.add(tokens)
+            self._lends = True
+
+    def lent(self, unit: Unit) -> Lent | None:
+        """Return the unsharded parameters that `unit` lends until backward, if it does."""
+        tokens = self.made(unit) if self._lends else None
+        return None if tokens is None else tokens.lent
+
+    def take_back(self) -> None:
+        """Stop lending parameters. Raises RuntimeError if one that was lent was written to."""
+        if not self._lends:
+            return
+        self._lends = False
+        for unit in self._made:
+            tokens = self.made(unit)
+            if tokens is not None:
+                tokens.free()
+
+    def abandon(self) -> None:
+        """Stop lending parameters, after an exception, whatever was done to them."""
+        self._lends = False
+        for unit in self._made:
+            tokens = self.made(unit)
+            if tokens is not None:
+                tokens.lent = None
 
 
 class _Collect(torch.autograd.Function):

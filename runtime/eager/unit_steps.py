@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoshard.runtime.ranks.agreement import Order
 from autoshard.runtime.unit.reduce import Reduction, forget
 from autoshard.runtime.unit.unit import Unit, listed
+from autoshard.runtime.unit.unsharded import Whole
 
 if TYPE_CHECKING:
     from autoshard.runtime.eager.saved import Held
@@ -61,6 +62,35 @@ def order_of(unit: Unit, phase: str) -> Order:
         key = f"{unit.identity}/{phase}"
         orders[phase] = Order(key, f"the {phase} of {unit.name}", unit.axes.mesh)
     return orders[phase]
+
+
+def take_in_order(owner: Unit, phase: str, event: str) -> None:
+    """Note that `event` is about to be launched, in the order of all ranks if there is one."""
+    if not owner.is_unordered:
+        order_of(owner, phase).take(event)
+
+
+def following(
+    unit: Unit, given: Sequence[Unit] | None, order: Iterable[Unit], limit: int
+) -> Sequence[Unit]:
+    """Select the units to gather ahead at `unit`: those `given`, or the next `limit` in `order`."""
+    if given is not None:
+        return given
+    order = list(order)
+    start = order.index(unit) + 1 if unit in order else len(order)
+    return order[start : start + limit]
+
+
+def take_kept(unit: Unit) -> Whole | None:
+    """Take out of `unit` what it keeps unsharded, if that is what a gather would give.
+
+    In a unit that ranks run in no order it stays, for all of the step.
+    """
+    kept = unit.kept
+    is_good = kept is not None and not kept.is_stale
+    if not (is_good and unit.is_unordered):
+        unit.kept = None
+    return kept if is_good else None
 
 
 def describe_forward(owner: Unit, what: str, units: Iterable[Unit]) -> str:

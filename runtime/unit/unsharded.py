@@ -19,6 +19,9 @@ from autoshard.runtime.unit.extensions import Sent
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.unit import Unit
 
+Tensors = dict[ShardedParam, Tensor]
+"""Tensor for each of some parameters."""
+
 
 @dataclass(frozen=True)
 class Parts:

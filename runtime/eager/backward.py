@@ -1,0 +1,129 @@
+"""Gathers of a backward: which units it wants again, and which it has gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard import _torch
+from autoshard.runtime.eager.tokens import StepTokens
+from autoshard.runtime.eager.unit_steps import following, take_kept
+from autoshard.runtime.unit.unit import Unit
+from autoshard.runtime.unit.unsharded import Parts, Whole
+
+
+class Backward:
+    """Unsharded parameters that the backward of a step of `owner` wants, or has.
+
+    order:     units in the order in which forward has first gathered them.
+    gathered:  what is here, or on its way.
+    needed:    units of which backward wants something again.
+    run_again: units that checkpoints run again, in steps of their own.
+    """
+
+    def __init__(self, owner: Unit, tokens: StepTokens) -> None:
+        self.order: list[Unit] = []
+        self.gathered: dict[Unit, Whole] = {}
+        self.needed: set[Unit] = set()
+        self.run_again: set[Unit] = set()
+        self._owner, self._tokens = owner, tokens
+        self._read: dict[Unit, int] = {}  # of `gathered`; by which autograd graph task
+        self._parts: dict[Unit, Parts] = {}  # what is gathered, of units that have `smaller`
+
+    @property
+    def wants_some(self) -> bool:
+        """Tell whether it wants anything that forward has had."""
+        return bool(self.needed or self.run_again)
+
+    def has_read(self, unit: Unit) -> bool:
+        """Tell whether `unit` is gathered, and not just fetched ahead."""
+        return unit in self._read
+
+    def gather(self, unit: Unit) -> Whole:
+        """Gather `unit`, which is wanted now, and launch what is wanted next."""
+        task = _torch.graph_task()
+        # A unit that is not reduced has no end of its own: the next gather is it.
+        for other, gathered_by in list(self._read.items()):
+            if gathered_by == task != -1 and not self._will_reduce(other):
+                self.end(other)
+        self._launch(unit)
+        self._read[unit] = task
+        whole = self.gathered[unit]
+        whole.tensors()
+        if not unit.settings.prefetches_after_backward:
+            self.prefetch(unit)
+        return whole
+
+    def _launch(self, unit: Unit) -> None:
+        """Start gathering `unit`, unless it is gathered or on its way."""
+        if unit not in self.gathered:
+            kept = take_kept(unit)
+            self.gathered[unit] = kept or Whole(unit, self._parts.pop(unit, None))
+
+    def _will_reduce(self, unit: Unit) -> bool:
+        """Tell whether this backward reduces `unit`.
+
+        It does if something in `unit` trains, and is among the inputs of the backward.
+        """
+        tokens = self._tokens.made(unit)
+        return tokens is not None and tokens.will_reduce()
+
+    def prefetch(self, unit: Unit | None) -> None:
+        """Launch the gathers that backward needs after `unit`, or, for None, first."""
+        for each in self._ahead(unit):
+            if each in self.needed:
+                self._launch(each)
+            elif each in self.run_again and each.kept is None:
+                each.kept = Whole(each)  # that step finds it there
+
+    def _ahead(self, unit: Unit | None) -> Sequence[Unit]:
+        wanted = self.needed | self.run_again
+        coming = [
+            each
+            for each in reversed(self.order)
+            if each in wanted and each.settings.unshard_in_backward
+        ]
+        at = unit or self._owner
+        given, limit = at.settings.next_in_backward, at.settings.backward_prefetch
+        if unit is None and given is None:
+            return coming[:limit]
+        return following(at, given, coming, limit)
+
+    def keep_parts(self, unit: Unit, whole: Whole) -> None:
+        """Cut `whole`, which forward is about to drop, to what backward gathers of it.
+
+        That is for units that reshard to fewer ranks than they are sharded over.
+        """
+        smaller = unit.settings.smaller
+        if smaller is not None and unit in self.needed and unit not in self._parts:
+            self._parts[unit] = whole.cut(smaller)
+
+    def reshard(self, unit: Unit) -> None:
+        """Drop what is kept of `unit`, unless it is in use."""
+        if unit not in self._read:
+            whole = self.gathered.pop(unit, None)
+            if whole is not None:
+                whole.drop()
+
+    def end(self, unit: Unit) -> None:
+        """End backward for `unit`: drop its unsharded parameters, or keep them for later."""
+        whole = self.gathered.pop(unit, None)
+        self._read.pop(unit, None)
+        if whole is None or whole is unit.kept:
+            return
+        if unit.keeps_after_backward or unit.is_unsharded_by_user:
+            unit.kept = whole
+        else:
+            whole.drop()
+
+    def drop_fetched_ahead(self) -> None:
+        """Drop units that were fetched ahead for a checkpoint, and not run again after all."""
+        for unit in self.run_again:
+            if unit.kept is not None and not unit.is_unsharded_by_user and unit.reshards:
+                unit.kept.drop()
+                unit.kept = None
+
+    def abandon(self) -> None:
+        """Drop everything after an exception, in flight or not."""
+        for whole in self.gathered.values():
+            whole.drop()
+        self.gathered, self._read = {}, {}

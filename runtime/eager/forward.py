@@ -1,0 +1,106 @@
+"""Gathers of a forward: which units it has gathered, and which come next."""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.runtime.eager.backward import Backward
+from autoshard.runtime.eager.saved import Sources, in_checkpoint, in_recomputation
+from autoshard.runtime.eager.unit_steps import following, steps_of, take_kept
+from autoshard.runtime.unit.unit import Unit
+from autoshard.runtime.unit.unsharded import Whole
+
+
+class Forward:
+    """Unsharded parameters that a forward of `owner` has read, or gathers ahead.
+
+    order:    units in the order in which they were first gathered.
+    gathered: what is here, or on its way.
+    read:     units of `gathered` that are not just fetched ahead.
+    sources:  storages of what is here.
+    """
+
+    def __init__(self, owner: Unit, backward: Backward, *, has_grad: bool) -> None:
+        self.order = backward.order
+        self.gathered: dict[Unit, Whole] = {}
+        self.read: set[Unit] = set()
+        self.sources = Sources()
+        self._backward, self._has_grad = backward, has_grad
+        self._expected = steps_of(owner).last_order  # what the step before gathered
+
+    def gather(self, unit: Unit) -> Whole:
+        """Gather `unit`, which is read for the first time, and launch what is read next."""
+        ahead = self.gathered.get(unit)
+        if ahead is not None and ahead.is_stale:  # written to since, as a momentum encoder is
+            self.gathered.pop(unit).drop()
+        self._launch(unit)
+        self.read.add(unit)
+        whole = self.gathered[unit]
+        self.sources.add(whole)
+        if self._is_checkpointed(unit):
+            self._backward.run_again.add(unit)
+        if not unit.is_unordered:
+            self._prefetch(unit)
+        return whole
+
+    def _prefetch(self, unit: Unit) -> None:
+        given = unit.settings.next_in_forward
+        ahead = following(unit, given, self._expected, unit.settings.forward_prefetch)
+        for each in ahead:
+            if each not in self.order or given is not None:
+                self._launch(each)
+
+    def _launch(self, unit: Unit) -> None:
+        """Start gathering `unit`, unless it is gathered or on its way."""
+        if unit not in self.gathered:
+            self.gathered[unit] = take_kept(unit) or Whole(unit)
+
+    def _is_checkpointed(self, unit: Unit) -> bool:
+        """Tell whether what reads `unit` seems to be in a checkpoint, to be read again.
+
+        That is when this forward is over.
+        """
+        if not self._has_grad:
+            return False
+        if not torch.is_grad_enabled():  # as in a reentrant one, or for a teacher, which is frozen
+            return any(param.param.requires_grad for param in unit.params)
+        if in_recomputation():  # the last time, unless the next forward finds it there
+            return unit.keeps_after_backward
+        return in_checkpoint()
+
+    def keep_for_backward(self, unit: Unit) -> None:
+        """Have backward find what forward has of `unit`, if the unit is one that keeps it."""
+        # What a checkpoint runs again is kept by `drop`.
+        keeps = unit.keeps_after_backward and unit not in self._backward.run_again
+        if keeps and not unit.reshards:
+            self._backward.gathered.setdefault(unit, self.gathered[unit])
+
+    def drop(self, unit: Unit, *, check: bool = True) -> None:
+        """Drop what forward has of `unit`, but for what is kept elsewhere.
+
+        check: whether it was written to, which raises RuntimeError.
+        """
+        whole = self.gathered.pop(unit, None)
+        self.read.discard(unit)
+        if whole is None:
+            return
+        if whole.is_here:
+            self.sources.remove(whole)
+            if check:
+                whole.check_unwritten()
+        if whole is self._backward.gathered.get(unit) or whole is unit.kept:
+            return
+        # Autograd holds what is not freed, but for what a checkpoint runs again.
+        is_run_again = unit in self._backward.run_again and not unit.reshards
+        if unit.is_unsharded_by_user or is_run_again:
+            unit.kept = whole
+            return
+        self._backward.keep_parts(unit, whole)
+        whole.drop()
+
+    def abandon(self) -> None:
+        """Drop everything after an exception, in flight or not."""
+        for whole in self.gathered.values():
+            whole.drop()
+        self.gathered, self.read = {}, set()
+        self.sources.clear()

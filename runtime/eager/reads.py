@@ -1,0 +1,43 @@
+"""Reads outside of a forward that give unsharded parameters: when asked for, or before backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autoshard import _torch
+from autoshard.runtime.eager.step import Step, open_step
+from autoshard.runtime.eager.unit_steps import steps_of
+from autoshard.runtime.unit.param import ShardedParam, lend
+from autoshard.runtime.unit.unsharded import Whole
+
+
+def read_unsharded(param: ShardedParam) -> Tensor:
+    """Return the unsharded parameter, outside of forward, between `unshard()` and `reshard()`."""
+    unit = param.unit
+    if unit.kept is None or unit.kept.is_stale:
+        unit.kept = Whole(unit)
+    step = steps_of(unit).reading
+    if step is None or step.has_grad != torch.is_grad_enabled():
+        step = steps_of(unit).reading = Step(unit)
+    return step.attach(param, unit.kept.tensors()[param])
+
+
+def registered(param: ShardedParam) -> Tensor:
+    """Return what `parameters()` gives for `param`: itself, or its unsharded copy if there is one.
+
+    There is between `unshard()` and `reshard()` or the next backward, and between a forward that
+    keeps it and its backward. A parameter that has a gradient is given as it is: code that clips
+    gradients, or looks at them, is to find it.
+    """
+    unit = param.unit
+    if open_step() is not None or _torch.in_backward() or param.param.grad is not None:
+        return param.param
+    if unit.is_unsharded_by_user:
+        is_there = unit.shows_whole and unit.kept is not None and not unit.kept.is_stale
+        return lend(param, read_unsharded(param)) if is_there else param.param
+    step = steps_of(unit).last_step
+    lent = None if step is None else step.tokens.lent(unit)
+    if step is None or lent is None:
+        return param.param
+    return lend(param, step.attach(param, lent.tensors[param]))

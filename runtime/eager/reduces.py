@@ -1,0 +1,169 @@
+"""Reduces of a backward: which gradients are sent, which wait, and which are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from autoshard.runtime.eager.backward import Backward
+from autoshard.runtime.eager.tokens import Grads, StepTokens
+from autoshard.runtime.eager.unit_steps import steps_of, take_in_order
+from autoshard.runtime.unit import reduce, uses
+from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.reduce import Reduction
+from autoshard.runtime.unit.unit import Unit
+from autoshard.runtime.unit.unsharded import Tensors
+
+
+class Reduces:
+    """Reduces that the backward of a step of `owner` launches."""
+
+    def __init__(self, owner: Unit, tokens: StepTokens, backward: Backward) -> None:
+        self._owner, self._tokens, self._backward = owner, tokens, backward
+        self._in_flight: list[Reduction] = []
+
+    def take(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
+        """Take gradients of `unit`, and reduce those that need not wait for others.
+
+        grads: taken out, so that each is freed when it is copied.
+        wanted: the parameters of which `.grad` is to be filled.
+        """
+        self._join_arrived(unit, grads, wanted)
+        if not unit.reducer.syncs or unit.is_unordered:
+            for param in list(grads):
+                grad = grads.pop(param)
+                if grad is not None and param in wanted:
+                    reduce.hold(param, grad, unit.reduced_member(param, grad.dtype).dtype)
+        if grads:
+            self._launch(unit, grads, wanted)
+
+    def _join_arrived(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
+        """Add to `grads` what came before in this backward; take out those that are to come again.
+
+        See unit/uses.py.
+        """
+        tokens = self._tokens.made(unit)
+        if tokens is not None:
+            tokens.use.end()
+        may_repeat = uses.may_repeat(unit)
+        for param in list(grads):
+            if not may_repeat and param.arriving is None:
+                continue
+            dtype = _reduced_dtype(param)
+            if not uses.num_to_come(param):
+                grads[param] = reduce.take_arrived(param, grads[param], dtype)
+                continue
+            grad = grads.pop(param)
+            if grad is not None and param in wanted:
+                reduce.arrive(param, grad, dtype)
+
+    def reduce_apart(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> Tensors:
+        """Reduce gradients of `unit` at once, and fill no `.grad`.
+
+        Returns this rank's part of the mean gradients, each in its parameter's dtype.
+        """
+        reduced: Tensors = {}
+        for reduction in self._reductions(unit, grads, wanted, stands_alone=True):
+            reduction.launch()
+            reduced.update(reduction.wait())
+        return {param: part.to(param.member.dtype) for param, part in reduced.items()}
+
+    def _launch(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
+        """Launch the reduce of `grads`, with gradients that waited added to them."""
+        for param in wanted & grads.keys():
+            grads[param] = reduce.take_pending(param, grads[param], _reduced_dtype(param))
+        for reduction in self._reductions(unit, grads, wanted):
+            self._start(reduction)
+
+    def _reductions(
+        self, unit: Unit, grads: Grads, wanted: set[ShardedParam], *, stands_alone: bool = False
+    ) -> list[Reduction]:
+        take_in_order(self._owner, "backward", f"the reduce of {unit.name}")
+        by_dtype: dict[torch.dtype, Grads] = {}
+        for param in list(grads):
+            grad = grads.pop(param)
+            if grad is not None and grad.layout != torch.strided:
+                raise NotImplementedError(
+                    f"the gradient of {param.name} is sparse, which can't be reduced: build the "
+                    "embedding with sparse=False"
+                )
+            by_dtype.setdefault(_reduced_dtype(param), {})[param] = grad
+        return [
+            Reduction(unit, same, wanted & same.keys(), dtype, stands_alone=stands_alone)
+            for dtype, same in by_dtype.items()
+        ]
+
+    def _start(self, reduction: Reduction) -> None:
+        queue = self._in_flight
+        for earlier in queue:
+            earlier.advance()  # an all-reduce runs beside the next gather and reduce-scatter
+        while len(queue) >= reduction.max_in_flight:
+            queue.pop(0).accumulate()
+        reduction.launch()
+        queue.append(reduction)
+
+    # ---- the end of backward
+
+    def launch_what_waits(self, units: Iterable[Unit]) -> None:
+        """Launch what backwards have left to reduce, or to all-reduce, of `units`.
+
+        Leaves what is in flight to the owner.
+        """
+        for unit in units:
+            self._hold_arrived(unit)
+            self._launch_waiting(unit)  # used in earlier backwards, and not in this one
+        for reduction in self._in_flight:
+            reduction.advance()
+        for unit in units:
+            if unit.reducer.all_reduces:
+                self._launch_partial(unit)
+        steps_of(self._owner).carried.extend(self._in_flight)
+        self._in_flight = []
+
+    def _hold_arrived(self, unit: Unit) -> None:
+        """Let sums that lack the last of their gradients wait for a later backward.
+
+        This backward did not bring it.
+        """
+        for param in unit.params:
+            if param.arriving is None:
+                continue
+            dtype = _reduced_dtype(param)
+            grad = reduce.take_arrived(param, None, dtype)
+            if grad is not None:
+                reduce.hold(param, grad, dtype)
+
+    def _launch_waiting(self, unit: Unit) -> None:
+        """Reduce gradients of `unit` that backwards have left to wait.
+
+        Where ranks have no order, it does so with zeros for what no backward of this rank has
+        reached.
+        """
+        if not unit.reducer.syncs:
+            return
+        if unit.is_unordered or any(reduce.pending_of(p) is not None for p in unit.params):
+            trainable = [param for param in unit.params if param.param.requires_grad]
+            if trainable:
+                self._backward.end(unit)
+                self._launch(unit, dict.fromkeys(trainable), set(trainable))
+
+    def _launch_partial(self, unit: Unit) -> None:
+        """All-reduce what was only reduce-scattered of `unit` before."""
+        left: dict[torch.dtype, list[ShardedParam]] = {}
+        for param, partial in unit.reducer.partial.items():
+            left.setdefault(partial.chunk.dtype, []).append(param)
+        for dtype, params in left.items():
+            what = f"what is left to all-reduce of {unit.name}"
+            take_in_order(self._owner, "backward", what)
+            self._start(Reduction(unit, dict.fromkeys(params), set(params), dtype))
+
+    def abandon(self) -> None:
+        """Forget what is in flight, after an exception."""
+        self._in_flight = []
+
+
+def _reduced_dtype(param: ShardedParam) -> torch.dtype:
+    """Dtype in which the gradient of `param` is reduced, also on ranks that have none."""
+    unit = param.unit
+    return unit.reduced_member(param, unit.gathered_member(param).dtype).dtype
