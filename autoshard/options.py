@@ -69,31 +69,6 @@ class CompileOptions:
     limit_all_gathers: bool = True
     strict_order: bool = True
 
-    def topology_for(self, device: torch.device) -> Topology | None:
-        """Return the topology that plans for `device` are based on; None if there is none.
-
-        It is the same on every rank of a uniform cluster. Without the option `topology` and a
-        `memory_budget`, it is None on a GPU not known by its name, and on a CPU, about whose costs
-        little is known, unless `bucketing` is "auto".
-        """
-        if self.topology is not None:
-            return Topology.load(self.topology)
-        is_gpu = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if is_gpu else device.type
-        is_enough = is_known(name) if is_gpu else self.bucketing == "auto"
-        if not is_enough and self.memory_budget is None:
-            return None
-        found = Topology.load(default_topology(name))
-        if not is_gpu:
-            return found
-        told = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
-        per_node = int(told) if told.isdigit() else torch.cuda.device_count()
-        return dataclasses.replace(found, ranks_per_node=max(1, per_node))
-
-    def searches_for(self, device: torch.device) -> bool:
-        """Tell whether plans for `device` are found by a search over predicted times."""
-        return self.bucketing == "auto" and self.topology_for(device) is not None
-
     def __post_init__(self) -> None:
         _expect(self, "lowering", self.lowering in LOWERINGS, f"one of {list(LOWERINGS)}")
         _expect(
@@ -159,13 +134,47 @@ class CompileOptions:
             )
         return CompileOptions(**options)
 
-    def told(self, device: torch.device | None) -> str:
-        """Describe the options that ranks must have in common to compile alike, for messages.
+    def resolve(self, device: torch.device | None) -> CompileSettings:
+        """Resolve options for a frame whose parameters are gathered on `device`.
 
-        A budget in bytes may differ, as the free memory of GPUs does: ranks follow the first one's
-        plan.
+        device: None for a frame without sharded parameters, of which there is nothing to plan.
         """
-        topology = self.topology_for(device) if device is not None else None
+        topology = None if device is None else self._topology_for(device)
+        budget = self.memory_budget
+        if isinstance(budget, float):
+            budget = None if topology is None else int(budget * topology.memory_bytes)
+        return CompileSettings(
+            lowering=self.lowering,
+            bucketing=self.bucketing,
+            budget_bytes=budget,
+            topology=topology,
+            dump=self.dump,
+            strict=self.strict,
+            compared=self._compared(topology),
+        )
+
+    def _topology_for(self, device: torch.device) -> Topology | None:
+        """Return the topology that plans for `device` are based on; None if there is none.
+
+        It is the same on every rank of a uniform cluster. Without the option `topology` and a
+        `memory_budget`, it is None on a GPU not known by its name, and on a CPU, about whose costs
+        little is known, unless `bucketing` is "auto".
+        """
+        if self.topology is not None:
+            return Topology.load(self.topology)
+        is_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_gpu else device.type
+        is_enough = is_known(name) if is_gpu else self.bucketing == "auto"
+        if not is_enough and self.memory_budget is None:
+            return None
+        found = Topology.load(default_topology(name))
+        if not is_gpu:
+            return found
+        by_torchrun = os.environ.get("LOCAL_WORLD_SIZE", "")
+        per_node = int(by_torchrun) if by_torchrun.isdigit() else torch.cuda.device_count()
+        return dataclasses.replace(found, ranks_per_node=max(1, per_node))
+
+    def _compared(self, topology: Topology | None) -> str:
         has_budget = self.memory_budget is not None
         return (
             f"lowering={self.lowering!r}, bucketing={self.bucketing!r}, "
@@ -177,6 +186,31 @@ class CompileOptions:
         """Return the arguments of `shard()` for the one-line form."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names[names.index("mesh") :]}
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """Options as a frame is compiled with them, on the device that it is for.
+
+    bucketing: "auto", "per_unit", "none", or a list of module names or of lists of them.
+    budget_bytes: what a plan keeps to; None if no budget is given.
+    topology: the costs that plans are based on; None: plans have no figures.
+    compared: what ranks must have in common to compile alike, for messages. A budget may differ, as
+        the free memory of GPUs does: ranks follow the first one's plan.
+    """
+
+    lowering: str
+    bucketing: str | list[str | list[str]]
+    budget_bytes: int | None
+    topology: Topology | None
+    dump: str | None
+    strict: bool
+    compared: str
+
+    @property
+    def searches(self) -> bool:
+        """Tell whether plans are found by a search over predicted times."""
+        return self.bucketing == "auto" and self.topology is not None
 
 
 def _expect(options: CompileOptions, name: str, holds: bool, expected: str) -> None:

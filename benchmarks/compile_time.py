@@ -23,7 +23,7 @@ from torch import fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
-from autoshard import _torch, backend
+from autoshard import _torch, compilation
 from autoshard.passes.pipeline import Pass, pass_name
 
 RANKS = 8
@@ -67,18 +67,18 @@ def compile_once(layers: int, lowering: str) -> tuple[float, Clock]:
     model.compile(backend="autoshard", options=options)
     ids = torch.zeros(1, 16, dtype=torch.long)
     clock: Clock = Counter()
-    run_passes = backend.passes.run
+    run_passes = compilation.passes.run
 
     def run(gm: fx.GraphModule, transforms: Sequence[Pass], **kwargs: Any) -> fx.GraphModule:
         named = [timed(clock, pass_name(each), each) for each in transforms]
         return run_passes(gm, named, **kwargs)
 
-    compilation = backend.Compilation
+    frames = compilation.Compilation
     begin = time.perf_counter()
     with (
         torch._inductor.utils.fresh_cache(),
-        mock.patch.object(backend.passes, "run", timed(clock, "all", run)),
-        mock.patch.object(compilation, "_joint", timed(clock, "joint", compilation._joint)),
+        mock.patch.object(compilation.passes, "run", timed(clock, "all", run)),
+        mock.patch.object(frames, "_joint", timed(clock, "joint", frames._joint)),
     ):
         model(input_ids=ids, labels=ids).loss.backward()
     clock["all"] += clock["joint"]

@@ -102,7 +102,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _topology() -> Finding:
-    found = CompileOptions().topology_for(current_device())
+    found = CompileOptions().resolve(current_device()).topology
     if found is not None:
         return Finding("ok", "topology", f"{found.name}: {found.title}")
     return Finding(

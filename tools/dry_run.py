@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import _torch, passes
-from autoshard.backend import Draft
-from autoshard.options import CompileOptions
+from autoshard.compilation import Draft
+from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.repeat import repeat
 from autoshard.passes.planner.topology import Topology
@@ -104,8 +104,8 @@ def trace(
             unit.forward = again  # type: ignore[method-assign]  # the instance's, not the class's
     shard_without_weights(model, mp_policy=mp_policy, reshard_after_forward=True)
     graphs: dict[str, PricedGraph] = {}
-    options = CompileOptions(lowering=lowering)
-    compile_only(model, call, lambda frame: _Recording(frame, options, topology, graphs).compile())
+    settings = CompileOptions(lowering=lowering).resolve(torch.device("cpu"))
+    compile_only(model, call, lambda frame: _Recording(frame, settings, topology, graphs).compile())
     if set(graphs) != {"forward", "backward"}:
         raise RuntimeError("the model's output depends on no parameter: there is nothing to train")
     return graphs
@@ -156,16 +156,16 @@ class _Recording(Draft):
     def __init__(
         self,
         frame: Frame,
-        options: CompileOptions,
+        settings: CompileSettings,
         topology: Topology,
         graphs: dict[str, PricedGraph],
     ) -> None:
-        super().__init__(frame, options, None)
+        super().__init__(frame, settings, None)
         self.topology = topology
         self.graphs = graphs
 
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
-        prices = Prices(self.topology, self.options.lowering == "inductor")
+        prices = Prices(self.topology, self.settings.lowering == "inductor")
         prepared = passes.run(gm, passes.preparation(self.table))
         self.graphs[graph] = PricedGraph(prepared.graph, graph, prices)
         return gm

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.module_tracker import ModuleTracker
 
 from autoshard import _torch
-from autoshard.backend import Lowered, watch_lowered
+from autoshard.compilation import Lowered, watch_lowered
 from autoshard.passes.ir.match import event_of, is_pack
 from autoshard.passes.plans.roofline import is_view
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoshard.backend import Compilation
-from autoshard.options import CompileOptions
+from autoshard.compilation import Compilation
+from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.ir.plan import Plan
 from autoshard.passes.ir.text import render
 from autoshard.passes.lowering.eager import lower_eagerly
@@ -53,14 +54,14 @@ def trace_workload(
     Raises RuntimeError if forward is not one graph, or has no parameter that is sharded, and in a
     process that has a process group of its own; ValueError for another option, or a wrong value.
     """
-    settings = CompileOptions.read(options)
-    if settings.bucketing == "auto" and settings.topology is None:
-        settings = dataclasses.replace(settings, bucketing="per_unit")
+    given = CompileOptions.read(options)
+    if given.bucketing == "auto" and given.topology is None:
+        given = dataclasses.replace(given, bucketing="per_unit")
     others = [name for name in options if name not in TAKEN]
-    if others or settings.strategy not in RESHARDS:
+    if others or given.strategy not in RESHARDS:
         raise ValueError(
             f"a trace takes the options {', '.join(TAKEN)}, and a strategy of {list(RESHARDS)}; "
-            f"not {others or settings.strategy!r}"
+            f"not {others or given.strategy!r}"
         )
     pretend_ranks(ranks)
     model = on_meta(workload)
@@ -68,9 +69,11 @@ def trace_workload(
         model,
         mesh=init_device_mesh("cpu", (ranks,)),
         mp_policy=policy_of(workload),
-        reshard_after_forward=RESHARDS[settings.strategy],
+        reshard_after_forward=RESHARDS[given.strategy],
     )
     found: list[Traced] = []
+
+    settings = given.resolve(torch.device("cpu"))
 
     def compile_frame(frame: Frame) -> None:
         compilation = _Tracing(frame, settings)
@@ -88,8 +91,8 @@ class _Tracing(Compilation):
 
     is_cached = False
 
-    def __init__(self, frame: Frame, options: CompileOptions) -> None:
-        super().__init__(frame, options, None)
+    def __init__(self, frame: Frame, settings: CompileSettings) -> None:
+        super().__init__(frame, settings, None)
         self.traced: list[Traced] = []
 
     def lower_inductor(

@@ -17,7 +17,7 @@ from support.training import adamw, assert_same, in_form, replicated, train
 from torch import Tensor, fx, nn
 
 import autoshard
-from autoshard import _torch, backend
+from autoshard import _torch, compilation
 from autoshard.passes.ir.match import is_launch, is_wait
 from autoshard.runtime.unit.param import find
 
@@ -26,17 +26,17 @@ from autoshard.runtime.unit.param import find
 def lowered_graphs() -> Iterator[list[fx.GraphModule]]:
     """Those that are lowered eagerly inside, in order."""
     graphs: list[fx.GraphModule] = []
-    lower = backend.lower_eagerly
+    lower = compilation.lower_eagerly
 
     def note(gm: fx.GraphModule) -> Any:
         graphs.append(gm)
         return lower(gm)
 
-    backend.lower_eagerly = note
+    compilation.lower_eagerly = note
     try:
         yield graphs
     finally:
-        backend.lower_eagerly = lower
+        compilation.lower_eagerly = lower
 
 
 def writes(gm: fx.GraphModule) -> list[fx.Node]:

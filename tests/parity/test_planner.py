@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
-from autoshard import backend
+from autoshard import agreed_plan
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.comm import transport
 from autoshard.tools import cli
@@ -135,7 +135,7 @@ def test_parts_of_a_model_keep_nothing(rank: int) -> None:
 def test_one_rank_can_not_tell_what_to_keep(rank: int) -> None:
     """The first one says for all."""
     want, want_losses = replicated(Net, net_loss)
-    broken = mock.patch.object(backend.Draft, "compile", side_effect=ValueError("no draft"))
+    broken = mock.patch.object(agreed_plan.Draft, "compile", side_effect=ValueError("no draft"))
     with broken if rank == 1 else contextlib.nullcontext():
         got, losses = compiled(Net, net_loss, memory_budget=10**6, topology="gloo")
     assert losses == want_losses

@@ -329,22 +329,22 @@ def test_one_rank_fails_all_fall_back(rank: int) -> None:
     model = Net()
     optimizer = adamw(model)
     call = torch.compile(model, backend="autoshard", options={"lowering": "eager"})
-    from autoshard import backend
+    from autoshard import compilation
 
-    lower = backend.lower_eagerly
+    lower = compilation.lower_eagerly
 
     def fail(gm: torch.fx.GraphModule) -> object:
         if rank == 0:
             raise NotImplementedError("only on rank 0")
         return lower(gm)
 
-    backend.lower_eagerly = fail
+    compilation.lower_eagerly = fail
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses = train(call, net_loss, optimizer)
     finally:
-        backend.lower_eagerly = lower
+        compilation.lower_eagerly = lower
     assert any("only on rank 0" in str(w.message) for w in caught)
     assert losses == want_losses
     assert_same(model, want)

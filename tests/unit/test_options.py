@@ -200,10 +200,10 @@ def test_what_plans_reckon_with(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     device = torch.device("cuda" if gpu else "cpu")
-    found = CompileOptions.read(options).topology_for(device)
-    assert (found.name if found else None) == topology
-    assert CompileOptions.read(options).searches_for(device) == (topology is not None)
-    assert not CompileOptions.read({**options, "bucketing": "none"}).searches_for(device)
+    found = CompileOptions.read(options).resolve(device)
+    assert (found.topology.name if found.topology else None) == topology
+    assert found.searches == (found.bucketing == "auto" and topology is not None)
+    assert not CompileOptions.read({**options, "bucketing": "none"}).resolve(device).searches
 
 
 def test_ranks_per_node_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +211,6 @@ def test_ranks_per_node_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for told, per_node in (("4", 4), ("", 2), ("four", 2)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
-        found = CompileOptions().topology_for(torch.device("cuda"))
+        found = CompileOptions().resolve(torch.device("cuda")).topology
         assert found is not None
         assert found.ranks_per_node == per_node

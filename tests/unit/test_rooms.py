@@ -29,7 +29,13 @@ ROOMS = (
     "autoshard.runtime.training",
     "autoshard.runtime.sharding",
     "autoshard.runtime",
-    "autoshard",  # the backend, tools, and the names that users import
+    "autoshard.options",
+    "autoshard.plan_cache",
+    "autoshard.progress",
+    "autoshard.compilation",
+    "autoshard.agreed_plan",
+    "autoshard.backend",
+    "autoshard",  # the tools, and the names that users import
 )
 
 

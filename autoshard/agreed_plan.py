@@ -1,0 +1,153 @@
+"""Compilations whose plans all ranks share: they compare what they found, and follow one plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard import _torch
+from autoshard.compilation import Compilation, Draft, has_backward
+from autoshard.options import CompileSettings
+from autoshard.passes.ir.plan import Plan
+from autoshard.runtime.compiled.frame import make_frame
+from autoshard.runtime.compiled.unit_graphs import graphs_of
+from autoshard.runtime.eager import access
+from autoshard.runtime.ranks.agreement import Outcome, PlansDiffer, agree, first_difference, share
+from autoshard.runtime.unit.param import ShardedParam, find
+
+log = logging.getLogger(__name__)
+
+
+class Attempt:
+    """Compilation of a frame, done or failed.
+
+    reason: why it can't be used, here or on another rank; None if it can.
+    """
+
+    compilation: Compilation
+    compiled: Callable[..., Any]
+    failure: Exception | None = None
+    reason: str | None = None
+    plans: tuple[Plan, ...] = ()
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        settings: CompileSettings,
+        mode: str | None,
+        known: Sequence[Plan] = (),
+        kept: Collection[str] = (),
+    ) -> None:
+        self.compared = settings.compared
+        try:
+            frame = make_frame(gm, example_inputs)
+            self.compilation = Compilation(frame, settings, mode, known, kept)
+            self.compiled = self.compilation.compile()
+            self.plans = tuple(self.compilation.plans)
+        except _torch.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
+            raise
+        except Exception as error:
+            self.failure = error
+            self.reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome of the compilation, for the other ranks."""
+        return Outcome(
+            self.reason,
+            tuple(plan.digest for plan in self.plans),
+            self.compared,
+        )
+
+    def explained(self, error: PlansDiffer, name: str, mesh: DeviceMesh) -> PlansDiffer:
+        """Add the first collective that differs to `error`; all ranks of `mesh` call this."""
+        lines = [line for plan in self.plans for line in plan.launches()]
+        difference = first_difference(name, lines, error.ranks[0], mesh)
+        return PlansDiffer(f"{error}. Collective {difference}", error.ranks)
+
+
+def agreed_attempt(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: CompileSettings,
+    mode: str | None,
+    params: Sequence[ShardedParam],
+    code: str,
+) -> Attempt:
+    """Compile a frame so that all ranks have the same plans, or none can use the result.
+
+    A search for plans depends on the batch at hand, which may differ from rank to rank, or in a
+    later call on one rank alone. So plans that ranks have agreed on are kept for the frame; and if
+    ranks found different ones, all trace the frame again and follow the first rank's. The same
+    holds for the parameters that are kept for backward, which are chosen once, before anything
+    else.
+    """
+    unit = params[0].unit
+    name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
+    topology = settings.topology.name if settings.topology is not None else None
+    key = f"{name} {settings.lowering} {topology} {settings.budget_bytes}"
+    graphs = graphs_of(unit)
+    known = graphs.known_plans.setdefault(key, [])
+    may_keep = settings.searches and settings.budget_bytes is not None
+    if may_keep and key not in graphs.kept_params and _is_whole_step(params, example_inputs):
+        worth = _worth_keeping(gm, example_inputs, settings, mode)
+        worth = json.loads(share(name, json.dumps(worth), mesh, is_first=True))
+        log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
+        graphs.kept_params[key] = frozenset(worth)
+        raise _torch.TraceAgain(restart_reason="what to keep for backward was decided")
+    kept = graphs.kept_params.get(key, frozenset())
+    attempt = Attempt(gm, example_inputs, settings, mode, known, kept)
+    try:
+        attempt.reason = agree(name, attempt.outcome, mesh, graphs.agreed)
+    except PlansDiffer as error:
+        if not settings.searches:
+            raise attempt.explained(error, name, mesh) from None
+        found = [dataclasses.replace(plan, figures=None) for plan in attempt.plans]
+        is_followed = {plan.digest for plan in found} <= {plan.digest for plan in known}
+        # The first rank says for all whether there is anything new to follow.
+        text = "" if is_followed else json.dumps([plan.to_json() for plan in found])
+        text = share(name, text, mesh)
+        if not text:  # one of them has another graph
+            raise attempt.explained(error, name, mesh) from None
+        known[:0] = map(Plan.from_json, json.loads(text))
+        raise _torch.TraceAgain(restart_reason="ranks follow the first one's plan") from None
+    if settings.searches and attempt.reason is None:
+        digests = {plan.digest for plan in known}
+        new = (plan for plan in attempt.plans if plan.digest not in digests)
+        known += [dataclasses.replace(plan, figures=None) for plan in new]
+    return attempt
+
+
+def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]) -> bool:
+    """Tell whether a frame with these inputs has a backward, and all parameters of the model.
+
+    Otherwise parameters that several frames keep would add up, and no frame knows of the others.
+    """
+    own = {id(param.param) for param in params}
+    sharded = (each for each in access.root_of(params[0]).parameters() if find(each) is not None)
+    return has_backward(example_inputs) and all(id(each) in own for each in sharded)
+
+
+def _worth_keeping(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileSettings, mode: str | None
+) -> Sequence[str]:
+    """Names of the parameters that forward should keep unsharded for backward.
+
+    Predicted by this rank alone. `gm` is used up.
+    """
+    drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
+    try:
+        draft = Draft(make_frame(gm, example_inputs), drawn, mode)
+        draft.compile()
+        return draft.worth_keeping()
+    except _torch.RestartAnalysis:
+        raise
+    except Exception:  # the compilation will meet it, too, and tell all ranks
+        return ()

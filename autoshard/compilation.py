@@ -1,0 +1,354 @@
+"""Compilation of one frame: its graph -> AOTAutograd -> passes -> a plan a graph -> code."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from autoshard import _torch, passes, plan_cache
+from autoshard.options import CompileSettings
+from autoshard.passes.dump import Dump
+from autoshard.passes.ir import groups
+from autoshard.passes.ir.match import is_gradient, is_marker, table_of
+from autoshard.passes.ir.meta import PLAN
+from autoshard.passes.ir.plan import Plan
+from autoshard.passes.ir.text import render
+from autoshard.passes.lowering.eager import lower_eagerly
+from autoshard.passes.lowering.inductor import lower_inductor
+from autoshard.passes.planner.keep import worth_keeping
+from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
+from autoshard.passes.plans.drafts import INNER
+from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.roofline import hint_of
+from autoshard.progress import progress
+from autoshard.runtime.compiled.frame import Frame
+from autoshard.runtime.compiled.unit_graphs import graphs_of
+from autoshard.runtime.unit.param import ShardedParam
+
+log = logging.getLogger(__name__)
+
+MANY = 50_000  # objects
+NEVER = 2**31 - 1  # so many collections of the middle generation make one of the old
+
+
+Lowered = Callable[[list[Any]], Any]
+"""A lowered graph: it takes its inputs as a list."""
+
+Watcher = Callable[[fx.GraphModule, str, Lowered, Callable[[fx.GraphModule], Lowered]], Lowered]
+"""Function that gives what is to run in place of a lowered graph.
+
+It takes the planned graph, its kind, what it was lowered to, and what lowers a part of it that has
+the same inputs."""
+
+_watchers: list[Watcher] = []
+
+
+@contextlib.contextmanager
+def watch_lowered(watcher: Watcher) -> Iterator[None]:
+    """Call `watcher` with every graph that is compiled in the context; none comes from a cache."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def _watched(
+    gm: fx.GraphModule, graph: str, call: Any, lower: Callable[[fx.GraphModule], Lowered]
+) -> Any:
+    for watcher in _watchers:
+        call = _torch.mark_boxed(watcher(gm, graph, call, lower))
+    return call
+
+
+class Compilation:
+    """Compilation of one frame: its graphs share a table of parameters and settings.
+
+    known: plans that "auto" follows where one is of such a graph.
+    kept: names of parameters that are kept unsharded for backward, however their units reshard.
+    """
+
+    _numbers = itertools.count()
+    is_cached = True  # by torch, between processes
+
+    def __init__(
+        self,
+        frame: Frame,
+        settings: CompileSettings,
+        mode: str | None,
+        known: Sequence[Plan] = (),
+        kept: Collection[str] = (),
+    ) -> None:
+        self.frame = frame
+        self.settings = settings
+        self.mode = mode
+        self.known = known
+        self.kept = kept
+        self.number = next(self._numbers)
+        self.table = frame.table()
+        pairs = list(zip(frame.params, self.table, strict=True))
+        self.axes = {param.group: info.axis for param, info in pairs}
+        self.axes |= {param.reduce_group: info.reduce_axis for param, info in pairs}
+        smaller = (param.unit.settings.smaller for param in frame.params)
+        self.axes |= {axes.shard_group: INNER for axes in smaller if axes is not None}
+        self.prices = self._prices()
+        self.plans: list[Plan] = []  # filled as graphs are compiled
+        self.priced: dict[str, PricedGraph] = {}  # likewise, by kind
+        self._begins: Callable[[str], None] = lambda graph: None
+
+    def _prices(self) -> Prices | None:
+        """Prices to plan with, from sizes, options and the kind of device: the same on every rank.
+
+        None if no topology is known.
+        """
+        topology, budget = self.settings.topology, self.settings.budget_bytes
+        if topology is None:
+            return None
+        if budget is not None:  # a gradient, and two states of an optimizer
+            trained = (param for param in self.frame.params if param.param.requires_grad)
+            budget -= 3 * sum(_shard_bytes(param) for param in trained)
+        return Prices(topology, self.settings.lowering == "inductor", budget)
+
+    def compile(self) -> Callable[..., Any]:
+        """Compile the frame's graph to a callable with the same inputs and outputs."""
+        code = _torch.traced_code()
+        begins = progress(code, self._num_graphs())
+        with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
+            if self.settings.lowering == "eager":
+                return self._compile_eagerly()
+            return self._compile_inductor()
+
+    def _num_graphs(self) -> int:
+        """Number of graphs to compile: forward and backward, or one for inference."""
+        return 2 if has_backward(self.frame.inputs) else 1
+
+    def _compile_eagerly(self) -> Callable[..., Any]:
+        def lower(graph: str) -> Callable[..., Any]:
+            def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+                gm = self.apply(gm, graph)
+                return _watched(gm, graph, lower_eagerly(gm), lower_eagerly)
+
+            return compiler
+
+        backend = _torch.aot_autograd(
+            fw_compiler=lower("forward"),
+            bw_compiler=lower("backward"),
+            inference_compiler=lower("inference"),
+            partition_fn=self._partition,
+            keep_inference_input_mutations=True,
+        )
+        with _torch.aot_settings():
+            compiled: Callable[..., Any] = backend(self.frame.gm, self.frame.inputs)
+        return compiled
+
+    def _compile_inductor(self) -> Callable[..., Any]:
+        is_lowered = False
+
+        def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            nonlocal is_lowered
+            is_lowered = True
+            graph = "inference" if kwargs.get("is_inference") else "forward"
+            graph = "backward" if kwargs.get("is_backward") else graph
+            gm = self.apply(gm, graph)
+            compiled = self.lower_inductor(gm, example_inputs, **kwargs)
+            name = getattr(compiled, "_fx_graph_cache_key", None)
+            if name is not None:
+                plan_cache.save(name, PLAN.get(gm))
+
+            def lower(part: fx.GraphModule) -> Lowered:
+                with _torch.tracing_again(example_inputs):
+                    lowered: Lowered = lower_inductor(part, example_inputs, **kwargs)
+                    return lowered
+
+            return _watched(gm, graph, compiled, lower)
+
+        call, names = _torch.compile_with_inductor(
+            self.frame.gm,
+            self.frame.inputs,
+            inner_compile=inner,
+            joint_pass=self._joint,
+            mode=self.mode,
+            key=self._cache_key(),
+        )
+        if not is_lowered:
+            plans = plan_cache.load(names)
+            if plans is None:
+                graphs_of(self.frame.params[0].unit).misses_plans = True
+                raise _torch.TraceAgain(restart_reason="plans of cached graphs are gone")
+            for plan in plans:
+                self._tell(plan, None)
+        if self.frame.params:
+            graphs_of(self.frame.params[0].unit).misses_plans = False
+        return call
+
+    def _cache_key(self) -> str | None:
+        """Key of the frame in AOTAutograd's cache: all that passes depend on.
+
+        None if passes have to run.
+        """
+        params = self.frame.params
+        if _watchers or not (self.is_cached and params and _torch.caches_frames()):
+            return None
+        # A mesh of the user's, among the inputs, is another one to torch in each process.
+        if self.settings.dump is not None or any(param.tp is not None for param in params):
+            return None
+        if graphs_of(params[0].unit).misses_plans:
+            return None
+        joined = {param.group for param in params} | {param.reduce_group for param in params}
+        smaller = (each.unit.settings.smaller for each in params)
+        joined |= {each.shard_group for each in smaller if each is not None}
+        facts: list[object] = [
+            (self.settings.lowering, self.settings.bucketing, self.mode),
+            self.table,
+            sorted(self.kept),
+            [plan.to_json() for plan in self.known],
+            _torch.ambient_dtypes(),
+        ]
+        for group in sorted(joined):
+            sizes = [groups.local_size(param.member, group) for param in params]
+            facts.append((group, groups.shards(group), groups.size(group), sizes))
+        if self.prices is not None:
+            parts = {
+                part
+                for each in joined
+                for part in (groups.shard_part(each), groups.replicate_part(each))
+            }
+            facts += [self.prices, [(part, self.prices.ranks(part)) for part in sorted(parts)]]
+            facts.append([_hints(value) for value in self.frame.inputs])
+        return plan_cache.frame_key(facts)
+
+    def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        return _torch.min_cut_rematerialization_partition(self._joint(gm), joint_inputs, **kwargs)
+
+    def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Run the joint passes on `gm`, which is about to be partitioned, in place.
+
+        In place, as the partitioner's caller holds this very module.
+        """
+        kept = {number for number, info in enumerate(self.table) if info.name in self.kept}
+        for transform in passes.joint(kept):
+            gm = passes.run_one(gm, transform)
+        without = [node.name for node in gm.graph.nodes if is_gradient(node) and not table_of(node)]
+        if without:
+            raise passes.PassError(f"%{', %'.join(without)} found no table of parameters")
+        gm.recompile()
+        return gm
+
+    def lower_inductor(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        """Lower `gm`, whose passes have run, by Inductor."""
+        return lower_inductor(gm, example_inputs, **kwargs)
+
+    def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
+        """Run the pipeline over one of the frame's graphs, and log its plan."""
+        self._begins(graph)
+        transforms = passes.pipeline(
+            self.table,
+            graph=graph,
+            bucketing=self.settings.bucketing,
+            prices=self.prices,
+            known=self.known,
+        )
+        gm = passes.run(gm, transforms, after_each=self._dump(gm, graph))
+        left = [node.name for node in gm.graph.nodes if is_marker(node)]
+        if left:
+            raise passes.PassError(f"markers %{', %'.join(left)} are in no bucket of the plan")
+        plan, priced = PLAN.get(gm), PRICED.pop(gm)  # no cache could tell what the latter is
+        if priced is not None:
+            self.priced[graph] = priced
+        if plan is not None and plan.buckets:
+            self._tell(plan, gm)
+        return gm
+
+    def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
+        """Log `plan` and add it to `plans`.
+
+        gm: the planned graph; None if it comes from a cache, lowered.
+        """
+        self.plans.append(plan)
+        log.info("graph %d, %s", self.number, plan.text())
+        name = f"autoshard_{self.number}_{plan.graph}"
+        _torch.trace_structured_artifact(f"{name}_plan", "string", plan.text)
+        if gm is not None:
+            _torch.trace_structured_artifact(
+                f"{name}_graph", "string", lambda: render(gm.graph, axes=self.axes)
+            )
+
+    def _dump(self, gm: fx.GraphModule, graph: str) -> Dump | None:
+        if self.settings.dump is None:
+            return None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        folder = Path(self.settings.dump) / f"rank{rank}" / f"{self.number:02d}_{graph}"
+        dump = Dump(folder, self.axes)
+        dump("partition", gm)
+        return dump
+
+
+class Draft(Compilation):
+    """Compilation for its plans only; the code that it makes gives the right numbers, slowly."""
+
+    is_cached = False
+
+    def worth_keeping(self) -> tuple[str, ...]:
+        """Names of the parameters that are worth keeping unsharded for backward.
+
+        None without a budget, or if nothing is gathered again.
+        """
+        forward, backward = self.priced.get("forward"), self.priced.get("backward")
+        if forward is None or backward is None or forward.budget_bytes is None:
+            return ()
+        return worth_keeping(
+            forward.problem, backward.problem, forward.candidates, forward.budget_bytes
+        )
+
+    def lower_inductor(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        return lower_eagerly(gm)
+
+    def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
+        """Do nothing: the plan of a draft is not reported."""
+
+
+@contextlib.contextmanager
+def _old_objects_stay() -> Iterator[None]:
+    """Have Python look for garbage among young objects only, and rarely, in this context.
+
+    Graphs are many objects that live, and Python scans all of them again whenever they have
+    grown by a quarter: that is a twentieth of a compilation, and more for more layers. Young
+    objects would be scanned whenever there are 700 more.
+    """
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(max(young, MANY), middle, NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
+
+
+def _hints(value: object) -> list[int]:
+    """Current sizes of a graph's input, also where they are symbolic."""
+    if isinstance(value, torch.Tensor):
+        return list(map(hint_of, value.shape))
+    return [hint_of(value)] if isinstance(value, torch.SymInt) else []
+
+
+def has_backward(inputs: Sequence[Any]) -> bool:
+    """Tell whether a graph with these inputs will have a backward, in the present mode."""
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _shard_bytes(param: ShardedParam) -> int:
+    """Bytes of the shard of `param` on the rank that has most."""
+    return param.member.chunk_numel(param.world) * param.member.dtype.itemsize
