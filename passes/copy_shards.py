@@ -1,9 +1,21 @@
 """Copy shards that live on the host to the device, and their gradients back.
 
-before: w' = unshard(w, ..., reduce='from_host:cuda f32[7]^host 0')
-        dw = reduce_grad(g, 'f32[7]^host', ...)
-after:  d = to_device(w, 'cuda'); w' = unshard(d, ...)
-        dd = reduce_grad(g, 'f32[7]', ...); dw = to_host(dd)
+before:
+    in %w: f32[4]
+    in %dy: f32[7]
+    %y: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0, reduce='from_host:cpu
+        f32[7]^host g')
+    %dw: f32[4] = autoshard.reduce_grad(%dy, 'f32[7]^host', 'g', 0)
+    return [%y, %dw]
+after:
+    in %w: f32[4]
+    in %dy: f32[7]
+    %to_device_default: f32[4] = autoshard.to_device(%w, 'cpu')
+    %y: f32[7] = autoshard.unshard(%to_device_default, 'f32[7]', 'g', False, 0,
+        reduce='from_host:cpu f32[7]^host g')
+    %dw: f32[4] = autoshard.reduce_grad(%dy, 'f32[7]', 'g', 0)
+    %to_host_default: f32[4] = autoshard.to_host(%dw)
+    return [%y, %to_host_default]
 
 Each copy runs as it stands, and is waited for at once. Copies beside a gather or a reduce are later
 launched and waited for as the plan says, like collectives (`insert_collectives`).
@@ -18,8 +30,6 @@ from torch import fx
 from autoshard.passes.ir import groups, ops
 from autoshard.passes.ir.layout import read_members, show_members
 from autoshard.passes.ir.match import (
-    device_of_host_shard,
-    is_again,
     is_reduce_grad,
     is_to_device,
     is_unshard,
@@ -34,9 +44,10 @@ def copy_shards(gm: fx.GraphModule) -> fx.GraphModule:
     """
     for node in list(gm.graph.nodes):
         if is_unshard(node):
-            device = device_of_host_shard(node)
-            if device and not is_again(node) and not is_to_device(node.all_input_nodes[0]):
-                _copy_in(node, device)
+            options = ops.Unshard.of(node).options
+            is_there = options.is_again or is_to_device(node.all_input_nodes[0])
+            if options.host_device and not is_there:
+                _copy_in(node, options.host_device)
         elif is_reduce_grad(node):
             (member,) = read_members(members_of(node))
             if member.on_host:

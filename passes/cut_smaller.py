@@ -1,8 +1,24 @@
 """Gather over fewer ranks in backward, where a unit reshards over fewer ranks after forward.
 
-before: w' = unshard(w, ..., reduce='cut:inner f32[7] shard'); y = x * w'; dx = dy * w'
-after:  w' = unshard(w, ..., reduce='cut:inner f32[7] shard'); p = cut(w', 'f32[7]', 'inner')
-        w'' = unshard(p, 'f32[7]', 'inner', ...); y = x * w''; dx = dy * w''
+before:
+    in %w: f32[2]
+    in %tangents_1: f32[7]
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'four', False, 0, reduce='cut:two f32[7]
+        four')
+    %y: f32[7] = aten.relu(%whole)
+    %dy: f32[7] = aten.mul.Tensor(%tangents_1, %whole)
+    return [%y, %dy]
+after:
+    in %w: f32[2]
+    in %tangents_1: f32[7]
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'four', False, 0, reduce='cut:two f32[7]
+        four')
+    %cut_default: f32[4] = autoshard.cut(%whole, 'f32[7]', 'two')
+    %unshard_default: f32[7] = autoshard.unshard(%cut_default, 'f32[7]', 'two', False, 0,
+        reduce='again f32[7] two')
+    %y: f32[7] = aten.relu(%unshard_default)
+    %dy: f32[7] = aten.mul.Tensor(%tangents_1, %unshard_default)
+    return [%y, %dy]
 
 The partitioner is made to save `p` and to recompute w'' (`tag_recompute`). In the forward graph the
 two markers of the parameter are merged again, as any two are (`merge_markers`).
@@ -15,12 +31,8 @@ from torch import fx
 from autoshard.passes.ir import groups, ops
 from autoshard.passes.ir.layout import read_members
 from autoshard.passes.ir.match import (
-    AGAIN,
     forward_inputs,
     is_unshard,
-    members_of,
-    param_of,
-    smaller_group,
 )
 
 
@@ -33,18 +45,19 @@ def cut_smaller(gm: fx.GraphModule) -> fx.GraphModule:
     if len(forward_inputs(gm.graph)) == len(gm.graph.find_nodes(op="placeholder")):
         return gm
     for marker in [node for node in gm.graph.nodes if is_unshard(node)]:
-        group = smaller_group(marker)
+        asked = ops.Unshard.of(marker)
+        members, group = asked.members, asked.options.smaller_group
         if not group:
             continue
-        members = members_of(marker)
+        options = ops.UnshardOptions(is_again=True, members=members, group=group)
         whole = marker.meta["val"]
         with gm.graph.inserting_after(marker):
             part = gm.graph.call_function(ops.cut, (marker, members, group))
         with gm.graph.inserting_after(part):
             again = gm.graph.call_function(
                 ops.unshard,
-                (part, members, group, False, param_of(marker)),
-                {"reduce": f"{AGAIN} {members} {group}"},
+                (part, members, group, False, asked.param),
+                {"reduce": options.show()},
             )
         (member,) = read_members(members)
         part.meta["val"] = whole.new_empty(groups.local_size(member, group))

@@ -1,7 +1,13 @@
 """Keep gathered parameters from forward to backward, as if their units did not reshard.
 
-before: w' = unshard(w, ..., False, 3)
-after:  w' = unshard(w, ..., True, 3)
+before:
+    in %w: f32[4]
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    return [%whole]
+after:
+    in %w: f32[4]
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', True, 0)
+    return [%whole]
 
 `planner/keep.py` finds the parameters for which this is worth its memory.
 """
@@ -12,7 +18,8 @@ from collections.abc import Collection
 
 from torch import fx
 
-from autoshard.passes.ir.match import can_be_kept, is_unshard, param_of
+from autoshard.passes.ir.match import is_unshard, param_of
+from autoshard.passes.ir.ops import Unshard
 
 
 def keep_gathered(gm: fx.GraphModule, *, params: Collection[int]) -> fx.GraphModule:
@@ -21,6 +28,6 @@ def keep_gathered(gm: fx.GraphModule, *, params: Collection[int]) -> fx.GraphMod
     Numerics: unchanged, bit for bit.
     """
     for node in gm.graph.nodes:
-        if is_unshard(node) and param_of(node) in params and can_be_kept(node):
+        if is_unshard(node) and param_of(node) in params and Unshard.of(node).can_be_kept:
             node.update_arg(3, True)
     return gm

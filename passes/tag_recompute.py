@@ -1,5 +1,19 @@
 """Tag nodes, so that the partitioner saves unsharded parameters only where their units keep them.
 
+before:
+    in %w: f32[4]
+    in %v: f32[4]
+    %freed: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    %half: f32[7] = aten.mul.Tensor(%freed, 0.5)
+    %kept: f32[7] = autoshard.unshard(%v, 'f32[7]', 'g', True, 1)
+    %y: f32[7] = aten.mul.Tensor(%half, %kept)
+    return [%y]
+after:
+    # unchanged
+    # recompute: freed MUST_RECOMPUTE
+    # recompute: half MUST_RECOMPUTE
+    # recompute: kept MUST_SAVE
+
 A marker of a unit that reshards is tagged MUST_RECOMPUTE, and with it all that is computed from
 parameters alone (a transpose, a cast): the partitioner then saves the shard, which is an input
 anyway, and puts a marker of its own into the backward graph. A marker whose unit keeps its
@@ -14,7 +28,8 @@ from torch import fx
 
 from autoshard._torch import CheckpointPolicy
 from autoshard.passes.ir import ops
-from autoshard.passes.ir.match import is_barrier, is_before_gather, is_kept, is_unshard
+from autoshard.passes.ir.match import is_barrier, is_before_gather, is_unshard
+from autoshard.passes.ir.ops import Unshard
 
 REGION = 100_000
 """The `ac_graph_id` of our tags, above any checkpointed region's. The partitioner saves
@@ -32,16 +47,15 @@ def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
         if node.op != "call_function":
             continue
         if is_unshard(node):
-            if is_kept(node):
+            if Unshard.of(node).is_kept:
                 _tag(node, CheckpointPolicy.MUST_SAVE)
             else:
                 freed.add(node)
                 _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
                 _tag_way_to(node)
         elif is_before_gather(node):
-            if not any(
-                is_unshard(user) and is_kept(user) for got in node.users for user in got.users
-            ):
+            readers = (user for got in node.users for user in got.users)
+            if not any(Unshard.of(user).is_kept for user in readers if is_unshard(user)):
                 freed.add(node)
                 _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif node.target is ops.cut:

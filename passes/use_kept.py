@@ -1,7 +1,21 @@
 """Read parameters that the runtime keeps unsharded between microbatches from inputs of the graph.
 
-before: in %primals_9: f32[7]; w' = unshard(w, ..., 3, reduce='stay f32[7] 0'); y = x * w'
-after:  in %primals_9: f32[7]; y = x * %primals_9
+before:
+    in %primals_1: f32[4]
+    in %primals_2: f32[7]
+    in %primals_3: i64[1]
+    in %tangents_1: f32[7]
+    %whole: f32[7] = autoshard.unshard(%primals_1, 'f32[7]', 'g', True, 0, reduce='stay f32[7]
+        g')
+    %y: f32[7] = aten.relu(%whole)
+    return [%y]
+after:
+    in %primals_1: f32[4]
+    in %primals_2: f32[7]
+    in %primals_3: i64[1]
+    in %tangents_1: f32[7]
+    %y: f32[7] = aten.relu(%primals_2)
+    return [%y]
 
 These inputs stand before the last one, which is the table of parameters, in the order of the
 numbers of their parameters. Their gradients are reduced as usual.
@@ -11,7 +25,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.passes.ir.match import forward_inputs, is_unshard, param_of, stays_whole
+from autoshard.passes.ir.match import forward_inputs, is_unshard, param_of
+from autoshard.passes.ir.ops import Unshard
 
 
 def use_kept(gm: fx.GraphModule) -> fx.GraphModule:
@@ -19,7 +34,8 @@ def use_kept(gm: fx.GraphModule) -> fx.GraphModule:
 
     Numerics: unchanged, bit for bit.
     """
-    markers = [node for node in gm.graph.nodes if is_unshard(node) and stays_whole(node)]
+    unshards = filter(is_unshard, gm.graph.nodes)
+    markers = [node for node in unshards if Unshard.of(node).options.stays]
     numbers = sorted({param_of(marker) for marker in markers})
     inputs = forward_inputs(gm.graph)
     whole = dict(zip(numbers, inputs[-1 - len(numbers) : -1], strict=True))

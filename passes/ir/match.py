@@ -13,41 +13,58 @@ from autoshard.passes.ir import ops
 TABLE = "table"  # name of the input for the runtime's table, where a graph has one
 
 
+def calls(node: fx.Node, *targets: object) -> bool:
+    """Tell whether `node` calls one of `targets`, which are ops."""
+    return node.op == "call_function" and node.target in targets
+
+
 def is_unshard(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.unshard
+    return calls(node, ops.unshard)
 
 
 def is_reduce_grad(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.reduce_grad
+    return calls(node, ops.reduce_grad)
 
 
 def is_hold_grad(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.hold_grad
+    return calls(node, ops.hold_grad)
 
 
 def is_gradient(node: fx.Node) -> bool:
     """Tell whether `node` is a `reduce_grad` or `hold_grad`, which take an unsharded gradient."""
-    return is_reduce_grad(node) or is_hold_grad(node)
+    return calls(node, ops.reduce_grad, ops.hold_grad)
 
 
 def is_marker(node: fx.Node) -> bool:
-    return is_unshard(node) or is_reduce_grad(node)
+    return calls(node, ops.unshard, ops.reduce_grad)
 
 
 def is_launch(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (ops.launch_gather, ops.launch_reduce)
+    return calls(node, ops.launch_gather, ops.launch_reduce)
 
 
 def is_pack(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.pack_grads
+    return calls(node, ops.pack_grads)
 
 
 def is_wait(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (ops.wait_gather, ops.wait_reduce)
+    return calls(node, ops.wait_gather, ops.wait_reduce)
 
 
 def is_all_reduce(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.all_reduce
+    return calls(node, ops.all_reduce)
+
+
+def is_before_gather(node: fx.Node) -> bool:
+    return calls(node, ops.before_gather)
+
+
+def is_to_device(node: fx.Node) -> bool:
+    return calls(node, ops.to_device)
+
+
+def is_to_host(node: fx.Node) -> bool:
+    return calls(node, ops.to_host)
 
 
 _EVENTS: dict[object, str] = {
@@ -96,34 +113,6 @@ def table_of(node: fx.Node) -> fx.Node | None:
     return table
 
 
-AGAIN = "again"
-
-
-def stays_whole(node: fx.Node) -> bool:
-    """Tell whether the runtime keeps an `unshard` marker's parameter unsharded already."""
-    return "stay" in ops.flags(_reduce_of(node))
-
-
-def is_again(node: fx.Node) -> bool:
-    """Tell whether an `unshard` marker gathers what forward has resharded over fewer ranks."""
-    return AGAIN in ops.flags(_reduce_of(node))
-
-
-def smaller_group(node: fx.Node) -> str:
-    """Group of fewer ranks over which backward is to gather an `unshard` marker's parameter; "" if
-    it is the marker's own group."""
-    return ops.flag(_reduce_of(node), "cut:")
-
-
-def asks_shard(node: fx.Node) -> bool:
-    """Tell whether the shard of an `unshard` marker says itself what is gathered for it."""
-    return bool(ops.flag(_reduce_of(node), "ask:"))
-
-
-def is_before_gather(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.before_gather
-
-
 def asked_of(node: fx.Node) -> fx.Node | None:
     """Return the `before_gather` that `node`, a marker's input, comes from; None if it does not."""
     if node.op != "call_function" or node.target is not operator.getitem:
@@ -137,19 +126,6 @@ def is_made_here(member: fx.Node) -> bool:
     `before_gather`, or a copy from the host. A compiler may reuse that memory before the gather is
     over, so the gather copies it first."""
     return member.all_input_nodes[0].target is operator.getitem
-
-
-def is_to_device(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.to_device
-
-
-def is_to_host(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.to_host
-
-
-def device_of_host_shard(node: fx.Node) -> str:
-    """Device on which an `unshard` marker gathers a shard of the host; "" for other shards."""
-    return ops.flag(_reduce_of(node), ops.FROM_HOST)
 
 
 def is_preparation(node: fx.Node) -> bool:
@@ -238,10 +214,6 @@ def is_compute(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "output") and not is_planned(node)
 
 
-def _reduce_of(unshard: fx.Node) -> str:
-    return str(unshard.kwargs.get("reduce", ""))
-
-
 _GATHERS = (ops.unshard, ops.launch_load, ops.wait_load, ops.launch_gather, ops.wait_gather)
 
 
@@ -275,14 +247,3 @@ def param_of(node: fx.Node) -> int:
     param = node.args[-1]
     assert isinstance(param, int)
     return param
-
-
-def is_kept(node: fx.Node) -> bool:
-    """Tell whether an `unshard` marker asks that its result be kept for backward."""
-    return bool(node.args[3])
-
-
-def can_be_kept(marker: fx.Node) -> bool:
-    """Tell whether backward would gather an `unshard` marker's parameter again as forward does."""
-    is_its_own = smaller_group(marker) or asks_shard(marker) or device_of_host_shard(marker)
-    return not (is_kept(marker) or stays_whole(marker) or is_its_own)

@@ -16,7 +16,6 @@ from torch import fx
 from autoshard.passes.ir import groups
 from autoshard.passes.ir.layout import read_members
 from autoshard.passes.ir.match import (
-    can_be_kept,
     group_of,
     is_compute,
     is_made_here,
@@ -28,6 +27,7 @@ from autoshard.passes.ir.match import (
     param_of,
 )
 from autoshard.passes.ir.meta import Key
+from autoshard.passes.ir.ops import Unshard
 from autoshard.passes.ir.plan import BucketFigures, Event, Figures, Plan
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import Costs
@@ -86,7 +86,7 @@ class PricedGraph:
         return frozenset(
             item.name
             for marker, item in self.items.items()
-            if is_unshard(marker) and can_be_kept(marker)
+            if is_unshard(marker) and Unshard.of(marker).can_be_kept
         )
 
     def decide(

@@ -13,9 +13,7 @@ from torch import fx
 from autoshard.passes.ir.layout import read_members
 from autoshard.passes.ir.match import (
     asked_of,
-    device_of_host_shard,
     group_of,
-    is_again,
     is_barrier,
     is_marker,
     is_preparation,
@@ -28,6 +26,7 @@ from autoshard.passes.ir.match import (
     param_of,
 )
 from autoshard.passes.ir.meta import PARAM, ParamInfo
+from autoshard.passes.ir.ops import Unshard
 from autoshard.passes.ir.plan import Bucket
 from autoshard.passes.planner.costs import GROUPED, PACKED
 
@@ -176,14 +175,15 @@ def _axis_of(marker: fx.Node) -> str:
     """Mesh axis of a marker's collective, as plans name it."""
     info = info_of(marker)
     if is_unshard(marker):
-        return INNER if is_again(marker) else info.axis
+        return INNER if Unshard.of(marker).options.is_again else info.axis
     return info.reduce_axis
 
 
 def carrier_of(name: str, marker: fx.Node) -> tuple[object, ...]:
     """Key of all that one collective can carry together: bucket name, group, dtype and place."""
     (member,) = read_members(members_of(marker))
-    place = device_of_host_shard(marker) if is_unshard(marker) else _is_stored(marker)
+    is_gather = is_unshard(marker)
+    place = Unshard.of(marker).options.host_device if is_gather else _is_stored(marker)
     return name, group_of(marker), member.dtype, place
 
 

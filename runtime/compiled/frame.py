@@ -27,8 +27,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.passes.ir.match import TABLE, asks_shard, group_of, is_kept, members_of, stays_whole
+from autoshard.passes.ir.match import TABLE
 from autoshard.passes.ir.meta import ParamInfo
+from autoshard.passes.ir.ops import Unshard
 from autoshard.passes.planner.costs import GROUPED, PACKED
 from autoshard.runtime.comm import transport
 from autoshard.runtime.compiled import extensions
@@ -280,11 +281,12 @@ def _number_markers(
                 )
             _check_uses(node, param)
             number = numbers.setdefault(param, len(numbers))
-            if asks_shard(node):
+            options = Unshard.of(node).options
+            if options.asks:
                 _spell_out(node, param, number)
                 continue
             node.args = (*node.args[:-1], number)
-            if stays_whole(node):
+            if options.stays:
                 staying.add(number)
         for subgraph in _subgraphs(node):
             inner = {
@@ -298,13 +300,9 @@ def _number_markers(
 
 def _spell_out(marker: fx.Node, param: ShardedParam, number: int) -> None:
     """Replace `marker`, of an extended parameter, by a call that asks its shard what to gather."""
+    asked = Unshard.of(marker)
     gather = extensions.spell_out(
-        param,
-        members_of(marker),
-        group_of(marker),
-        is_kept(marker),
-        number,
-        str(marker.kwargs["reduce"]),
+        param, asked.members, asked.group, asked.is_kept, number, asked.options.show()
     )
     with marker.graph.inserting_before(marker):
         whole = marker.graph.call_function(gather, (marker.args[0],))

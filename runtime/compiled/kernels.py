@@ -8,8 +8,9 @@ what is in flight, as its buffers are free from then on. No alias stands for a t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from autoshard.runtime.compiled import extensions, reduce
 from autoshard.runtime.compiled.reduce import Flags, UnitReductions
 from autoshard.runtime.compiled.tables import look_up, table_at
 
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
 Flight = InFlight | GroupedFlight | UnitReductions | Copies
 
 
@@ -38,16 +41,28 @@ class _Entry:
 _in_flight: dict[int, _Entry] = {}
 
 
+def _implements(op: Any) -> Callable[[_Kernel], _Kernel]:
+    """Register the decorated function as the implementation of `op`, on every device."""
+
+    def register(kernel: _Kernel) -> _Kernel:
+        library.impl(op, kernel, "CompositeExplicitAutograd")
+        return kernel
+
+    return register
+
+
+@_implements(ops.unshard)
 def _unshard(
     shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
 ) -> Tensor:
     (member,) = read_members(members)
-    shard = shard.detach().to(ops.flag(reduce, ops.FROM_HOST) or shard.device)
+    shard = shard.detach().to(ops.UnshardOptions.read(reduce).host_device or shard.device)
     if groups.size(group) == 1:  # an op's output may not alias its input
         return shard.to(member.dtype, copy=True)
     return collectives.wait_gather(collectives.launch_gather([shard], (member,), group))[0]
 
 
+@_implements(ops.reduce_grad)
 def _reduce_grad(
     grad: Tensor,
     members: str,
@@ -67,11 +82,13 @@ def _reduce_grad(
     return shard.cpu() if member.on_host else shard
 
 
+@_implements(ops.cut)
 def _cut(whole: Tensor, members: str, group: str) -> Tensor:
     (member,) = read_members(members)
     return part_of(whole, member, groups.shards(group), groups.shard_rank(group))
 
 
+@_implements(ops.before_gather)
 def _before_gather(
     shard: Tensor, pieces: str, metadata: str, param: int, *, table: Tensor | None = None
 ) -> list[Tensor]:
@@ -79,6 +96,7 @@ def _before_gather(
     return extensions.answer(owner, pieces, metadata)
 
 
+@_implements(ops.hold_grad)
 def _hold_grad(
     grad: Tensor,
     members: str,
@@ -94,30 +112,37 @@ def _hold_grad(
     return reduce.hold(known[param], grad if has_grad else None, members, group, like=grad)
 
 
+@_implements(ops.to_device)
 def _to_device(shard: Tensor, device: str) -> Tensor:
     return shard.detach().to(device, copy=True, non_blocking=True)
 
 
+@_implements(ops.to_host)
 def _to_host(shard: Tensor) -> Tensor:
     return shard.detach().to("cpu", copy=True)
 
 
+@_implements(ops.launch_load)
 def _launch_load(shards: list[Tensor], device: str, bucket: int) -> Tensor:
     return _copy_ticket(copies.launch_load(shards, torch.device(device)))
 
 
+@_implements(ops.wait_load)
 def _wait_load(ticket: Tensor, shards: list[Tensor], device: str, bucket: int) -> list[Tensor]:
     return _redeem_copy(ticket).wait_on_device()
 
 
+@_implements(ops.launch_store)
 def _launch_store(shards: list[Tensor], bucket: int) -> Tensor:
     return _copy_ticket(copies.launch_store(shards))
 
 
+@_implements(ops.wait_store)
 def _wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tensor]:
     return _redeem_copy(ticket).wait_on_host()
 
 
+@_implements(ops.launch_gather)
 def _launch_gather(
     tensors: list[Tensor],
     members: str,
@@ -131,12 +156,14 @@ def _launch_gather(
     return _ticket(flight, tensors[0])
 
 
+@_implements(ops.wait_gather)
 def _wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
     flight = _take(ticket)
     assert isinstance(flight, (InFlight, GroupedFlight))
     return collectives.wait_gather(flight)
 
 
+@_implements(ops.pack_grads)
 def _pack_grads(
     tensors: list[Tensor],
     members: str,
@@ -176,6 +203,7 @@ def _pack_grads(
     return _ticket(packed, tensors[0])
 
 
+@_implements(ops.launch_reduce)
 def _launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
     flight = _redeem(ticket)
     if isinstance(flight, InFlight):
@@ -183,6 +211,7 @@ def _launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Ten
     return _ticket(flight, ticket)
 
 
+@_implements(ops.all_reduce)
 def _all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
     flight = _redeem(ticket)
     if isinstance(flight, UnitReductions):
@@ -194,6 +223,7 @@ def _all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor
     return _ticket(launched, ticket, keep=flight)
 
 
+@_implements(ops.wait_reduce)
 def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
     flight = _redeem(ticket)
     if isinstance(flight, UnitReductions):
@@ -257,25 +287,3 @@ def _take(ticket: Tensor) -> Flight:
 
 def _mean(group: str) -> collectives.Division:
     return collectives.division(groups.size(group))
-
-
-for _name, _kernel in (
-    ("unshard", _unshard),
-    ("reduce_grad", _reduce_grad),
-    ("cut", _cut),
-    ("before_gather", _before_gather),
-    ("hold_grad", _hold_grad),
-    ("to_device", _to_device),
-    ("to_host", _to_host),
-    ("launch_load", _launch_load),
-    ("wait_load", _wait_load),
-    ("launch_store", _launch_store),
-    ("wait_store", _wait_store),
-    ("launch_gather", _launch_gather),
-    ("wait_gather", _wait_gather),
-    ("pack_grads", _pack_grads),
-    ("launch_reduce", _launch_reduce),
-    ("all_reduce", _all_reduce),
-    ("wait_reduce", _wait_reduce),
-):
-    library.impl(_name, _kernel, "CompositeExplicitAutograd")

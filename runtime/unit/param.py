@@ -22,7 +22,7 @@ from autoshard import _torch
 from autoshard.errors import UnsupportedError
 from autoshard.passes.ir import groups
 from autoshard.passes.ir.layout import Member, part_of, show_members
-from autoshard.passes.ir.ops import FROM_HOST
+from autoshard.passes.ir.ops import UnshardOptions
 from autoshard.runtime.comm import shard_names
 from autoshard.runtime.comm.mesh import Axes, FullMesh, mesh_device
 from autoshard.runtime.unit.extensions import has_methods, is_extended
@@ -220,19 +220,21 @@ class ShardedParam:
         reduced = self.unit.reduced_member(self, gathered.dtype)
         if reduced.dtype != self.member.dtype:
             reduced = dataclasses.replace(reduced, shard_dtype=self.member.dtype)
-        members, reduce = show_members((gathered,)), ""
-        group = self.reduce_group
-        flags = [f"ask:{self.number}"] * self.is_extended
-        if self.unit.settings.is_offloaded:
-            flags.append(f"{FROM_HOST}{self.device.type}")
+        unit, smaller = self.unit, self.unit.settings.smaller
+        on_host = unit.settings.is_offloaded
+        if on_host:
             reduced = dataclasses.replace(reduced, on_host=True)
-        waits = not self.unit.reducer.syncs or self.unit.is_unordered
-        flags += ["stay"] * self.unit.stays + ["hold"] * waits
-        if self.unit.settings.smaller is not None:
-            flags.append(f"cut:{self.unit.settings.smaller.shard_group}")
-        if flags or reduced != gathered or group != self.group:
-            reduce = " ".join([*flags, show_members((reduced,)), group])
-        return members, self.group, not self.unit.reshards, reduce
+        options = UnshardOptions(
+            asks=str(self.number) if self.is_extended else "",
+            host_device=self.device.type if on_host else "",
+            stays=unit.stays,
+            waits=not unit.reducer.syncs or unit.is_unordered,
+            smaller_group=smaller.shard_group if smaller is not None else "",
+        )
+        if options != UnshardOptions() or reduced != gathered or self.reduce_group != self.group:
+            members = show_members((reduced,))
+            options = dataclasses.replace(options, members=members, group=self.reduce_group)
+        return show_members((gathered,)), self.group, not unit.reshards, options.show()
 
     @property
     def reduce_group(self) -> str:
