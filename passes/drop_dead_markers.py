@@ -1,4 +1,17 @@
-"""Remove markers whose result nothing reads: the parameter is looked at but not computed with."""
+"""Remove markers whose result nothing reads: the parameter is looked at but not computed with.
+
+before:
+    in %w: f32[4]
+    in %x: f32[7]
+    %unread: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    %y: f32[7] = aten.relu(%x)
+    return [%y]
+after:
+    in %w: f32[4]
+    in %x: f32[7]
+    %y: f32[7] = aten.relu(%x)
+    return [%y]
+"""
 
 from __future__ import annotations
 

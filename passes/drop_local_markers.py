@@ -1,7 +1,17 @@
 """Remove markers over groups of one rank, where the shard is the parameter.
 
-before: w' = unshard(w); dw = reduce_grad(g)
-after:  w' = w;          dw = g
+before:
+    in %w: f32[7]
+    in %dy: f32[7]
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'alone', False, 0)
+    %y: f32[7] = aten.relu(%whole)
+    %dw: f32[7] = autoshard.reduce_grad(%dy, 'f32[7]', 'alone', 0)
+    return [%y, %dw]
+after:
+    in %w: f32[7]
+    in %dy: f32[7]
+    %y: f32[7] = aten.relu(%w)
+    return [%y, %dy]
 
 Where the gather or reduce would cast, a cast takes the marker's place.
 """

@@ -1,7 +1,17 @@
 """Give ops the runtime's table of parameters, an input that the model itself doesn't read.
 
-before: in %primals_9: i64[1]; dw = reduce_grad(g, ..., 3)
-after:  in %primals_9: i64[1]; dw = reduce_grad(g, ..., 3, table=%primals_9)
+before:
+    in %w: f32[4]
+    in %dy: f32[7]
+    in %primals_3: i64[1]
+    %dw: f32[4] = autoshard.reduce_grad(%dy, 'f32[7]', 'g', 0)
+    return [%dw]
+after:
+    in %w: f32[4]
+    in %dy: f32[7]
+    in %primals_3: i64[1]
+    %dw: f32[4] = autoshard.reduce_grad(%dy, 'f32[7]', 'g', 0, table=%primals_3)
+    return [%dw]
 
 The ops are `reduce_grad`, `hold_grad` and `before_gather`, which look their parameter up in it.
 

@@ -1,7 +1,19 @@
 """Move the ops that make a marker's shard out of graph inputs up to the inputs.
 
-before: x = relu(a); v = view(w); w' = unshard(v)
-after:  v = view(w); x = relu(a); w' = unshard(v)
+before:
+    in %flat: f32[4]
+    in %x: f32[3]
+    %a: f32[3] = aten.relu(%x)
+    %w: f32[4] = aten.view(%flat, [4])
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    return [%a, %whole]
+after:
+    in %flat: f32[4]
+    in %x: f32[3]
+    %w: f32[4] = aten.view(%flat, [4])
+    %a: f32[3] = aten.relu(%x)
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    return [%a, %whole]
 
 A gather can be launched no earlier than its shard exists. Shards are inputs, or views of inputs, so
 nothing keeps them from existing at the top. A `before_gather` stays: its results take memory, and

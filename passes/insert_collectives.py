@@ -1,8 +1,29 @@
 """Replace markers by the launches and waits of the graph's plan.
 
-before: w1' = unshard(w1); b1' = unshard(b1); y = addmm(b1', x, w1')
-after:  t = launch_gather([w1, b1], ...)
-        w = wait_gather(t, ...); w1' = w[0]; b1' = w[1]; y = addmm(b1', x, w1')
+before:
+    in %l_w: f32[4,8]
+    in %l_b: f32[4]
+    in %x: f32[3,8]
+    %w: f32[7,8] = autoshard.unshard(%l_w, 'f32[7,8]', 'g', False, 0)  # l.w
+    %w_t: f32[8,7] = aten.t(%w)
+    %h: f32[3,7] = aten.mm(%x, %w_t)
+    %b: f32[7] = autoshard.unshard(%l_b, 'f32[7]', 'g', False, 1)  # l.b
+    %y: f32[3,7] = aten.add.Tensor(%h, %b)
+    return [%y]
+after:
+    in %l_w: f32[4,8]
+    in %l_b: f32[4]
+    in %x: f32[3,8]
+    %launch_gather_l: u8[1] = autoshard.launch_gather([%l_w, %l_b], 'f32[7,8] f32[7]', 'g', 0)
+        # l
+    %wait_gather_l: (f32[7,8], f32[7]) = autoshard.wait_gather(%launch_gather_l, 'f32[7,8]
+        f32[7]', 'g', 0)  # l
+    %whole_l_w: f32[7,8] = getitem(%wait_gather_l, 0)  # l.w
+    %whole_l_b: f32[7] = getitem(%wait_gather_l, 1)  # l.b
+    %w_t: f32[8,7] = aten.t(%whole_l_w)
+    %h: f32[3,7] = aten.mm(%x, %w_t)
+    %y: f32[3,7] = aten.add.Tensor(%h, %whole_l_b)
+    return [%y]
 
 The markers of a bucket, a gather's or a reduce's, become one launch and one wait, both where the
 plan says, and one `getitem` a member. Right before a reduce is launched, its gradients are packed.

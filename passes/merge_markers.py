@@ -1,7 +1,25 @@
 """Leave one marker per parameter and graph, however often the model reads the parameter.
 
-before: w' = unshard(w); ...; w'' = unshard(w)      dw = add(reduce_grad(a), reduce_grad(b))
-after:  w' = unshard(w)                             dw = reduce_grad(add(a, b))
+before:
+    in %w: f32[4]
+    in %dx: f32[7]
+    in %dy: f32[7]
+    %first: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    %second: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    %y: f32[7] = aten.mul.Tensor(%first, %second)
+    %a: f32[4] = autoshard.reduce_grad(%dx, 'f32[7]', 'g', 0)
+    %b: f32[4] = autoshard.reduce_grad(%dy, 'f32[7]', 'g', 0)
+    %dw: f32[4] = aten.add.Tensor(%a, %b)
+    return [%y, %dw]
+after:
+    in %w: f32[4]
+    in %dx: f32[7]
+    in %dy: f32[7]
+    %first: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    %y: f32[7] = aten.mul.Tensor(%first, %first)
+    %add_tensor: f32[7] = aten.add.Tensor(%dx, %dy)
+    %reduce_grad_default: f32[4] = autoshard.reduce_grad(%add_tensor, 'f32[7]', 'g', 0)
+    return [%y, %reduce_grad_default]
 
 A parameter that is read twice (tied, or used by two modules) leaves two markers in the joint graph,
 and autograd adds two reduced gradients. A reduction is linear, so the sum may be reduced instead:

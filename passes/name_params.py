@@ -1,7 +1,14 @@
 """Record the parameter of each marker, and name the graph's inputs after the parameters they hold.
 
-before: %unshard_3: f32[64,32] = autoshard.unshard(%primals_8, 'f32[64,32]', 'shard', False, 3)
-after:  %unshard_3: f32[64,32] = autoshard.unshard(%layers_0_w1, ...)  # layers.0.w1
+before:
+    # params: layers.0.w
+    in %primals_1: f32[4]
+    %whole: f32[7] = autoshard.unshard(%primals_1, 'f32[7]', 'g', False, 0)
+    return [%whole]
+after:
+    in %layers_0_w: f32[4]
+    %whole: f32[7] = autoshard.unshard(%layers_0_w, 'f32[7]', 'g', False, 0)  # layers.0.w
+    return [%whole]
 """
 
 from __future__ import annotations

@@ -1,7 +1,19 @@
 """Record which of the graph's outputs each gradient comes from, if not from all of them.
 
-before: dw = reduce_grad(%g, ..., 0)    where %g is computed from %tangents_2 alone, of three
-after:  dw = reduce_grad(%g, ..., 0, outputs=[1])
+before:
+    in %primals_1: i64[1]
+    in %tangents_1: f32[7]
+    in %tangents_2: f32[7]
+    %g: f32[7] = aten.relu(%tangents_2)
+    %dw: f32[4] = autoshard.reduce_grad(%g, 'f32[7]', 'g', 0, table=%primals_1)
+    return [%dw]
+after:
+    in %primals_1: i64[1]
+    in %tangents_1: f32[7]
+    in %tangents_2: f32[7]
+    %g: f32[7] = aten.relu(%tangents_2)
+    %dw: f32[4] = autoshard.reduce_grad(%g, 'f32[7]', 'g', 0, table=%primals_1, outputs=[1])
+    return [%dw]
 
 AOTAutograd fills in zeros for the gradient of an output that no loss uses, and so gives gradients
 of zeros to parameters that had none. The runtime knows which outputs have no gradient in a

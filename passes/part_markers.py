@@ -1,7 +1,16 @@
 """Insert a copy between two markers, so that each stands beside something computed.
 
-before: w' = unshard(w); dw = reduce_grad(w')
-after:  w' = unshard(w); g = clone(w'); dw = reduce_grad(g)
+before:
+    in %w: f32[4]
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    %dw: f32[4] = autoshard.reduce_grad(%whole, 'f32[7]', 'g', 0)
+    return [%dw]
+after:
+    in %w: f32[4]
+    %whole: f32[7] = autoshard.unshard(%w, 'f32[7]', 'g', False, 0)
+    %clone_default: f32[7] = aten.clone(%whole)
+    %dw: f32[4] = autoshard.reduce_grad(%clone_default, 'f32[7]', 'g', 0)
+    return [%dw]
 
 For instance, the gradient of w * w / 2 is w itself. A plan counts positions by compute nodes, and
 there is none between a gathered parameter and its own reduce.

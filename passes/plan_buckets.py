@@ -1,5 +1,21 @@
 """Decide which markers share a collective, and when each is launched and waited for.
 
+before:
+    in %a_w: f32[4]
+    in %b_w: f32[4]
+    in %x: f32[7]
+    %a: f32[7] = autoshard.unshard(%a_w, 'f32[7]', 'g', False, 0)  # a.w
+    %h: f32[7] = aten.mul.Tensor(%a, %x)
+    %b: f32[7] = autoshard.unshard(%b_w, 'f32[7]', 'g', False, 1)  # b.w
+    %y: f32[7] = aten.mul.Tensor(%b, %h)
+    return [%y]
+after:
+    # unchanged
+    forward: 2 gathers, 0 reduces, 2 ops, bucketing per_unit
+    bucket  kind    axis   unit  params  bytes  launch  wait
+    0       gather  shard  a     1       28     0       0
+    1       gather  shard  b     1       28     0       1
+
     forward    launch(1) launch(2) wait(1) ops of 1 | launch(3) wait(2) ops of 2 | ...
     backward   the same for gathers;  ... last gradient of 3 | wait(r4) launch(r3) ...
 

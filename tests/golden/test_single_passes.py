@@ -1,9 +1,14 @@
-"""One pass at a time: golden/<pass>/<case>.txt is a small graph, before the pass and after it."""
+"""One pass at a time: golden/<pass>/<case>.txt is a small graph, before the pass and after it.
+
+So is the example in the docstring of a pass's file.
+"""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -37,14 +42,37 @@ def test_before_and_after(case: str, golden: Callable[[str, str], None]) -> None
     """
     name = case.partition("/")[0]
     path = GOLDEN / case
-    head, gm = opt.read(path.read_text())
-    assert re.match(r"# [^:\n]+: .", head), f"{path}: the first line is `# title: why this case`"
+    text, shown = run(name, path.read_text())
+    assert re.match(r"# [^:\n]+: .", text), f"{path}: the first line is `# title: why this case`"
+    golden(case, f"{text}# -> {name}\n{shown}")
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_example(name: str) -> None:
+    """The docstring of passes/<pass>.py has a graph after `before:`, and, after `after:`, what
+    comes out, as in a golden file. A line that is indented further goes on the line above.
+    """
+    doc = import_module(f"autoshard.passes.{name}").__doc__ or ""
+    found = re.search(r"^before:\n((?: {4}.*\n)+)after:\n((?: {4}.*(?:\n|\Z))+)", doc, re.MULTILINE)
+    assert found, f"passes/{name}.py: its docstring shows a graph before and after"
+    before, after = (joined(textwrap.dedent(each)) for each in found.groups())
+    _, shown = run(name, before)
+    assert re.sub(" +", " ", shown) == re.sub(" +", " ", after)
+
+
+def joined(text: str) -> str:
+    return re.sub(r"\n {4}", " ", text.replace("\n    #", "  #").rstrip("\n") + "\n")
+
+
+def run(name: str, text: str) -> tuple[str, str]:
+    """Run a pass over a graph's text; that text, as it is written, and what came out."""
+    head, gm = opt.read(text)
     kind = opt.graph_kind(gm)
     known = opt.every_pass(opt.table_of(head, gm), graph=kind, kept={0})
     with groups.pretended(NUM_RANKS, opt.OTHERWISE):
         before = passes.run(gm, opt.choose(NEEDS.get(name, ()), known))
         after = passes.run(before, known[name])
-    golden(case, f"{head}{render(gm.graph)}# -> {name}\n{show(before, after)}")
+    return head + render(gm.graph), show(before, after)
 
 
 @pytest.mark.parametrize("name", PASSES)
