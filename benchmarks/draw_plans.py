@@ -62,7 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     found = timelines()
     lanes = [lane for name, each in found.items() for lane in lanes_of(name, each)]
-    options.timeline.write_text(timeline(lanes, COLORS, unit="ms of backward"))
+    timeline(lanes, COLORS, options.timeline, unit="ms of backward")
     end_us = max(each.time_us for each in found.values())
     lines = [
         Line(name, memory_of(found[name], end_us), color, width=1.2)
@@ -70,7 +70,7 @@ def main() -> None:
     ]
     title = "GiB gathered, or on the way to be reduced, or reduced"
     chart = Chart(title, lines, from_zero=True)
-    options.memory.write_text(picture([chart], steps=f"{SAMPLES} parts of {end_us / 1e3:.1f} ms"))
+    picture([chart], options.memory, steps=f"{SAMPLES} parts of {end_us / 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("picture")
     options = parser.parse_args()
     results = json.loads(Path(options.measured).read_text())
-    Path(options.picture).write_text(timeline(lanes_of(results), COLORS, unit="ms"))
+    timeline(lanes_of(results), COLORS, Path(options.picture), unit="ms")
 
 
 if __name__ == "__main__":

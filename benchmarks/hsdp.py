@@ -138,8 +138,8 @@ def fitted_compute_ms(row: Row) -> float:
     return low
 
 
-def draw(rows: dict[str, Row], compute_ms: float) -> str:
-    """An SVG of the rows' backwards, one below the other."""
+def draw(rows: dict[str, Row], compute_ms: float, path: Path) -> None:
+    """Write a picture of the rows' backwards, one below the other."""
     colors = {"gather": "#7aa6d8", "reduce": "#8fc28b", "all_reduce": "#e0a458", "": "#b8b8b8"}
     lanes = []
     for name, row in rows.items():
@@ -154,7 +154,7 @@ def draw(rows: dict[str, Row], compute_ms: float) -> str:
         lanes += [Lane(queue, bars) for queue, bars in queues.items()]
     names = {"": "compute", "gather": "gather", "reduce": "reduce-scatter"}
     legend = {names.get(kind, "all-reduce"): color for kind, color in colors.items()}
-    return timeline(lanes, legend, unit="ms of backward")
+    timeline(lanes, legend, path, unit="ms of backward")
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def main() -> None:
             f"{row.name:32} measured {row.measured_ms:5.0f} ms  predicted {ms:5.0f}  {error:+.1%}"
         )
     if options.svg:
-        options.svg.write_text(draw({"one queue": ROWS[1], "two": ROWS[2]}, compute_ms))
+        draw({"one queue": ROWS[1], "two": ROWS[2]}, compute_ms, options.svg)
 
 
 if __name__ == "__main__":

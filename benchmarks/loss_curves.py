@@ -170,11 +170,18 @@ def compare(curves: dict[str, list[float]], path: Path | None) -> list[str]:
             if not of(off[name]) < limit:
                 failures.append(f"{name}: its {what} difference is not within the spread of orders")
     if path is not None and dist.get_rank() == 0:
-        path.write_text(draw(smooth, spread, off))
+        draw(smooth, spread, off, path)
     return failures
 
 
-def draw(smooth: dict[str, list[float]], spread: list[float], off: dict[str, list[float]]) -> str:
+def draw(
+    smooth: dict[str, list[float]],
+    spread: list[float],
+    off: dict[str, list[float]],
+    path: Path,
+) -> None:
+    """Write the picture of all curves, and of their differences."""
+
     def line(name: str | None, values: list[float], color: str, **look: Any) -> Line:
         return Line(name, [float("nan")] * (SMOOTH - 1) + values, color, **look)
 
@@ -184,7 +191,7 @@ def draw(smooth: dict[str, list[float]], spread: list[float], off: dict[str, lis
         [
             *(line(next(names), smooth[name], GREY) for name in OTHERS),
             line("replicated = eager = compiled, float32", smooth[REFERENCE], BLUE, width=2.5),
-            line(LOOSE[1], smooth[LOOSE[1]], ORANGE, dashes="5 4"),
+            line(LOOSE[1], smooth[LOOSE[1]], ORANGE, dashes=(5, 4)),
         ],
     )
     differences = Chart(
@@ -192,12 +199,12 @@ def draw(smooth: dict[str, list[float]], spread: list[float], off: dict[str, lis
         [
             line("the three other orders, largest from smallest", spread, GREY),
             line(f"{LOOSE[0]}, from float32", off[LOOSE[0]], GREEN),
-            line(f"{LOOSE[1]}, from float32", off[LOOSE[1]], ORANGE, dashes="5 4"),
+            line(f"{LOOSE[1]}, from float32", off[LOOSE[1]], ORANGE, dashes=(5, 4)),
         ],
-        height=140,
+        height=1.4,
         from_zero=True,
     )
-    return picture([losses, differences])
+    picture([losses, differences], path)
 
 
 GREY, BLUE, ORANGE, GREEN = "#a9a9a9", "#1f5fa8", "#e07b00", "#3a8a4d"

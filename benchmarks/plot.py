@@ -1,60 +1,52 @@
-"""Line charts and timelines as SVG, for pictures in the documentation.
+"""Line charts and timelines, for pictures in the documentation, by matplotlib.
 
-    picture([Chart("loss", [Line("eager", values, "#1f77b4")])])
-    timeline([Lane("compute", [Bar(0.0, 2.5, "#b8b8b8")])], {"compute": "#b8b8b8"}, unit="ms")
+    picture([Chart("loss", [Line("eager", values, "#1f77b4")])], path)
+    timeline([Lane("compute", [Bar(0.0, 2.5, "#b8b8b8")])], {"compute": "#b8b8b8"}, path, unit="ms")
 
-A picture is charts, or lanes, below each other over one axis. Only numbers that come in
-decide what is drawn, so that the same run writes the same file.
+A picture is charts, or lanes, below each other over one axis. The same numbers write the same file.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
+from typing import Any
 
-WIDTH, LEFT, RIGHT = 760, 48, 16
-ROW, BELOW = 18, 44  # heights: of a line of text; of what stands below an axis
-FONT = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
-INK, FAINT = "#333333", "#e3e3e3"
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+WIDTH = 7.6  # inches
+LANE = 0.34  # inches of height
+FAINT = "#e3e3e3"
+STYLE = {"svg.hashsalt": "autoshard", "svg.fonttype": "none", "font.size": 9}
 
 
 @dataclass(frozen=True)
 class Line:
-    """values: one a step, NaN where there is none. name: for the legend, None for no entry."""
+    """Line of a chart.
+
+    name: for the legend, None for no entry.
+    values: one a step, NaN where there is none.
+    dashes: lengths of dash and gap, in points; none for a solid line.
+    """
 
     name: str | None
     values: Sequence[float]
     color: str
     width: float = 1.5
-    dashes: str = ""
+    dashes: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Chart:
-    """title: of the vertical axis, and the legend's head. height: of the area with the lines."""
+    """Lines over one axis. height: in inches."""
 
     title: str
     lines: Sequence[Line]
-    height: int = 240
+    height: float = 2.4
     from_zero: bool = False
-
-    @property
-    def named(self) -> list[Line]:
-        return [line for line in self.lines if line.name is not None]
-
-
-def picture(charts: Sequence[Chart], *, steps: str = "step") -> str:
-    """The text of an SVG file."""
-    parts: list[str] = []
-    top = 0
-    for chart in charts:
-        top += ROW * (len(chart.named) + 2)
-        parts += _draw(chart, top)
-        top += chart.height + BELOW
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, top - 8, steps, anchor="middle"))
-    return _svg(parts, top)
 
 
 @dataclass(frozen=True)
@@ -68,105 +60,65 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """What goes on in one queue."""
+    """Bars that follow one another in one queue."""
 
     name: str
     bars: Sequence[Bar]
 
 
-def timeline(lanes: Sequence[Lane], legend: Mapping[str, str], *, unit: str) -> str:
-    """The text of an SVG file. legend: what each color stands for."""
-    end = max(bar.end for lane in lanes for bar in lane.bars)
-    right, thick = WIDTH - RIGHT, 16
-    parts: list[str] = []
-    x = float(LEFT)
-    for name, color in legend.items():
-        parts.append(f'<rect x="{x:.1f}" y="10" width="12" height="12" fill="{color}"/>')
-        parts.append(_text(x + 18, 20, name))
-        x += 40 + 7 * len(name)
-    y = 30
-    for lane in lanes:
-        y += ROW
-        parts.append(_text(LEFT, y, lane.name))
-        y += 6
-        for bar in lane.bars:
-            begin = LEFT + (right - LEFT) * bar.begin / end
-            width = (right - LEFT) * (bar.end - bar.begin) / end
-            parts.append(
-                f'<rect x="{begin:.1f}" y="{y}" width="{width:.1f}" height="{thick}" '
-                f'fill="{bar.color}" stroke="white" stroke-width="0.5"/>'
-            )
-        y += thick + 4
-    parts.append(f'<path d="M{LEFT} {y + 4}H{right}" stroke="{INK}"/>')
-    for value in ticks(0, end):
-        parts.append(
-            _text(LEFT + (right - LEFT) * value / end, y + 20, f"{value:g}", anchor="middle")
-        )
-    parts.append(_text((LEFT + right) / 2, y + 38, unit, anchor="middle"))
-    return _svg(parts, y + 46)
+def picture(charts: Sequence[Chart], path: Path, *, steps: str = "step") -> None:
+    """Draw `charts` below each other, and write them to `path`; `steps` names their axis."""
+    heights = [chart.height for chart in charts]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, sum(heights) + len(charts)), layout="constrained")
+        axes = figure.subplots(len(charts), height_ratios=heights, squeeze=False)[:, 0]
+        for chart, axis in zip(charts, axes, strict=True):
+            _draw(chart, axis)
+        axes[-1].set_xlabel(steps)
+        _save(figure, path)
 
 
-def _svg(parts: Sequence[str], height: int) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {FONT}>'
-    paper = f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
-    return "\n".join([head, paper, *parts, "</svg>"]) + "\n"
-
-
-def ticks(low: float, high: float, *, about: int = 5) -> list[float]:
-    """Round numbers between `low` and `high`.
-
-    >>> ticks(0.0, 200.0)
-    [0.0, 50.0, 100.0, 150.0, 200.0]
-    >>> ticks(2.3, 4.2)
-    [2.5, 3.0, 3.5, 4.0]
-    """
-    raw = (high - low) / about
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = min((unit * factor for factor in (1, 2, 5, 10)), key=lambda step: abs(step - raw))
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(number * step, 10) for number in range(first, last + 1)]
-
-
-def _draw(chart: Chart, top: int) -> Iterator[str]:
-    num_steps = max(len(line.values) for line in chart.lines)
-    known = [value for line in chart.lines for value in line.values if not math.isnan(value)]
-    low, high = (0.0 if chart.from_zero else min(known)), max(known)
-    bottom, right = top + chart.height, WIDTH - RIGHT
-
-    def x_of(step: float) -> float:
-        return LEFT + (right - LEFT) * step / num_steps
-
-    def y_of(value: float) -> float:
-        return bottom - chart.height * (value - low) / (high - low)
-
-    first_row = top - ROW * len(chart.named) - 8
-    yield _text(LEFT, first_row, chart.title, weight="bold")
-    for number, line in enumerate(chart.named, 1):
-        y = first_row + ROW * number
-        yield f'<path d="M{LEFT} {y - 4}h28" fill="none" {_stroke(line)}/>'
-        yield _text(LEFT + 36, y, line.name or "")
-    for value in ticks(low, high):
-        y = y_of(value)
-        yield f'<path d="M{LEFT} {y:.1f}H{right}" stroke="{FAINT}"/>'
-        yield _text(LEFT - 8, y + 4, f"{value:g}", anchor="end")
-    yield f'<path d="M{LEFT} {bottom}H{right}" stroke="{INK}"/>'
-    for step in ticks(0, num_steps):
-        yield _text(x_of(step), bottom + 18, f"{step:g}", anchor="middle")
+def _draw(chart: Chart, axis: Any) -> None:
     for line in chart.lines:
-        points = [
-            f"{x_of(step):.1f},{y_of(value):.1f}"
-            for step, value in enumerate(line.values, 1)
-            if not math.isnan(value)
-        ]
-        yield f'<polyline points="{" ".join(points)}" fill="none" {_stroke(line)}/>'
+        look = "-" if line.dashes is None else (0, line.dashes)
+        numbers = range(1, len(line.values) + 1)
+        label = {} if line.name is None else {"label": line.name}
+        axis.plot(
+            numbers, line.values, color=line.color, linewidth=line.width, linestyle=look, **label
+        )
+    axis.set_title(chart.title, loc="left", fontsize=9, fontweight="bold")
+    axis.grid(axis="y", color=FAINT)
+    axis.spines[["top", "right"]].set_visible(False)
+    if chart.from_zero:
+        axis.set_ylim(bottom=0)
+    axis.legend(frameon=False)
 
 
-def _stroke(line: Line) -> str:
-    dashes = f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
-    return f'stroke="{line.color}" stroke-width="{line.width:g}"{dashes}'
+def timeline(lanes: Sequence[Lane], legend: Mapping[str, str], path: Path, *, unit: str) -> None:
+    """Draw `lanes` below each other, and write them to `path`.
+
+    legend: what each color stands for. unit: of the bars' begin and end.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, LANE * len(lanes) + 1.0), layout="constrained")
+        axis: Any = figure.subplots()
+        for row, lane in enumerate(lanes):
+            spans = [(bar.begin, bar.end - bar.begin) for bar in lane.bars]
+            colors = [bar.color for bar in lane.bars]
+            axis.broken_barh(spans, (row - 0.4, 0.8), facecolors=colors, edgecolor="white", lw=0.5)
+        axis.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
+        axis.invert_yaxis()
+        axis.set_xlabel(unit)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0)
+        figure.legend(
+            handles=[Patch(color=color, label=name) for name, color in legend.items()],
+            loc="outside upper left",
+            ncols=len(legend),
+            frameon=False,
+        )
+        _save(figure, path)
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
-    look = f'text-anchor="{anchor}" font-weight="{weight}" fill="{INK}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>'
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, format="svg", metadata={"Date": None})
