@@ -1,9 +1,9 @@
 """Architectures that people train, tiny, with random weights and no dropout: of Hugging Face's
-`transformers` and `diffusers`, and a DiT of our own.
+`transformers` and `diffusers`, of `timm`, and a DiT of our own.
 
 `ARCHITECTURES` is the registry, a line each. `architecture` builds one, `architecture_loss` is its
-loss on data of its own for each rank and step. Those of `diffusers` need it to be installed, and
-the tests don't.
+loss on data of its own for each rank and step. Those of `diffusers` and `timm` need these to be
+installed, and the tests don't.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ Values = dict[str, Any]
 class Architecture:
     """A line of the registry.
 
-    model:  the name of a class in `library`.
+    model:  the name of a class in `library`, or of a function that builds the model.
     batch:  the arguments of forward, drawn with a generator of the rank's and the step's. None is
             our DiT's own, which is to find noise in images.
-    config: that of the model, or what its constructor takes where the library is `diffusers`.
+    config: that of the model, or what its constructor takes where the library is `diffusers` or
+            `timm`.
     ordered: whether all ranks run the same parts in the same order, whatever their data.
     """
 
@@ -83,6 +84,10 @@ def labelled(random: Random) -> Values:
 
 def masked_image(random: Random) -> Values:
     return {**image(random), "noise": torch.rand(BATCH, 64, generator=random)}
+
+
+def photo(random: Random) -> Values:
+    return {"x": normal(random, 3, 32, 32)}
 
 
 def pixels(random: Random) -> Values:
@@ -344,6 +349,10 @@ def _diffusers(model: str, batch: Callable[[Random], Values], config: Values) ->
     return Architecture("diffusion", model, batch, config, "diffusers")
 
 
+def _timm(model: str, **config: Any) -> Architecture:
+    return Architecture("timm", model, photo, {"num_classes": 5, **config}, "timm.models")
+
+
 A = Architecture
 ARCHITECTURES = {
     # Decoders of text.
@@ -553,6 +562,21 @@ ARCHITECTURES = {
     "patchtsmixer": A("series", "PatchTSMixerForPrediction", channels, CHANNELS),
     "decision_transformer": A("series", "DecisionTransformerModel", episodes, {
         **SMALL, "state_dim": 5, "act_dim": 3, "max_ep_len": 20}),
+    # Images, as timm has them.
+    "timm_vit": _timm("VisionTransformer", img_size=32, patch_size=8, embed_dim=32, depth=2,
+                      num_heads=4),
+    "timm_mixer": _timm("MlpMixer", img_size=32, patch_size=8, embed_dim=32, num_blocks=2,
+                        num_classes=0),  # the head begins as zeros
+    "timm_swin": _timm("SwinTransformer", img_size=32, window_size=4, embed_dim=16,
+                       depths=(1, 1), num_heads=(2, 4)),
+    "timm_convnext": _timm("ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)),
+    "timm_cait": _timm("Cait", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4),
+    "timm_resnet": _timm("resnet10t"),
+    "timm_mobilenet": _timm("mobilenetv3_small_050", drop_rate=0.0),
+    "timm_efficientnet": _timm("tinynet_e", drop_rate=0.0),
+    "timm_regnet": _timm("regnetx_002"),
+    "timm_mobilevit": _timm("mobilevit_xxs"),
+    "timm_ghostnet": _timm("ghostnet_050", drop_rate=0.0),
 }  # fmt: skip
 
 FAMILIES = tuple(dict.fromkeys(each.family for each in ARCHITECTURES.values()))
