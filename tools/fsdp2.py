@@ -62,8 +62,8 @@ _INIT: tuple[Row, ...] = (
     ),
     (
         "scalar parameters are refused",
-        SAME,
-        "unit/test_errors::test_bad_input",
+        "trained: they stay whole in their unit, and are reduced with it",
+        "test_scalars::test_scalars_are_trained",
     ),
     (
         "parameters that are not contiguous are refused",

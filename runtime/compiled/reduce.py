@@ -63,10 +63,12 @@ def hold(
 
     If `torch.autograd.grad` asks for it, it does not wait, and its shard is returned.
     like: a tensor on the device of gradients.
-    Raises RuntimeError if the parameter has hooks for after its gradient is accumulated.
+    Raises NotImplementedError if it can't be returned so, and RuntimeError if the parameter has
+    hooks for after its gradient is accumulated.
     """
     (member,) = read_members(members)
     if _is_handed_out(owner):
+        owner.unit.check_may_return()
         reductions = UnitReductions([grad], [owner], member.dtype)
         return reductions.wait(like, members, group)[0]
     if _is_accumulated(owner):

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -271,11 +272,26 @@ class _LateForward:
 
     It had begun when its model was sharded, or modules of the model are called by another method
     of it, or by themselves.
+
+    root: the unit that owns the step. units: those of its model.
     """
 
     frame: FrameType
+    root: Unit
     units: frozenset[Unit]
     step: steps.Step
+
+    def step_for(self, unit: Unit) -> steps.Step:
+        """Return the step that reads of `unit` belong to now: another one after each backward."""
+        if self.step.is_over_for(unit):
+            self.close()
+            self.step = _step_in(self.root, self.frame)
+        return self.step
+
+    def close(self) -> None:
+        """End the forward: only what backward needs stays."""
+        self.step.opened_in = None
+        self.step.close()
 
 
 _late: list[_LateForward] = []
@@ -305,9 +321,14 @@ def _open_late(root: nn.Module, frame: FrameType) -> steps.Step:
     unit = unit_of(root)
     assert unit is not None
     units = frozenset(filter(None, map(unit_of, root.modules())))
-    step = steps.Step(unit)
+    step = _step_in(unit, frame)
+    _late.append(_LateForward(frame, unit, units, step))
+    return step
+
+
+def _step_in(root: Unit, frame: FrameType) -> steps.Step:
+    step = steps.Step(root)
     step.opened_in = frame
-    _late.append(_LateForward(frame, units, step))
     return step
 
 
@@ -326,7 +347,7 @@ def _step_for_method(module: nn.Module, sharded: ShardedParam) -> steps.Step | N
     while frame is not None:
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(owner, nn.Module):
+        if isinstance(owner, nn.Module) and _is_method(owner, code):
             if reader is None and code is nn.Module._call_impl.__code__:
                 if not any(each is module for each in owner.modules()):
                     return None
@@ -338,9 +359,28 @@ def _step_for_method(module: nn.Module, sharded: ShardedParam) -> steps.Step | N
     return None if outermost is None else _open_late(root, outermost)
 
 
+def _is_method(owner: nn.Module, code: CodeType) -> bool:
+    """Tell whether `code` is that of a method of `owner`, and not of a function that is given it.
+
+    As a training loop is, which is no forward. A method may have decorators, or be a property.
+    """
+    own: list[object] = list(vars(owner).values())
+    functions = (each for cls in type(owner).__mro__ for each in vars(cls).values())
+    return any(code in _codes(each) for each in itertools.chain(own, functions))
+
+
+def _codes(value: object) -> Iterator[CodeType]:
+    """Yield the code of a function, and of what it wraps."""
+    for name in ("fget", "func", "__func__"):  # a property, a cached one, a bound method
+        value = getattr(value, name, value)
+    while isinstance(value, FunctionType):
+        yield value.__code__
+        value = getattr(value, "__wrapped__", None)
+
+
 def _late_step(unit: Unit) -> steps.Step | None:
     _close_late()
-    return next((late.step for late in _late if unit in late.units), None)
+    return next((late.step_for(unit) for late in _late if unit in late.units), None)
 
 
 def _close_late() -> None:
@@ -355,8 +395,7 @@ def _close_late() -> None:
     for late in list(_late):
         if late.frame not in frames:
             _late.remove(late)
-            late.step.opened_in = None
-            late.step.close()
+            late.close()
 
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -396,16 +435,47 @@ def _leave(module: nn.Module, output: Any) -> Any:
     output = precision.cast_output(unit, output)
     if steps.open_step() is None:
         outside.watch_output(output)
+        watch_backward(unit, output)
     return output
+
+
+def watch_backward(unit: Unit, output: Any) -> None:
+    """Have the backward of `output`, of an outermost forward, end for all of the model.
+
+    Where ranks run other parts of it, one may have reached no parameter that is trained: it is to
+    take part in what others reduce at the end.
+    """
+    if unit.is_unordered and torch.is_grad_enabled():
+        for tensor in outside.tensors_in(output):
+            if tensor.requires_grad:
+                _call_once(tensor, functools.partial(steps.close_compiled, unit))
+
+
+def _call_once(tensor: Tensor, function: Callable[[], object]) -> None:
+    """Call `function` when the gradient of `tensor` is there; a leaf lives on, its hook doesn't."""
+
+    def hook(grad: Tensor) -> None:
+        handle.remove()
+        function()
+
+    handle = tensor.register_hook(hook)
+
+
+sharded_by_first_call: weakref.WeakKeyDictionary[nn.Module, Callable[[], object]]
+sharded_by_first_call = weakref.WeakKeyDictionary()
+"""Functions that shard modules which were compiled, and not called yet."""
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Have `module.name(...)`, a method other than `forward`, gather parameters as forward does.
 
+    module: a sharded one, or one that was compiled with autoshard, as it is or as `torch.compile`
+        gave it back; if that is to be sharded by its first call, such a call is one.
     A module that heads no unit is left alone. Raises ValueError if it heads one and has no such
     method.
     """
-    if unit_of(module) is None:
+    module = getattr(module, "_orig_mod", module)
+    if unit_of(module) is None and module not in sharded_by_first_call:
         return
     method = getattr(module, name, None)
     if not callable(method):
@@ -413,6 +483,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if unit_of(module) is None:
+            sharded_by_first_call[module]()
+        if unit_of(module) is None:  # a module around it is sharded
+            return method(*args, **kwargs)
         args, kwargs = _enter(module, args, kwargs)
         output = None
         try:

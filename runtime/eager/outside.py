@@ -76,13 +76,13 @@ def refuse_dtensor(grad: Tensor | None) -> None:
 def watch_output(output: Any) -> None:
     """Check the gradients of `output`, of an outermost forward, when they arrive."""
     if torch.is_grad_enabled():
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             # Not a leaf, which an identity hands on: it would gather hooks from step to step.
             if tensor.grad_fn is not None and not isinstance(tensor, DTensor):
                 tensor.register_hook(refuse_dtensor)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield `value`, or the tensors right in it."""
     if isinstance(value, Tensor):
         yield value

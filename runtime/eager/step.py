@@ -58,6 +58,7 @@ class Step:
     has_grad:  whether a backward may follow.
     opened_in: who called the owner, while it is open.
     running:   units whose forward is on the stack, outermost first.
+    has_ended: its backward.
     """
 
     def __init__(self, owner: Unit) -> None:
@@ -66,6 +67,7 @@ class Step:
         self.has_grad = torch.is_grad_enabled()
         self.opened_in: FrameType | None = None
         self.running: list[Unit] = []
+        self.has_ended = False
         self.tokens = StepTokens()
         self.backward = Backward(owner, self.tokens)
         self.forward = Forward(owner, self.backward, has_grad=self.has_grad)
@@ -92,6 +94,16 @@ class Step:
             frame = frame.f_back
         return frame is not None
 
+    def is_over_for(self, unit: Unit) -> bool:
+        """Tell whether what a method reads of `unit` from now on belongs to another step.
+
+        It does after a backward, if parameters were written to, and for the first gradients after
+        reads without.
+        """
+        if self.has_ended or (torch.is_grad_enabled() and not self.has_grad):
+            return True
+        return unit in self.forward.read and self.forward.gathered[unit].is_stale
+
     # ---- forward
 
     def read(self, param: ShardedParam) -> Tensor:
@@ -115,7 +127,8 @@ class Step:
             self._take_course()
             wait_for_optimizer(self.owner)
         take_in_order(self.owner, "forward", unit.gather)
-        if unit.is_unordered and not _torch.in_backward():
+        is_kept = unit.kept is not None and not unit.kept.is_stale
+        if unit.is_unordered and not is_kept and not _torch.in_backward():
             gather_all(self.owner if self.owner.is_root else unit)
         outer = steps_of(unit).last_step if _torch.in_backward() else None
         if unit not in forward.order:
@@ -241,6 +254,7 @@ class Step:
 
         Returns this rank's part of the mean gradients.
         """
+        unit.check_may_return()
         self._queue_callback()
         reduced = self.reduces.reduce_apart(unit, grads, wanted)
         self.backward.end(unit)
@@ -267,6 +281,7 @@ class Step:
         if owner.is_unordered and own.reduced_in == self._task != -1:
             return  # another step of this backward has
         own.reduced_in = self._task
+        self.has_ended = True
         units = units_below(owner)
         for unit in units:
             unit.shows_whole = False
@@ -282,8 +297,8 @@ class Step:
         for unit in list(self.backward.gathered):
             self.backward.end(unit)
         drop_all(units)
-        if self.forward.gathered and not (self.opened_in and self.is_on_the_stack()):
-            self.close()  # of a method, which has returned: nobody told
+        if self.forward.gathered and open_step() is not self:
+            self.close()  # of a method: nobody tells when it is over
         self.backward.drop_fetched_ahead()
         if not owner.is_unordered:
             order_of(owner, "backward").end()
@@ -370,6 +385,8 @@ def enter(unit: Unit) -> None:
         step = _open.step = Step(unit)
         step.opened_in = _caller()
         step.has_hooks = push_hooks(step)
+        if unit.is_unordered and not _torch.in_backward():
+            gather_all(unit)  # also on a rank that will read nothing
     step.running.append(unit)
 
 

@@ -23,6 +23,8 @@ from autoshard.runtime.unit.unsharded import Whole
 def gather_all(root: Unit) -> None:
     """Begin to gather all units of `root`'s model that are not gathered; they stay so."""
     for unit in units_below(root):
+        for param in unit.params:
+            param.is_updated_by_hook = False  # in a step in which this rank may not read it
         if unit.kept is None or unit.kept.is_stale:
             unit.kept = Whole(unit)
 

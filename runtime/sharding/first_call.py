@@ -22,6 +22,7 @@ from torch import nn
 from autoshard import _torch
 from autoshard.runtime.comm.mesh import world_size
 from autoshard.runtime.eager import access, outside
+from autoshard.runtime.eager.unordered import gather_all
 from autoshard.runtime.sharding.adopt import adopt_module, modules_named_by
 from autoshard.runtime.sharding.sharded_module import ShardedModule
 from autoshard.runtime.training.optimizers import uncalled_modules, watch_optimizers
@@ -79,11 +80,17 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
             pending = False
         for unit in casting:  # Dynamo looks at dtypes before it runs any hook
             cast_buffers(unit)
+        own = unit_of(module)
+        if own is not None and own.is_unordered:
+            gather_all(own)  # also on a rank that will read nothing
         try:
-            return compiled(*args, **kwargs)
+            output = compiled(*args, **kwargs)
         except RuntimeError as error:
             outside.explain(error)
             raise
+        if own is not None:
+            access.watch_backward(own, output)
+        return output
 
     return call
 
@@ -108,10 +115,18 @@ def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
     if access.PARAMS in module.__dict__ or unit_of(module) is not None:
         return  # it is sharded, or a part of what is
     _arguments[module] = arguments
+    access.sharded_by_first_call[module] = functools.partial(_shard, weakref.ref(module))
     original = access.original_class(module)
     if original not in _classes:
         _classes[original] = _class_with_methods(original)
     module.__class__ = _classes[original]
+
+
+def _shard(known: weakref.ref[nn.Module]) -> None:
+    module = known()
+    assert module is not None
+    adopt_module(module, _arguments[module])
+    uncalled_modules.discard(module)
 
 
 def _class_with_methods(original: type) -> type:

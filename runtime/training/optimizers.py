@@ -257,8 +257,8 @@ def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:
             raise RuntimeError(
                 f"{kind} trains {uncalled[id(param)]}, which was compiled with autoshard but never "
                 "called through what torch.compile gave back, or that Dynamo captured nothing of, "
-                "so that it is not sharded: call that first, or autoshard.shard(model), also where "
-                "another method than forward comes first"
+                "so that it is not sharded: call that first, or autoshard.shard(model); if another "
+                "method comes first, autoshard.register_forward_method(model, its name) before"
             )
         if id(param) in inside:
             raise RuntimeError(

@@ -239,6 +239,15 @@ class Unit:
                 "reduced: reduce in every backward, or step the optimizer after the last"
             )
 
+    def check_may_return(self) -> None:
+        """Raise NotImplementedError if its gradients can't be returned, but only go to `.grad`."""
+        if self.is_unordered:
+            raise NotImplementedError(
+                f"torch.autograd.grad() wants gradients of unit {self.name!r}, which other ranks "
+                "may not have reached, as strict_order=False: call backward(), at whose end all is "
+                "reduced, and read .grad"
+            )
+
     def make_ready(self) -> None:
         """Prepare for a gather: follow what was done to the parameters since the last.
 

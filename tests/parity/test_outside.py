@@ -95,6 +95,84 @@ def test_another_method_than_forward(rank: int, name: str, form: str) -> None:
     assert_same(model, want)
 
 
+class Trainer(Encoder):
+    """A model whose own methods train it, as Lightning's do."""
+
+    def fit(self, step_of: Callable[[Any, int], None]) -> None:
+        for step in range(4):
+            step_of(self, step)
+
+
+def fit(model: Any, step_of: Callable[[Any, int], None]) -> None:
+    """A loop in a function whose first argument is the model."""
+    for step in range(4):
+        step_of(model, step)
+
+
+LOOPS: dict[str, Callable[[Any, Callable[[Any, int], None]], None]] = {
+    "a function": fit,
+    "a method": lambda model, step_of: model.fit(step_of),
+}
+
+
+@in_both_forms
+@pytest.mark.parametrize("name", ["encoded", "by parts", "by both"])
+@pytest.mark.parametrize("loop", LOOPS)
+@on_ranks(2)
+def test_a_loop_around_several_steps(rank: int, loop: str, name: str, form: str) -> None:
+    """What is read after a step is what the optimizer has left there."""
+    torch.manual_seed(0)
+    want = Trainer()
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Trainer(), policy=ModuleWrapPolicy({nn.Sequential})), form)
+    for each in (want, model):
+        optimizer = adamw(each)
+
+        def step_of(model: Any, step: int, optimizer: Any = optimizer) -> None:
+            with torch.no_grad():
+                model.encode(ids_of(rank, step))
+            LOSSES[name](model, rank, step).backward()
+            if model is want:
+                average_gradients(want)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        LOOPS[loop](each, step_of)
+    assert_same(model, want)
+
+
+@on_ranks(2)
+def test_a_registered_method_is_a_first_call(rank: int) -> None:
+    """Also of what torch.compile gives back, and of a module that compiles itself."""
+    want = build()
+    whole = build()
+    compiled = torch.compile(whole, backend="autoshard")
+    autoshard.register_forward_method(compiled, "encode")
+    own = build()
+    own.compile(backend="autoshard")
+    autoshard.register_forward_method(own, "encode")
+    for each in (want, compiled, own):
+        optimizer = adamw(each)
+        for step in range(3):
+            encoded(each, rank, step).backward()
+            if each is want:
+                average_gradients(want)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole, want)
+    assert_same(own, want)
+
+
+@on_ranks(2)
+def test_another_method_first_names_what_works(rank: int) -> None:
+    model = build()
+    compiled = torch.compile(model, backend="autoshard")
+    optimizer = adamw(model)
+    compiled.encode(ids_of(rank, 0)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"Encoder\.embed.*register_forward_method"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_who_initialises_meets_dtensors(rank: int) -> None:
     model = autoshard.shard(build())

@@ -221,3 +221,102 @@ def test_only_the_root_has_an_order(rank: int) -> None:
         model.layers[0].set_strict_order(False)
     with pytest.raises(ValueError, match="strict_order should be a bool"):
         model.set_strict_order(1)
+
+
+class Optional(nn.Module):
+    """Blocks between a stem and a head, any of which a rank may leave out."""
+
+    def __init__(self, *, has_ends: bool, checkpointing: str | None = None) -> None:
+        super().__init__()
+        self.stem: nn.Module = nn.Linear(6, 6) if has_ends else nn.Identity()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.head: nn.Module = nn.Linear(6, 3) if has_ends else nn.Identity()
+        self.runs: tuple[int, ...] = (0, 1, 2)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for number in self.runs:
+            block = self.blocks[number]
+            if self.checkpointing is None:
+                x = x + block(x)
+            else:
+                again = self.checkpointing == "reentrant"
+                x = x + checkpoint(block, x, use_reentrant=again)
+        return self.head(x)
+
+
+RUNS = [[(0, 1), (2,)], [(1,), (0, 2)], [(), (0,)], [(2,), (1,)]]  # by step and rank
+
+
+def optional(**options: Any) -> tuple[Any, Any]:
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pair.append(Optional(**options))
+    return pair[0], pair[1]
+
+
+def optional_loss(model: Any, rank: int, step: int) -> Tensor:
+    model.runs = RUNS[step][rank]
+    random = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(4, 6, generator=random, requires_grad=True)
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+@in_both_forms
+@pytest.mark.parametrize("case", ["no parameters around", "frozen around", "reentrant"])
+@on_ranks(2)
+def test_a_rank_that_reaches_nothing(rank: int, case: str, form: str) -> None:
+    """It gathers and reduces what others do, though no parameter of its own is read, or trained."""
+    checkpointing = "reentrant" if case == "reentrant" else None
+    want, model = optional(has_ends=case == "frozen around", checkpointing=checkpointing)
+    for each in (want, model):
+        each.stem.requires_grad_(False)
+        each.head.requires_grad_(False)
+    autoshard.shard(model, policy=lambda m: isinstance(m, nn.Sequential), strict_order=False)
+    model = in_form(model, form)
+    for each in (want, model):
+        optimizer = adamw(each)
+        for step in range(len(RUNS)):
+            optional_loss(each, rank, step).backward()
+            if each is want:
+                average_gradients(want)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, want)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_gradients_are_not_returned(rank: int, form: str) -> None:
+    """Not all ranks reach a parameter whose gradient one of them asks for."""
+    _, model = optional(has_ends=True)
+    autoshard.shard(model, policy=lambda m: isinstance(m, nn.Sequential), strict_order=False)
+    model = in_form(model, form)
+    params = list(model.parameters())
+    with pytest.raises(NotImplementedError, match=r"autograd\.grad.*strict_order=False.*backward"):
+        torch.autograd.grad(optional_loss(model, rank, 0), params, allow_unused=True)
+
+
+@on_ranks(2)
+def test_an_optimizer_in_backward(rank: int) -> None:
+    want, model = optional(has_ends=True)
+    autoshard.shard(model, policy=lambda m: isinstance(m, nn.Sequential), strict_order=False)
+    for param in model.parameters():
+        own = torch.optim.SGD([param], lr=0.1)
+
+        def update(param: Tensor, own: torch.optim.Optimizer = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        param.register_post_accumulate_grad_hook(update)
+    optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
+    for step in range(len(RUNS)):
+        optional_loss(model, rank, step).backward()
+        optional_loss(want, rank, step).backward()
+        average_gradients(want)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, want)
