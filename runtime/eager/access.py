@@ -440,24 +440,26 @@ def _leave(module: nn.Module, output: Any) -> Any:
 
 
 def watch_backward(unit: Unit, output: Any) -> None:
-    """Have the backward of `output`, of an outermost forward, end for all of the model.
+    """Have the backward of `output`, of an outermost forward, begin and end for all of the model.
 
     Where ranks run other parts of it, one may have reached no parameter that is trained: it is to
-    take part in what others reduce at the end.
+    take part in what others gather and reduce.
     """
     if unit.is_unordered and torch.is_grad_enabled():
         for tensor in outside.tensors_in(output):
             if tensor.requires_grad:
-                _call_once(tensor, functools.partial(steps.close_compiled, unit))
+                _watch_gradient(tensor, functools.partial(steps.take_part_in_backward, unit))
 
 
-def _call_once(tensor: Tensor, function: Callable[[], object]) -> None:
-    """Call `function` when the gradient of `tensor` is there; a leaf lives on, its hook doesn't."""
+def _watch_gradient(tensor: Tensor, function: Callable[[], object]) -> None:
+    """Call `function` when the gradient of `tensor` is there; only once for a leaf, which stays."""
 
     def hook(grad: Tensor) -> None:
-        handle.remove()
+        if tensor_is_leaf:
+            handle.remove()
         function()
 
+    tensor_is_leaf = tensor.is_leaf
     handle = tensor.register_hook(hook)
 
 

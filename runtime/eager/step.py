@@ -33,7 +33,7 @@ from autoshard.runtime.eager.unit_steps import (
     take_in_order,
     wait_for_optimizer,
 )
-from autoshard.runtime.eager.unordered import drop_all, gather_all
+from autoshard.runtime.eager.unordered import begin_forward, drop_all, gather_all
 from autoshard.runtime.ranks.agreement import course
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.param import ShardedParam
@@ -325,6 +325,12 @@ def close_compiled(owner: Unit) -> None:
         _step_over_all(owner)._queue_callback()
 
 
+def take_part_in_backward(owner: Unit) -> None:
+    """Gather and reduce what all ranks do in a backward, where each runs other parts of a model."""
+    gather_all(owner)  # what was resharded since forward
+    close_compiled(owner)
+
+
 def finalize(owner: Unit) -> None:
     """Launch, outside of backward, what is left to reduce of `owner`'s model.
 
@@ -386,7 +392,7 @@ def enter(unit: Unit) -> None:
         step.opened_in = _caller()
         step.has_hooks = push_hooks(step)
         if unit.is_unordered and not _torch.in_backward():
-            gather_all(unit)  # also on a rank that will read nothing
+            begin_forward(unit)  # also on a rank that will read nothing
     step.running.append(unit)
 
 

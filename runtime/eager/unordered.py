@@ -5,7 +5,8 @@ modules, a head for its own task), gathers and reduces less than they do, and in
 is sent must match, so here nothing is sent where it is wanted:
 
     a forward begins   all units of the model are gathered, in the order of its modules
-    backward ends      all are reduced, in that order, with zeros for what this rank did not reach
+    a backward begins  those are that were resharded since
+    it ends            all are reduced, in that order, with zeros for what this rank did not reach
 
 In between every rank goes its way. Unsharded parameters stay from forward to the end of backward,
 and unsharded gradients until then: the memory of replicas, but for optimizer states and what is
@@ -20,11 +21,17 @@ from autoshard.runtime.unit.unit import Unit, units_below
 from autoshard.runtime.unit.unsharded import Whole
 
 
-def gather_all(root: Unit) -> None:
-    """Begin to gather all units of `root`'s model that are not gathered; they stay so."""
+def begin_forward(root: Unit) -> None:
+    """Begin a forward of `root`'s model: gather all of it."""
     for unit in units_below(root):
         for param in unit.params:
             param.is_updated_by_hook = False  # in a step in which this rank may not read it
+    gather_all(root)
+
+
+def gather_all(root: Unit) -> None:
+    """Begin to gather all units of `root`'s model that are not gathered; they stay so."""
+    for unit in units_below(root):
         if unit.kept is None or unit.kept.is_stale:
             unit.kept = Whole(unit)
 

@@ -22,7 +22,7 @@ from torch import nn
 from autoshard import _torch
 from autoshard.runtime.comm.mesh import world_size
 from autoshard.runtime.eager import access, outside
-from autoshard.runtime.eager.unordered import gather_all
+from autoshard.runtime.eager.unordered import begin_forward
 from autoshard.runtime.sharding.adopt import adopt_module, modules_named_by
 from autoshard.runtime.sharding.sharded_module import ShardedModule
 from autoshard.runtime.training.optimizers import uncalled_modules, watch_optimizers
@@ -82,7 +82,7 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
             cast_buffers(unit)
         own = unit_of(module)
         if own is not None and own.is_unordered:
-            gather_all(own)  # also on a rank that will read nothing
+            begin_forward(own)  # also on a rank that will read nothing
         try:
             output = compiled(*args, **kwargs)
         except RuntimeError as error:

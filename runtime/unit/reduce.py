@@ -198,7 +198,10 @@ class Reduction:
                 group = self._unit.axes.replicate_group
                 self._flight = collectives.launch_all_reduce(self._flight, group)
                 return
-        chunks, counts = self._pieces(self._flight.receive)
+        sums = self._flight.receive
+        if self._reducer.reduce_scatter is not None:
+            sums = sums.clone()  # the user may have another reduce receive there
+        chunks, counts = self._pieces(sums)
         for param, chunk, count in zip(self._params, chunks, counts, strict=True):
             self._reducer.partial[param] = Partial(chunk, count, Seen.now(param))
         units_that_wait.add(self._unit)

@@ -290,6 +290,28 @@ def test_a_rank_that_reaches_nothing(rank: int, case: str, form: str) -> None:
 
 @in_both_forms
 @on_ranks(2)
+def test_resharded_in_between(rank: int, form: str) -> None:
+    """Backward gathers the same again on all ranks, whatever each has reached."""
+    want, model = optional(has_ends=True)
+    autoshard.shard(model, policy=lambda m: isinstance(m, nn.Sequential), strict_order=False)
+    model = in_form(model, form)
+    for each in (want, model):
+        optimizer = adamw(each)
+        for step in range(len(RUNS)):
+            loss = optional_loss(each, rank, step)
+            if each is model:
+                for block in model.blocks:
+                    block.reshard()
+            loss.backward()
+            if each is want:
+                average_gradients(want)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, want)
+
+
+@in_both_forms
+@on_ranks(2)
 def test_gradients_are_not_returned(rank: int, form: str) -> None:
     """Not all ranks reach a parameter whose gradient one of them asks for."""
     _, model = optional(has_ends=True)
