@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.utils import cpp_extension
 
 from autoshard import _torch
-from autoshard.runtime.ranks import agreement
+from autoshard.runtime.ranks import exchange
 from autoshard.tools.device import current_device, timed
 
 NAME = "emulated_link"
@@ -56,7 +56,7 @@ def install() -> None:
     Raises RuntimeError without a C++ compiler or ninja.
     """
     dist.Backend.register_backend(NAME, _built().make_link, devices=["cpu", "cuda"])
-    agreement.imagine(NAME)
+    exchange.imagine(NAME)
 
 
 def set_link(*, latency_us: float, gb_per_s: float) -> None:

@@ -38,7 +38,7 @@ from autoshard.runtime.eager import left_out, outside, unordered
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.eager.saved import in_checkpoint, in_recomputation
 from autoshard.runtime.eager.unit_steps import describe_forward, steps_of, wait_for_optimizer
-from autoshard.runtime.ranks.agreement import course
+from autoshard.runtime.ranks.exchange import course
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.extensions import has_methods
 from autoshard.runtime.unit.param import ShardedParam, find, local_tensor, resolve

@@ -34,7 +34,7 @@ from autoshard.runtime.eager.unit_steps import (
     wait_for_optimizer,
 )
 from autoshard.runtime.eager.unordered import begin_forward, drop_all, gather_all
-from autoshard.runtime.ranks.agreement import course
+from autoshard.runtime.ranks.exchange import course
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.unit import Unit, units_below

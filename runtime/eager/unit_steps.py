@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autoshard.runtime.ranks.agreement import Order
+from autoshard.runtime.ranks.exchange import Order
 from autoshard.runtime.unit.reduce import Reduction, forget
 from autoshard.runtime.unit.unit import Unit, listed
 from autoshard.runtime.unit.unsharded import Whole

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.runtime.eager import access
-from autoshard.runtime.ranks.agreement import course
+from autoshard.runtime.ranks.exchange import course
 from autoshard.runtime.training import optimizer_state
 
 FORMAT = 1

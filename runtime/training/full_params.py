@@ -26,7 +26,7 @@ from autoshard import _torch
 from autoshard.runtime.comm.mesh import mesh_device
 from autoshard.runtime.eager import access
 from autoshard.runtime.eager import step as steps
-from autoshard.runtime.ranks.agreement import course
+from autoshard.runtime.ranks.exchange import course
 from autoshard.runtime.unit.param import ShardedParam, local_tensor, remember_origin
 
 EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does

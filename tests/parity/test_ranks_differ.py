@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
-from autoshard.runtime.ranks import agreement
+from autoshard.runtime.ranks import exchange
 
 
 class Experts(nn.Module):
@@ -112,14 +112,14 @@ def test_ranks_that_wait_for_each_other_elsewhere(rank: int) -> None:
     here, there = (f"model {number}" for number in (rank, 1 - rank))
     began = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        agreement.share(here, "", mesh)
+        exchange.share(here, "", mesh)
     assert time.monotonic() - began < 20
     assert f"rank {rank} waited for what the first rank planned for {here}" in str(raised.value)
     assert f"rank {1 - rank} waited for what the first rank planned for {there}" in str(
         raised.value
     )
     for topic in ("model 0", "model 1", "model 2"):  # the first two failed before
-        assert agreement.share(topic, f"text {rank}", mesh) == "text 0"
+        assert exchange.share(topic, f"text {rank}", mesh) == "text 0"
 
 
 @on_ranks(2)
@@ -199,13 +199,13 @@ def test_forwards_that_repeat(rank: int, form: str) -> None:
     model = autoshard.shard(Net())
     model.set_reshard_after_forward(False)
     call = torch.compile(model, backend="autoshard", options=options) if options else model
-    exchange, compared = agreement._exchange, []
+    real, compared = exchange._exchange, []
 
     def counted(topic: str, *args: Any, **kwargs: Any) -> Any:
         compared.append(topic)
-        return exchange(topic, *args, **kwargs)
+        return real(topic, *args, **kwargs)
 
-    with unittest.mock.patch.object(agreement, "_exchange", counted):
+    with unittest.mock.patch.object(exchange, "_exchange", counted):
         for step in range(6):
             net_loss(call, rank, step).backward()
             if step == 2:
@@ -376,13 +376,13 @@ def test_kinds_of_backward_that_take_turns(rank: int) -> None:
         else:
             loss.backward()
 
-    real = agreement._compare
+    real = exchange._compare
 
     def compare(key: str, topic: str, event: str, *args: Any, **kwargs: Any) -> None:
         compared.append(event)
         real(key, topic, event, *args, **kwargs)
 
-    with unittest.mock.patch.object(agreement, "_compare", compare):
+    with unittest.mock.patch.object(exchange, "_compare", compare):
         for kind in ("of the input", "of all") * 2:
             compared.clear()
             step(kind)
