@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.exchange import course
-from autoshard.runtime.training import optimizer_state
+from autoshard.runtime.training.checkpoint import optimizer_state
 
 FORMAT = 1
 COMPLETE = "complete.json"

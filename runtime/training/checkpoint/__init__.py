@@ -1,0 +1,1 @@
+"""Checkpoints: complete or not there, and read without running code."""
