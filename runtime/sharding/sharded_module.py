@@ -21,7 +21,7 @@ from autoshard.runtime.comm.custom_comms import AllGatherIn, ReduceScatterIn, ch
 from autoshard.runtime.comm.mesh import mesh_device, separate_group
 from autoshard.runtime.eager import access, unit_steps
 from autoshard.runtime.eager import step as steps
-from autoshard.runtime.training import full_params
+from autoshard.runtime.training import clip_grad_norm, full_params
 from autoshard.runtime.unit.unit import Unit, unit_of
 from autoshard.runtime.unit.unsharded import Whole
 
@@ -471,7 +471,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         Raises ValueError for a norm_type that is not greater than 0, or a gradient laid out
         as a partial sum; RuntimeError inside `full_params()`.
         """
-        return full_params.clip_grad_norm_(self, max_norm, norm_type)
+        return clip_grad_norm.clip_grad_norm_(self, max_norm, norm_type)
 
     def full_params(self, *, writeback: bool = True) -> AbstractContextManager[None]:
         """Context in which all parameters of this module and below are unsharded, on every rank.

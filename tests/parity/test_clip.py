@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
-from autoshard.runtime.training import full_params
+from autoshard.runtime.training.clip_grad_norm import clip_grad_norm_
 
 OPTIONS = {"lowering": "eager", "strict": True}
 ROUNDING = 1e-6  # the norm is summed in another order: a few units in the last place of f32
@@ -244,7 +244,7 @@ def test_axes_that_replicate(rank: int, norm_type: float, shape: tuple[int, int]
     model = Bag(
         (hybrid, [Replicate(), Shard(0)]), (line, [Shard(0)]), (line, [Replicate()]), (None, [])
     )
-    total = full_params.clip_grad_norm_(model, 0.5, norm_type)
+    total = clip_grad_norm_(model, 0.5, norm_type)
     everything = torch.cat([grad.reshape(-1) for grad in model.whole])
     want = torch.linalg.vector_norm(everything, norm_type)
     torch.testing.assert_close(total, want, rtol=ROUNDING, atol=0.0)
@@ -259,5 +259,5 @@ def test_two_replicas_of_two_shards(rank: int) -> None:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Bag((hybrid, [Replicate(), Shard(0)]), (hybrid, [Shard(0), Shard(1)]))
     want = torch.stack(model.whole).norm()
-    total = full_params.clip_grad_norm_(model, 0.5, 2.0)
+    total = clip_grad_norm_(model, 0.5, 2.0)
     torch.testing.assert_close(total, want, rtol=ROUNDING, atol=0.0)
