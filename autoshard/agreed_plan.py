@@ -18,7 +18,7 @@ from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.compiled.frame import make_frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
 from autoshard.runtime.eager import access
-from autoshard.runtime.ranks.exchange import Outcome, PlansDiffer, agree, first_difference, share
+from autoshard.runtime.ranks.agreement import Outcome, PlansDiffer, agree, first_difference, share
 from autoshard.runtime.unit.param import ShardedParam, find
 
 log = logging.getLogger(__name__)

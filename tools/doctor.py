@@ -31,7 +31,7 @@ from autoshard.passes.ir.plan import show_bytes
 from autoshard.runtime.comm import transport
 from autoshard.runtime.comm.mesh import device_type
 from autoshard.runtime.comm.transport import Work
-from autoshard.runtime.ranks import exchange
+from autoshard.runtime.ranks import agreement
 from autoshard.tools.device import current_device, synchronize
 from autoshard.tools.parity import parity
 
@@ -191,7 +191,7 @@ def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
         )
         return [Finding("FAIL", "group", text)]
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else nobody is told of a time limit
-    exchange.COMPILE_TIMEOUT = timedelta(seconds=limit_s)  # this process does nothing else
+    agreement.COMPILE_TIMEOUT = timedelta(seconds=limit_s)  # this process does nothing else
     found: list[Finding] = []
     tests: dict[str, Callable[[], str]] = {
         "store": lambda: f"{world} ranks",

@@ -56,7 +56,7 @@ def install() -> None:
     Raises RuntimeError without a C++ compiler or ninja.
     """
     dist.Backend.register_backend(NAME, _built().make_link, devices=["cpu", "cuda"])
-    exchange.imagine(NAME)
+    exchange.skip_backend(NAME)
 
 
 def set_link(*, latency_us: float, gb_per_s: float) -> None:

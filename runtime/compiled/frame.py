@@ -38,7 +38,7 @@ from autoshard.runtime.eager import left_out, outside, unordered
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.eager.saved import in_checkpoint, in_recomputation
 from autoshard.runtime.eager.unit_steps import describe_forward, steps_of, wait_for_optimizer
-from autoshard.runtime.ranks.exchange import course
+from autoshard.runtime.ranks.order import forward_order
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.extensions import has_methods
 from autoshard.runtime.unit.param import ShardedParam, find, local_tensor, resolve
@@ -133,7 +133,7 @@ class Frame:
                 unordered.gather_all(root)
                 steps_of(root).backward_ran = False
             else:
-                course.take(describe_forward(root, what, units), mesh)
+                forward_order.take(describe_forward(root, what, units), mesh)
             wait_for_optimizer(root)
             kept = _kept_whole([table[number] for number in stays])
             params = [values[position] for position in positions]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autoshard.passes.ir.plan import Plan
-from autoshard.runtime.ranks.exchange import Agreed
+from autoshard.runtime.ranks.agreement import Agreed
 from autoshard.runtime.unit.unit import Unit
 
 

@@ -34,7 +34,7 @@ from autoshard.runtime.eager.unit_steps import (
     wait_for_optimizer,
 )
 from autoshard.runtime.eager.unordered import begin_forward, drop_all, gather_all
-from autoshard.runtime.ranks.exchange import course
+from autoshard.runtime.ranks.order import forward_order
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.unit import Unit, units_below
@@ -124,7 +124,7 @@ class Step:
         if unit in forward.read:
             return forward.gathered[unit]
         if not forward.order:  # a compiled forward opens a step too, and gathers nothing in it
-            self._take_course()
+            self._note_forward()
             wait_for_optimizer(self.owner)
         take_in_order(self.owner, "forward", unit.gather)
         is_kept = unit.kept is not None and not unit.kept.is_stale
@@ -139,14 +139,14 @@ class Step:
             outer.backward.run_again.discard(unit)
         return whole
 
-    def _take_course(self) -> None:
+    def _note_forward(self) -> None:
         """Compare with other ranks that a forward of the owner begins."""
         if self.owner.is_unordered:
             return  # compiled code or a checkpoint, which others may not run, comes here, too
         what = f"an eager forward of {self.owner.name}"
         what += "" if self.has_grad else " without gradients"
         event = describe_forward(self.owner, what, units_below(self.owner))
-        course.take(event, self.owner.axes.mesh)
+        forward_order.take(event, self.owner.axes.mesh)
 
     def _list(self, unit: Unit) -> None:
         self.forward.order.append(unit)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autoshard.runtime.ranks.exchange import Order
+from autoshard.runtime.ranks.order import CollectiveOrder
 from autoshard.runtime.unit.reduce import Reduction, forget
 from autoshard.runtime.unit.unit import Unit, listed
 from autoshard.runtime.unit.unsharded import Whole
@@ -41,7 +41,7 @@ class UnitSteps:
     reading: Step | None = None
     held: weakref.WeakSet[Held | Tokens] = field(default_factory=weakref.WeakSet)
     last_order: tuple[Unit, ...] = ()
-    orders: dict[str, Order] = field(default_factory=dict)
+    orders: dict[str, CollectiveOrder] = field(default_factory=dict)
     backward_ran: bool = True
     post_optim_event: Any = None
     is_last_backward: bool = True
@@ -55,12 +55,12 @@ def steps_of(unit: Unit) -> UnitSteps:
     return unit.state(UnitSteps)
 
 
-def order_of(unit: Unit, phase: str) -> Order:
+def order_of(unit: Unit, phase: str) -> CollectiveOrder:
     """Return the order of collectives in one phase ("forward", "backward") of steps it owns."""
     orders = steps_of(unit).orders
     if phase not in orders:
         key = f"{unit.identity}/{phase}"
-        orders[phase] = Order(key, f"the {phase} of {unit.name}", unit.axes.mesh)
+        orders[phase] = CollectiveOrder(key, f"the {phase} of {unit.name}", unit.axes.mesh)
     return orders[phase]
 
 

@@ -1,1 +1,1 @@
-"""What ranks tell each other beside tensors: agreements, and the watchdog's reports."""
+"""What ranks tell each other beside tensors: texts, what they agree on, and where they are."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.eager import access
-from autoshard.runtime.ranks.exchange import compare_lines
+from autoshard.runtime.ranks.agreement import compare_lines
 from autoshard.runtime.unit.param import find, is_ignored, local_tensor
 
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE

@@ -1,4 +1,4 @@
-"""Clip gradients by their norm, which is that of the replicated model's.
+"""Clip gradients by their norm, which is the replicated model's.
 
 shards of gradients -> this rank's sum of powers -> all-reduce -> norm -> scaled
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autoshard import _torch
 from autoshard.runtime.eager import access
 from autoshard.runtime.eager import step as steps
-from autoshard.runtime.ranks.exchange import course
+from autoshard.runtime.ranks.order import compare_event
 from autoshard.runtime.unit.param import ShardedParam, local_tensor, remember_origin
 
 
@@ -33,7 +33,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     _refuse_meta(params)
     unit = access.unit_of(module)
     if unit is not None:
-        course.meet(f"full_params() of {unit.name}", unit.axes.mesh, hint=_ENTER_HINT)
+        compare_event(f"full_params() of {unit.name}", unit.axes.mesh, hint=_ENTER_HINT)
     borrowed = [_Borrowed(param, _gather(param)) for param in params]
     heads = [each for each in module.modules() if access.unit_of(each) is not None]
     # Compiled code gathers for itself, and would be traced anew over plain parameters.

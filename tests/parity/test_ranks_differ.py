@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
-from autoshard.runtime.ranks import exchange
+from autoshard.runtime.ranks import agreement, exchange, order
 
 
 class Experts(nn.Module):
@@ -112,14 +112,14 @@ def test_ranks_that_wait_for_each_other_elsewhere(rank: int) -> None:
     here, there = (f"model {number}" for number in (rank, 1 - rank))
     began = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        exchange.share(here, "", mesh)
+        agreement.share(here, "", mesh)
     assert time.monotonic() - began < 20
     assert f"rank {rank} waited for what the first rank planned for {here}" in str(raised.value)
     assert f"rank {1 - rank} waited for what the first rank planned for {there}" in str(
         raised.value
     )
     for topic in ("model 0", "model 1", "model 2"):  # the first two failed before
-        assert exchange.share(topic, f"text {rank}", mesh) == "text 0"
+        assert agreement.share(topic, f"text {rank}", mesh) == "text 0"
 
 
 @on_ranks(2)
@@ -142,7 +142,7 @@ def test_backward_on_one_rank(rank: int) -> None:
     ],
 )
 @on_ranks(2)
-def test_one_rank_leaves_the_course(rank: int, form: str, what: str, says: str) -> None:
+def test_one_rank_runs_another_forward(rank: int, form: str, what: str, says: str) -> None:
     """D-45: in the middle of steps that are alike, its next gathers would be taken for others."""
 
     def go_on(model: Any) -> None:
@@ -199,13 +199,13 @@ def test_forwards_that_repeat(rank: int, form: str) -> None:
     model = autoshard.shard(Net())
     model.set_reshard_after_forward(False)
     call = torch.compile(model, backend="autoshard", options=options) if options else model
-    real, compared = exchange._exchange, []
+    real, compared = exchange._answers, []
 
     def counted(topic: str, *args: Any, **kwargs: Any) -> Any:
         compared.append(topic)
         return real(topic, *args, **kwargs)
 
-    with unittest.mock.patch.object(exchange, "_exchange", counted):
+    with unittest.mock.patch.object(exchange, "_answers", counted):
         for step in range(6):
             net_loss(call, rank, step).backward()
             if step == 2:
@@ -376,13 +376,13 @@ def test_kinds_of_backward_that_take_turns(rank: int) -> None:
         else:
             loss.backward()
 
-    real = exchange._compare
+    real = order._compare
 
     def compare(key: str, topic: str, event: str, *args: Any, **kwargs: Any) -> None:
         compared.append(event)
         real(key, topic, event, *args, **kwargs)
 
-    with unittest.mock.patch.object(exchange, "_compare", compare):
+    with unittest.mock.patch.object(order, "_compare", compare):
         for kind in ("of the input", "of all") * 2:
             compared.clear()
             step(kind)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.passes.planner.topology import FOLDER
-from autoshard.runtime.ranks import exchange
+from autoshard.runtime.ranks.order import compare_event
 
 TIMEOUT_S = 15
 
@@ -87,7 +87,7 @@ def step_on(rank: int, mesh: DeviceMesh, folder: Path, say: Callable[[str], None
 
 def compare_on(rank: int, mesh: DeviceMesh, folder: Path, say: Callable[[str], None]) -> None:
     for number in itertools.count():
-        exchange.course.meet(f"note {number}", mesh, hint="")
+        compare_event(f"note {number}", mesh, hint="")
         if number == 2:
             say("stepping")
 

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.runtime.eager import access
-from autoshard.runtime.ranks.exchange import course
+from autoshard.runtime.ranks.order import compare_event
 from autoshard.runtime.training.checkpoint import optimizer_state
 
 FORMAT = 1
@@ -535,7 +535,7 @@ def _meet(model: nn.Module, what: str) -> None:
     units = (access.unit_of(module) for module in model.modules())
     unit = next((unit for unit in units if unit is not None), None)
     if unit is not None:
-        course.meet(what, unit.axes.mesh, hint="all ranks save and load, at the same step")
+        compare_event(what, unit.axes.mesh, hint="all ranks save and load, at the same step")
 
 
 def _rank() -> int:

@@ -1,0 +1,145 @@
+"""Order in which ranks run forwards and launch collectives, compared before each that is new.
+
+    ForwardOrder     which compiled graph, or eager forward, runs next, and how its units are
+                     configured
+    CollectiveOrder  the next collective of an eager step
+    compare_event    what is rare and gathers, as saving a checkpoint
+
+A rank for which nothing is new does not wait, so steps that repeat cost nothing. A rank that runs
+something else than the others raises before it launches a collective that would meet another one
+of its peers.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone, mesh_name
+
+
+@dataclass
+class CollectiveOrder:
+    """Order of the collectives of one phase of a unit's steps, the same on every rank.
+
+    A collective that came next in each of the latest steps that began like this one is not
+    compared; any other is, with what the other ranks are about to launch. As all ranks start with
+    nothing, they remember the same steps, and none can leave them unnoticed.
+
+    key:   tells it from other orders, the same on every rank.
+    topic: the same in words, "the forward of layers.3".
+    """
+
+    key: str
+    topic: str
+    mesh: DeviceMesh
+    _known: list[list[str]] = field(default_factory=lambda: [[]])  # of steps before, latest last
+    _taken: list[str] = field(default_factory=list)
+    _ahead: list[tuple[list[str], int]] = field(default_factory=lambda: [([], 0)])
+    """Steps of `_known` that may be running again, each with the place that it has come to."""
+
+    def take(self, event: str) -> None:
+        """Note that `event` is about to be launched.
+
+        Raises RuntimeError if other ranks launch another.
+        """
+        self._check(event)
+        self._taken.append(event)
+
+    def end(self) -> None:
+        """Note that the phase is over. Raises RuntimeError if it goes on for other ranks."""
+        if self._taken:
+            self._check(_END)
+            others = [known for known in self._known if known and known != self._taken]
+            self._known = [*others[1 - _KINDS :], self._taken]
+        self._start()
+
+    def forget(self) -> None:
+        """Note that the phase broke off: the next may expect only what was launched until then."""
+        self._known = [self._taken]
+        self._start()
+
+    def _start(self) -> None:
+        self._taken, self._ahead = [], [(known, 0) for known in self._known]
+
+    def _check(self, event: str) -> None:
+        same = [(known, at) for known, at in self._ahead if _at(known, at) == event]
+        if len(same) < len(self._ahead):
+            _compare(self.key, self.topic, event, self.mesh)
+        if same:
+            self._ahead = [(known, at + 1) for known, at in same]
+        else:  # what follows should be what followed it in the latest, if it was there
+            latest = self._known[-1]
+            self._ahead = [(latest, latest.index(event) + 1 if event in latest else len(latest))]
+
+
+def _at(events: list[str], position: int) -> str:
+    return events[position] if position < len(events) else _END
+
+
+_KINDS = 4  # steps that take turns, as those of a GAN do, with one comparison where they part
+_END = "the end"
+
+
+class ForwardOrder(threading.local):
+    """Order of the forwards of this rank: the compiled graphs and the eager ones that it runs.
+
+    They issue different collectives, and Dynamo may choose between them (past its recompile
+    limit it runs a frame without its graph), on one rank and not on another.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}  # by mesh_name(mesh)
+        self._after: dict[tuple[str, str], str] = {}
+
+    def take(self, event: str, mesh: DeviceMesh) -> None:
+        """Note that `event` begins.
+
+        Raises RuntimeError if other ranks of `mesh` begin another one.
+        """
+        name = mesh_name(mesh)
+        before = name, self._last.get(name, "")
+        if self._after.get(before) != event:
+            compare_event(event, mesh, hint=_RECOMPILE_HINT)
+            self._after[before] = event
+        self._last[name] = event
+
+
+forward_order = ForwardOrder()
+
+
+def compare_event(event: str, mesh: DeviceMesh, *, hint: str) -> None:
+    """Compare `event` with what the other ranks of `mesh` come to, each time.
+
+    hint: what to do if they come to something else, which raises RuntimeError.
+    """
+    _compare("program", "the program", event, mesh, hint=hint)
+
+
+_ORDER_HINT = (
+    "units must run in the same order on every rank; put modules of which each rank picks its "
+    "own, as experts, into one unit with the module around them; or, if ranks are to leave some "
+    "out (layerdrop, a branch of their own), pass strict_order=False"
+)
+_RECOMPILE_HINT = (
+    "run the same forwards and backwards on every rank, and tell its units the same; and as Dynamo "
+    "runs a frame without its graph past its recompile limit, mark what differs from call to call "
+    "as dynamic (torch._dynamo.mark_dynamic), or raise torch._dynamo.config.recompile_limit; if "
+    "ranks are to leave parts out (layerdrop, a branch of their own), pass strict_order=False"
+)
+
+
+def _compare(
+    key: str, topic: str, event: str, mesh: DeviceMesh, *, hint: str = _ORDER_HINT
+) -> None:
+    """Raise RuntimeError unless all ranks of `mesh` have come to `event`."""
+    if is_alone(mesh):
+        return
+    here = f"in {topic}, rank {dist.get_rank()} came to {event}"
+    answers = exchange(f"order/{key}", event, mesh, group_timeout(mesh), failed=here, hint=hint)
+    others = [f"rank {other} to {its}" for other, its in answers.items() if its != event]
+    if others:
+        raise RuntimeError(f"{here}, but {', '.join(others)}: {hint}")
