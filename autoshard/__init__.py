@@ -16,7 +16,7 @@ from autoshard.runtime.sharding.shard import shard as shard
 from autoshard.runtime.sharding.sharded_module import ShardedModule as ShardedModule
 from autoshard.runtime.sharding.sharded_module import share_comm_ctx as share_comm_ctx
 from autoshard.runtime.sharding.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
-from autoshard.runtime.training.checkpoint.save_and_load import CheckpointError as CheckpointError
+from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError as CheckpointError
 from autoshard.runtime.training.checkpoint.save_and_load import load_checkpoint as load_checkpoint
 from autoshard.runtime.training.checkpoint.save_and_load import save_checkpoint as save_checkpoint
 from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.runtime.training.checkpoint import save_and_load
+from autoshard.runtime.training.checkpoint.folder import _runs
 
 
 class Loader:
@@ -276,14 +276,14 @@ def test_checkpoints_of_another_run_stay(rank: int, folder: str) -> None:
     model, optimizer = built()
     for step in (10, 20):
         autoshard.save_checkpoint(folder, model, optimizer, step=step)
-    save_and_load._runs.clear()  # as in a new process
+    _runs.clear()  # as in a new process
     with pytest.warns(RuntimeWarning, match="another run") if rank == 0 else nullcontext():
         autoshard.save_checkpoint(folder, model, optimizer, step=1)
     for step in (2, 3):
         autoshard.save_checkpoint(folder, model, optimizer, step=step)
     theirs = ["step_00000010", "step_00000020"]
     assert _names(folder) == ["step_00000002", "step_00000003", *theirs]
-    save_and_load._runs.clear()
+    _runs.clear()
     assert autoshard.load_checkpoint(folder, model, optimizer, step=20) == 20
     autoshard.save_checkpoint(folder, model, optimizer, step=21)  # goes on with theirs
     assert _names(folder) == ["step_00000002", "step_00000003", "step_00000020", "step_00000021"]

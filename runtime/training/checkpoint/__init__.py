@@ -1,1 +1,20 @@
-"""Checkpoints: complete or not there, and read without running code."""
+"""Checkpoints that are either complete or not there.
+
+    folder/step_00000040/         as torch.distributed.checkpoint writes it
+        .metadata  __0_0.distcp   the model, the optimizer, and each rank's own states
+        complete.json             written last: the files, their sizes, and the run they are of
+    folder/.writing_00000045/     one that is being written, or whose writing was broken off
+
+A checkpoint is written to a folder of its own, checked, and renamed. The one before is there until
+then, so that at any time one of the two can be loaded. Loading runs no code: files are read as
+weights only, and torch's pickled index may only have types that belong there.
+
+    save_and_load.py     what users call
+    model_state.py       what is saved of the model and the optimizer, and room to read it into
+    optimizer_state.py   likewise, of the optimizer: parameters without state stay so
+    rank_state.py        each rank's own states: generators, and objects that users give
+    folder.py            the disk
+    reader.py            reading without running code
+    objects.py           what is no tensor, as bytes
+    on_ranks.py          errors, which all ranks raise
+"""

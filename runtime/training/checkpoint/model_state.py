@@ -1,0 +1,131 @@
+"""State of the model and of the optimizer: what is saved, and room to read it into."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.utils._pytree import tree_leaves
+
+from autoshard.runtime.eager import access
+from autoshard.runtime.training.checkpoint import optimizer_state
+from autoshard.runtime.training.checkpoint.objects import to_bytes, to_plain
+from autoshard.runtime.training.checkpoint.reader import new_tensor
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."  # keys begin so
+_GROUPS = f"{_OPTIMIZER}param_groups."
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the state to save, of DTensors. Raises ValueError for what could not be loaded."""
+    with quiet():
+        state: dict[str, Any] = {"model": get_model_state_dict(model)}
+        if optimizer is not None:
+            state["optimizer"] = to_plain(optimizer_state.state_of(model, optimizer))
+    objects = [leaf for leaf in tree_leaves(state) if not isinstance(leaf, Tensor)]
+    to_bytes(objects, "the optimizer's groups, or the model's extra state,")
+    return state
+
+
+def room_for(
+    known: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """Make room to read a checkpoint into: the model's state, and the optimizer's without groups.
+
+    known: what is saved, by key. Raises ValueError where names or sizes differ.
+    """
+    with quiet():
+        state = get_model_state_dict(model)
+        _check_fits(known, state)
+        room: dict[str, Any] = {"model": state, "optimizer": {"state": {}}}
+        if optimizer is not None:
+            below = [key.removeprefix(_OPTIMIZER) for key in known if key.startswith(_OPTIMIZER)]
+            if not below:
+                raise ValueError("there is no optimizer's state: load the model alone")
+            room["optimizer"] = optimizer_state.room_for(model, optimizer, _beginnings(below))
+    return room
+
+
+def room_for_groups(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Make room to read the optimizer's groups into, by key, of all that is saved."""
+    return {
+        key: new_tensor(kind) if isinstance(kind, TensorStorageMetadata) else None
+        for key, kind in known.items()
+        if key.startswith(_GROUPS)
+    }
+
+
+def match_groups(room: dict[str, Any], rest: Mapping[str, Any]) -> None:
+    """Match the optimizer's groups in `rest`, if there is one, with those of `room`.
+
+    Raises ValueError if they don't match.
+    """
+    if "param_groups" not in room["optimizer"]:
+        return
+    groups: dict[int, dict[str, Any]] = defaultdict(dict)
+    for key, value in rest.items():
+        if key.startswith(_GROUPS):
+            number, name = key.removeprefix(_GROUPS).split(".", 1)
+            groups[int(number)][name] = value
+    room["optimizer"]["param_groups"] = optimizer_state.match_groups(
+        room["optimizer"]["param_groups"], [groups[number] for number in sorted(groups)]
+    )
+
+
+def load_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, room: Mapping[str, Any]
+) -> None:
+    """Load what was read into `room` into the model and the optimizer."""
+    with quiet():
+        set_model_state_dict(model, room["model"])
+    if optimizer is not None:
+        optimizer_state.load_state(optimizer, room["optimizer"])
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Ignore torch's warnings of its own deprecated calls, and have it find sharded parameters."""
+    with warnings.catch_warnings(), access.as_sharded():
+        warnings.simplefilter("ignore", category=FutureWarning)
+        warnings.simplefilter("ignore", category=UserWarning)
+        yield
+
+
+def _check_fits(known: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the model that was saved has the names and sizes of `state`."""
+    tensors = {
+        key.removeprefix(_MODEL): kind
+        for key, kind in known.items()
+        if key.startswith(_MODEL) and isinstance(kind, TensorStorageMetadata)
+    }
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        found = tensors.get(name)
+        if found is None:
+            raise ValueError(
+                f"there is no parameter or buffer {name!r}, but {list(tensors)[:8]}: it is of "
+                "another model"
+            )
+        if found.size != value.size():
+            raise ValueError(
+                f"{name!r} has size {list(found.size)} there, and {list(value.size())} in the "
+                "model: it is of another model"
+            )
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    for name in sorted(tensors.keys() - state.keys()):
+        if not any(name.startswith(f"{other}.") for other in others):
+            raise ValueError(f"there is {name!r}, which the model has not: it is of another model")
+
+
+def _beginnings(keys: list[str]) -> set[str]:
+    """Prefixes of dotted `keys`: of "state.w.step" they are that, "state.w" and "state"."""
+    parts = [key.split(".") for key in keys]
+    return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}

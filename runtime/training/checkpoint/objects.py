@@ -1,0 +1,49 @@
+"""Objects in a checkpoint: plain ones, as bytes that are read as weights only."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+def to_plain(state: Any) -> Any:
+    """Replace NumPy's numbers, which a schedule may have calculated with, by Python's."""
+    return tree_map(lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, state)
+
+
+def _is_numpy_number(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic)
+
+
+def to_bytes(objects: Any, whose: str) -> Tensor:
+    """Serialise `objects` to one tensor of bytes.
+
+    whose: the beginning of the error. Raises ValueError for what can't be read as weights only.
+    """
+    file = io.BytesIO()
+    torch.save(objects, file)
+    try:
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{whose} have objects that could not be loaded as weights only "
+            f"({_found_in(error)}): expected tensors, numbers, text, and lists and dicts of them"
+        ) from None
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def from_bytes(saved: Tensor) -> Any:
+    """Return the objects that `to_bytes` made `saved` of."""
+    return torch.load(io.BytesIO(saved.numpy().tobytes()), weights_only=True)
+
+
+def _found_in(error: pickle.UnpicklingError) -> str:
+    named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+    return named[1] if named else str(error).splitlines()[0]

@@ -1,0 +1,61 @@
+"""Do a thing on each rank, or on the first, and raise on all of them if it fails on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+class CheckpointError(RuntimeError):
+    """Error of a checkpoint that could not be written or read; every rank raises it."""
+
+
+def on_first_rank(work: Callable[[], Any], what: str) -> Any:
+    """Return the result of `work`, which rank 0 does. Raises CheckpointError on all if it can't."""
+    said: list[Any] = [_attempt(work) if this_rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=0)
+    result, error = said[0]
+    if error is not None:
+        raise CheckpointError(f"rank {this_rank()}: {what}: on rank 0, {error}")
+    return result
+
+
+def on_each_rank(work: Callable[[], Any], what: str) -> Any:
+    """Return the result of `work` here. Raises CheckpointError on all ranks if one fails."""
+    result, error = _attempt(work)
+    errors = [error] * num_ranks()
+    if dist.is_initialized():
+        dist.all_gather_object(errors, error)
+    for rank, each in enumerate(errors):
+        if each is not None:
+            raise CheckpointError(f"rank {this_rank()}: {what}: on rank {rank}, {each}")
+    return result
+
+
+def reasons(error: CheckpointException) -> str:
+    """Describe the error of the first of those ranks that failed."""
+    rank = min(error.failures)
+    cause = error.failures[rank][0]
+    return f"on rank {rank}, {type(cause).__name__}: {cause}"
+
+
+def this_rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Do `work`; returns its result and None, or None and the error in words."""
+    try:
+        return work(), None
+    except Exception as error:  # whatever it is, the others wait for an answer
+        return None, f"{type(error).__name__}: {error}"
