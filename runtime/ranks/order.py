@@ -112,7 +112,7 @@ forward_order = ForwardOrder()
 
 
 def compare_event(event: str, mesh: DeviceMesh, *, hint: str) -> None:
-    """Compare `event` with what the other ranks of `mesh` come to, each time.
+    """Compare `event`, which is rare, with what the other ranks of `mesh` come to.
 
     hint: what to do if they come to something else, which raises RuntimeError.
     """
