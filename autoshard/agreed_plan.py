@@ -18,7 +18,13 @@ from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.compiled.frame import make_frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
 from autoshard.runtime.eager import access
-from autoshard.runtime.ranks.agreement import Outcome, PlansDiffer, agree, first_difference, share
+from autoshard.runtime.ranks.agreement import (
+    CompileOutcome,
+    PlansDiffer,
+    agree,
+    first_difference,
+    share,
+)
 from autoshard.runtime.unit.param import ShardedParam, find
 
 log = logging.getLogger(__name__)
@@ -58,9 +64,9 @@ class Attempt:
             self.reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CompileOutcome:
         """Outcome of the compilation, for the other ranks."""
-        return Outcome(
+        return CompileOutcome(
             self.reason,
             tuple(plan.digest for plan in self.plans),
             self.compared,
