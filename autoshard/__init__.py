@@ -22,7 +22,7 @@ _PLACES = {
     "ShardedModule": "runtime.sharding.sharded_module",
     "fully_shard": "runtime.sharding.shard",
     "load_checkpoint": "runtime.training.checkpoint",
-    "parity": "tools.parity",
+    "parity": "tools.parity.compare",
     "plans": "runtime.compiled.plans",
     "register_forward_method": "runtime.eager.access",
     "replicate": "runtime.sharding.shard",
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from autoshard.runtime.unit.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy
-    from autoshard.tools.parity import parity as parity
+    from autoshard.tools.parity.compare import parity as parity
 else:  # type checkers read the imports: for them, `__getattr__` would offer any name
 
     def __getattr__(name: str) -> Any:

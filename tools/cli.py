@@ -290,7 +290,7 @@ def _add_traced(parser: argparse.ArgumentParser) -> None:
 
 def run_trace(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard trace`; exit status 2 for what can't be read or traced."""
-    from autoshard.tools.trace import write
+    from autoshard.tools.trace.tracing import write
 
     found = _traced(options)
     for each in found:
@@ -305,7 +305,7 @@ def run_golden(options: argparse.Namespace, arguments: list[str]) -> int:
 
     Exit status 1 where the files differ, 2 for what can't be read or traced.
     """
-    from autoshard.tools.trace import accept, differences, golden_texts
+    from autoshard.tools.trace.tracing import accept, differences, golden_texts
 
     texts, folder = golden_texts(_traced(options)), Path(options.dir)
     if options.accept:
@@ -316,8 +316,8 @@ def run_golden(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _traced(options: argparse.Namespace) -> Any:
-    from autoshard.tools.planning import read_workload
-    from autoshard.tools.trace import trace_workload
+    from autoshard.tools.plan.planning import read_workload
+    from autoshard.tools.trace.tracing import trace_workload
 
     try:
         given = {"dump": options.dump, **read_options(options.options)}
@@ -329,8 +329,8 @@ def _traced(options: argparse.Namespace) -> Any:
 
 def run_plan(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard plan`; exit status 1 if no configuration fits, 2 for what can't be read."""
-    from autoshard.tools import plan_report
-    from autoshard.tools.planning import Choices, plan, read_gpus, read_mesh, read_workload
+    from autoshard.tools.plan.planning import Choices, plan, read_gpus, read_mesh, read_workload
+    from autoshard.tools.plan.report import as_json, text
 
     try:
         gpus, topology = read_gpus(options.gpus, options.topology)
@@ -346,9 +346,9 @@ def run_plan(options: argparse.Namespace, arguments: list[str]) -> int:
     except (ValueError, RuntimeError) as error:
         options.parser.error(str(error))
     if options.json:
-        print(json.dumps(plan_report.as_json(report)))
+        print(json.dumps(as_json(report)))
     else:
-        print(plan_report.text(report, with_buckets=options.buckets), end="")
+        print(text(report, with_buckets=options.buckets), end="")
     return 0 if report.overflow is None else 1
 
 
@@ -359,7 +359,7 @@ def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
     if "RANK" not in os.environ:
         return launch(arguments, options.ranks)
     from autoshard.runtime.comm.mesh import ensure_process_group
-    from autoshard.tools.calibrate import calibrate
+    from autoshard.tools.bench.calibrate import calibrate
 
     ensure_process_group()
     steps = [make_step(options)] if options.model else []
@@ -382,9 +382,9 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
 
     from autoshard.passes.ir.layout import DTYPES
     from autoshard.runtime.comm.mesh import device_type, ensure_process_group
-    from autoshard.tools.bench import Result, bench_step
-    from autoshard.tools.contestants import CONTESTANTS, read_contestants
-    from autoshard.tools.workloads import read_workloads
+    from autoshard.tools.bench.contestants import CONTESTANTS, read_contestants
+    from autoshard.tools.bench.step import Result, bench_step
+    from autoshard.tools.bench.workloads import read_workloads
 
     is_first = int(os.environ["RANK"]) == 0
     try:
@@ -422,7 +422,7 @@ def run_doctor(options: argparse.Namespace, arguments: list[str]) -> int:
 
     Exit status 1 if something is amiss.
     """
-    from autoshard.tools.doctor import checkup, self_test
+    from autoshard.tools.doctor.checks import checkup, self_test
 
     rank = int(os.environ.get("RANK", "0"))
     findings = []
@@ -445,7 +445,7 @@ def run_doctor(options: argparse.Namespace, arguments: list[str]) -> int:
 def make_step(options: argparse.Namespace) -> Callable[[], object]:
     """Return forward and backward, as a function, of the unsharded model that `options` names."""
     from autoshard.runtime.comm.mesh import device_type
-    from autoshard.tools.parity import default_loss
+    from autoshard.tools.parity.compare import default_loss
 
     model = load(options.model)().to(device_type())
     batch = load(options.batch)(int(os.environ["RANK"]), 0)
@@ -465,7 +465,7 @@ def run_parity(options: argparse.Namespace, arguments: list[str]) -> int:
         return launch(arguments, options.ranks)
     if draws:
         return run_samples(options)
-    from autoshard.tools.parity import parity
+    from autoshard.tools.parity.compare import parity
 
     rank = int(os.environ["RANK"])
     make_batch = load(options.batch)
@@ -488,8 +488,8 @@ def run_samples(options: argparse.Namespace) -> int:
 
     Exit status 1 if one fails.
     """
-    from autoshard.tools.matrix import try_case
-    from autoshard.tools.random_models import try_model
+    from autoshard.tools.parity.matrix import try_case
+    from autoshard.tools.parity.random_models import try_model
 
     failed = 0
     for seed in range(options.seed, options.seed + options.samples):

@@ -29,7 +29,7 @@ from autoshard import backend
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.comm import transport
 from autoshard.tools import cli
-from autoshard.tools.calibrate import calibrate, fit
+from autoshard.tools.bench.calibrate import calibrate, fit
 
 
 @each_value(

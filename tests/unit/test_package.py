@@ -18,7 +18,7 @@ from torch import nn
 
 import autoshard
 from autoshard.tools.cli import main
-from autoshard.tools.parity import parity
+from autoshard.tools.parity.compare import parity
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -23,8 +23,8 @@ from autoshard.passes.ir.plan import Plan
 from autoshard.passes.ir.text import render
 from autoshard.passes.lowering.eager import lower_eagerly
 from autoshard.runtime.compiled.frame import Frame
-from autoshard.tools.dry_run import compile_only, pretend_ranks, shard_without_weights
-from autoshard.tools.planning import Workload, on_meta, policy_of, step_of
+from autoshard.tools.plan.dry_run import compile_only, pretend_ranks, shard_without_weights
+from autoshard.tools.plan.planning import Workload, on_meta, policy_of, step_of
 
 
 @dataclass(frozen=True)
