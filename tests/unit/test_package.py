@@ -105,8 +105,11 @@ def test_every_name_is_imported_by_a_star() -> None:
     assert python("-c", script).split() == []
 
 
+BENCH = ("bench", "bench step", "bench calibrate")
+
+
 @pytest.mark.parametrize(
-    "command", ["", "parity", "bench step", "bench calibrate", "plan", "trace", "golden", "opt"]
+    "command", ["", "parity", *BENCH, "plan", "trace", "golden", "doctor", "opt"]
 )
 def test_help_without_torch(command: str) -> None:
     """What is typed to learn what to type answers at once: torch alone takes seconds."""
@@ -142,7 +145,12 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(folder)
-    for expected in ("passes/ir/ops.py", "runtime/eager/step.py", "tools/cli.py", "py.typed"):
+    for expected in (
+        "passes/ir/ops.py",
+        "runtime/eager/step.py",
+        "tools/plan/command.py",
+        "py.typed",
+    ):
         assert f"autoshard/{expected}" in names
     python("-c", STEP.format(folder=str(folder)), PYTHONPATH=str(folder))
 
