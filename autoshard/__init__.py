@@ -3,25 +3,72 @@
 torch.compile(model, backend="autoshard")     # one line, any nn.Module, under torchrun
 autoshard.fully_shard(block)                  # or explicit and composable
 autoshard.shard(model, policy=...)            # or the whole model in one call
+
+Each name is imported when it is first asked for: the command line's help needs no torch.
 """
 
-from autoshard import wrap as wrap
-from autoshard.passes.ir.plan import Plan as Plan
-from autoshard.runtime.compiled.plans import plans as plans
-from autoshard.runtime.eager.access import register_forward_method as register_forward_method
-from autoshard.runtime.ranks.watchdog import watchdog as watchdog
-from autoshard.runtime.sharding.shard import fully_shard as fully_shard
-from autoshard.runtime.sharding.shard import replicate as replicate
-from autoshard.runtime.sharding.shard import shard as shard
-from autoshard.runtime.sharding.sharded_module import ShardedModule as ShardedModule
-from autoshard.runtime.sharding.sharded_module import share_comm_ctx as share_comm_ctx
-from autoshard.runtime.sharding.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
-from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError as CheckpointError
-from autoshard.runtime.training.checkpoint.save_and_load import load_checkpoint as load_checkpoint
-from autoshard.runtime.training.checkpoint.save_and_load import save_checkpoint as save_checkpoint
-from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy
-from autoshard.runtime.unit.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
-from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy
-from autoshard.tools.parity import parity as parity
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "CPUOffloadPolicy": "runtime.unit.policies",
+    "CheckpointError": "runtime.training.checkpoint.on_ranks",
+    "MixedPrecisionPolicy": "runtime.unit.policies",
+    "ModuleWrapPolicy": "runtime.sharding.wrap_policies",
+    "OffloadPolicy": "runtime.unit.policies",
+    "Plan": "passes.ir.plan",
+    "ShardedModule": "runtime.sharding.sharded_module",
+    "fully_shard": "runtime.sharding.shard",
+    "load_checkpoint": "runtime.training.checkpoint.save_and_load",
+    "parity": "tools.parity.compare",
+    "plans": "runtime.compiled.plans",
+    "register_forward_method": "runtime.eager.access",
+    "replicate": "runtime.sharding.shard",
+    "save_checkpoint": "runtime.training.checkpoint.save_and_load",
+    "shard": "runtime.sharding.shard",
+    "share_comm_ctx": "runtime.sharding.sharded_module",
+    "watchdog": "runtime.ranks.watchdog",
+}
+_MODULES = ("errors", "passes", "runtime", "tools", "wrap")
+
+if TYPE_CHECKING:
+    from autoshard import wrap as wrap
+    from autoshard.passes.ir.plan import Plan as Plan
+    from autoshard.runtime.compiled.plans import plans as plans
+    from autoshard.runtime.eager.access import register_forward_method as register_forward_method
+    from autoshard.runtime.ranks.watchdog import watchdog as watchdog
+    from autoshard.runtime.sharding.shard import fully_shard as fully_shard
+    from autoshard.runtime.sharding.shard import replicate as replicate
+    from autoshard.runtime.sharding.shard import shard as shard
+    from autoshard.runtime.sharding.sharded_module import ShardedModule as ShardedModule
+    from autoshard.runtime.sharding.sharded_module import share_comm_ctx as share_comm_ctx
+    from autoshard.runtime.sharding.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
+    from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError as CheckpointError
+    from autoshard.runtime.training.checkpoint.save_and_load import (
+        load_checkpoint as load_checkpoint,
+    )
+    from autoshard.runtime.training.checkpoint.save_and_load import (
+        save_checkpoint as save_checkpoint,
+    )
+    from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy
+    from autoshard.runtime.unit.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy
+    from autoshard.tools.parity.compare import parity as parity
+else:  # type checkers read the imports: for them, `__getattr__` would offer any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"autoshard.{name}")
+        if name not in _PLACES:
+            raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"autoshard.{_PLACES[name]}"), name)
+        globals()[name] = found  # the next time, and for Dynamo, it is an attribute like any other
+        return found
+
+    def __dir__() -> list[str]:
+        special = [name for name in globals() if name.startswith("__")]
+        return sorted({*special, *__all__})
+
+    __all__ = [*_PLACES, *_MODULES]

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 from autoshard.tools.demo import read_corpus
-from autoshard.tools.parity import average_gradients
+from autoshard.tools.parity.compare import average_gradients
 
 ROWS, LENGTH = 8, 64  # a rank's batch
 SMOOTH = 10  # steps

@@ -33,9 +33,9 @@ from torch.profiler import ProfilerActivity, profile
 from autoshard import _torch
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
 from autoshard.passes.plans.roofline import is_view, is_written, num_bytes_of, tensors_of
-from autoshard.tools.contestants import CONTESTANTS, Contestant, Setting, autoshard_compiled
+from autoshard.tools.bench.contestants import CONTESTANTS, Contestant, Setting, autoshard_compiled
+from autoshard.tools.bench.workloads import Sizes, Workload, llama
 from autoshard.tools.device import current_device
-from autoshard.tools.workloads import Sizes, Workload, llama
 
 aten = torch.ops.aten
 MOVES = {

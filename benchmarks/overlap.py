@@ -41,16 +41,16 @@ import autoshard
 from autoshard.passes.ir.layout import first_row
 from autoshard.passes.ir.plan import Plan
 from autoshard.passes.planner.topology import KINDS, Topology
-from autoshard.tools.calibrate import calibrate
-from autoshard.tools.contestants import (
+from autoshard.tools.bench.calibrate import calibrate
+from autoshard.tools.bench.contestants import (
     CONTESTANTS,
     Contestant,
     Setting,
     autoshard_compiled,
     autoshard_eager,
 )
+from autoshard.tools.bench.workloads import SIZES, Workload, read_workloads
 from autoshard.tools.device import current_device, synchronize
-from autoshard.tools.workloads import SIZES, Workload, read_workloads
 
 ALONE, OURS = "unsharded, compiled", "autoshard, compiled"
 RIVALS = ("FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from autoshard import _torch
 from autoshard.passes.ir.layout import DTYPES
-from autoshard.tools.bench import ALONE, Result, bench_step
-from autoshard.tools.contestants import CONTESTANTS
+from autoshard.tools.bench.contestants import CONTESTANTS
+from autoshard.tools.bench.step import ALONE, Result, bench_step
+from autoshard.tools.bench.workloads import read_workloads
 from autoshard.tools.device import current_device
-from autoshard.tools.workloads import read_workloads
 
 BASE = "FSDP2"
 ROUNDS = 3

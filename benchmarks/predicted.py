@@ -32,7 +32,7 @@ from transformers import (
 
 import autoshard
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
-from autoshard.tools.calibrate import calibrate
+from autoshard.tools.bench.calibrate import calibrate
 from autoshard.tools.demo import build_model
 
 CONTESTANTS: dict[str, tuple[str, tuple[str, ...]]] = {

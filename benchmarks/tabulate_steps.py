@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from autoshard.tools.bench import OURS, Entry, Result
-from autoshard.tools.contestants import RIVALS
-from autoshard.tools.peak_memory import Memory
+from autoshard.tools.bench.contestants import RIVALS
+from autoshard.tools.bench.peak_memory import Memory
+from autoshard.tools.bench.step import OURS, Entry, Result
 
 AGAINST = {OURS: RIVALS, "autoshard, roomy": (*RIVALS, "FSDP2, roomy")}
 """With which rivals each form of ours is compared: one that takes more memory, with such, too."""

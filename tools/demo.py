@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autoshard.runtime.comm.collectives import Issued, observe
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.unit.param import find
-from autoshard.tools.parity import parity
+from autoshard.tools.parity.compare import parity
 from autoshard.tools.ranks import leave
 
 CORPUS_BYTES = 4_000_000

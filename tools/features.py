@@ -201,7 +201,7 @@ BOTH = {"form", "compile", "kind"}
 """Parameters of tests that run eagerly and compiled in turn."""
 COMPILED = {"lowering", "route"}
 """Parameters of tests that run compiled only."""
-SAMPLER = "autoshard.tools.matrix"
+SAMPLER = "autoshard.tools.parity.matrix"
 
 
 @dataclass(frozen=True)

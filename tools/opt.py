@@ -19,6 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.tools.arguments import add_command
+
 if TYPE_CHECKING:
     from torch import fx
 
@@ -39,10 +41,10 @@ OTHERWISE = 2  # ranks of a group of which nothing is said
 
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "opt",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EXAMPLE,
         help="run passes on a graph's text",
         description="Read a graph as text, run passes over it, each of which is verified, and "
         "print what comes out.",

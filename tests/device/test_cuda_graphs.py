@@ -13,7 +13,7 @@ from support.link import ON_GPU, RANK, WORLD, bench_of
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.tools.contestants import autoshard_compiled, autoshard_eager
+from autoshard.tools.bench.contestants import autoshard_compiled, autoshard_eager
 
 FORMS = {
     "eager": (autoshard_eager, {}),

@@ -10,7 +10,7 @@ import torch
 from support.link import bench_of, on_each_device
 from support.memory import PeakMemory, PeakOfGraphs
 
-from autoshard.tools.contestants import Contestant, autoshard_compiled, fsdp2
+from autoshard.tools.bench.contestants import Contestant, autoshard_compiled, fsdp2
 
 LIMITS = {"cuda": 0.95, "cpu": 1.0}
 """Of FSDP2's. On a CPU with the plain lowering, which fuses nothing."""

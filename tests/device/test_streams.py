@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.link import COLLECTIVES, ON_GPU, RANK, WORLD, bench_of, on_each_device
 
 from autoshard.runtime.comm import collectives
-from autoshard.tools.contestants import autoshard_compiled, autoshard_eager
+from autoshard.tools.bench.contestants import autoshard_compiled, autoshard_eager
 
 pytestmark = [
     pytest.mark.skipif(emulated_link.missing() is not None, reason=f"no {emulated_link.missing()}")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from autoshard.passes.planner.topology import Topology
-from autoshard.tools.plan_report import text
-from autoshard.tools.planning import Choices, Workload, plan
+from autoshard.tools.plan.planning import Choices, Workload, plan
+from autoshard.tools.plan.report import text
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
 KNOWN = ("2.13", "2.15")  # on 2.11, transformers' Llama is more than one graph

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.ranks import on_ranks
 
-from autoshard.tools.bench import Result, bench_step
-from autoshard.tools.contestants import CONTESTANTS, read_contestants
-from autoshard.tools.workloads import SIZES, Sizes, read_workloads
+from autoshard.tools.bench.contestants import CONTESTANTS, read_contestants
+from autoshard.tools.bench.step import Result, bench_step
+from autoshard.tools.bench.workloads import SIZES, Sizes, read_workloads
 
 NAMES = [
     "DDP",

@@ -28,8 +28,8 @@ import autoshard
 from autoshard import agreed_plan
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.comm import transport
-from autoshard.tools import cli
-from autoshard.tools.calibrate import calibrate, fit
+from autoshard.tools.bench.calibrate import calibrate, fit
+from autoshard.tools.bench.command import make_step
 
 
 @each_value(
@@ -245,7 +245,7 @@ def test_calibrated_topology(rank: int) -> None:
     dist.broadcast_object_list(folder)
     path = str(Path(folder[0]) / "here.json")
     names = {"model": "support.models:Net", "batch": "support.models:tokens", "loss": None}
-    steps = [cli.make_step(argparse.Namespace(**names))]
+    steps = [make_step(argparse.Namespace(**names))]
     found = calibrate(path, sizes=(2**12, 2**18, 2**24), rounds=3, steps=steps)
     assert found == Topology.load(path)
     assert set(found.measured) == {"gather 2", "reduce 2", "all_reduce 2"}

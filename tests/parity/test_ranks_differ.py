@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
+from autoshard.runtime.comm.mesh import default_mesh
 from autoshard.runtime.ranks import agreement, exchange, order
 
 
@@ -108,7 +109,7 @@ def test_another_layer_left_out_by_each_rank(rank: int) -> None:
 @on_ranks(2)
 def test_ranks_that_wait_for_each_other_elsewhere(rank: int) -> None:
     """Both say so within seconds, however long the group's timeout, and can go on."""
-    mesh = autoshard.runtime.comm.mesh.default_mesh()
+    mesh = default_mesh()
     here, there = (f"model {number}" for number in (rank, 1 - rank))
     began = time.monotonic()
     with pytest.raises(RuntimeError) as raised:

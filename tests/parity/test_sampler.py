@@ -10,9 +10,9 @@ from support.ranks import on_ranks
 from torch import nn
 
 from autoshard.runtime.eager import step as steps
-from autoshard.tools.matrix import CHOICES, draw, try_case
-from autoshard.tools.parity import compare_local
-from autoshard.tools.random_models import try_model
+from autoshard.tools.parity.compare import compare_local
+from autoshard.tools.parity.matrix import CHOICES, draw, try_case
+from autoshard.tools.parity.random_models import try_model
 
 
 def test_a_seed_is_a_case() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import fully_shard
+from autoshard.runtime.unit.param import find
 from autoshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -139,7 +140,7 @@ def test_a28_module_of_two_parents_one_of_them_a_unit(
 
 
 def params_of(module: nn.Module) -> list[Any]:
-    found = [autoshard.runtime.unit.param.find(param) for param in module.parameters()]
+    found = [find(param) for param in module.parameters()]
     assert None not in found
     return found
 

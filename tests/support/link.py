@@ -13,8 +13,8 @@ from support.models import Block
 from torch import Tensor, nn
 
 from autoshard import _torch
-from autoshard.tools.contestants import Setting
-from autoshard.tools.workloads import Workload
+from autoshard.tools.bench.contestants import Setting
+from autoshard.tools.bench.workloads import Workload
 
 WORLD, RANK = 4, 1  # of whom the others are imagined
 AVG, MAX = dist.ReduceOp.AVG, dist.ReduceOp.MAX

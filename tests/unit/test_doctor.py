@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from autoshard import _torch
-from autoshard.tools import doctor
 from autoshard.tools.cli import main
+from autoshard.tools.doctor import checks
 
 
 def amiss() -> dict[str, str]:
     """By subject, what is no "ok"."""
-    return {each.subject: str(each) for each in doctor.checkup() if each.level != "ok"}
+    return {each.subject: str(each) for each in checks.checkup() if each.level != "ok"}
 
 
 def test_nothing_is_amiss_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     store = _torch.HashStore()
     store.set("doctor/gather/2", "here")
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] did not come to it in 0 s"):
-        doctor._meet(store, "gather", 0, 4, 0.1)
+        checks._meet(store, "gather", 0, 4, 0.1)
 
 
 def _group(world: int, ranks: list[int], limit_s: float) -> list[tuple[int, str]]:
@@ -75,9 +75,9 @@ def _group(world: int, ranks: list[int], limit_s: float) -> list[tuple[int, str]
         port = probe.getsockname()[1]
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     script = (
-        "from autoshard.tools import doctor, ranks; "
-        f"found = doctor.self_test({limit_s}); print(*found, sep='\\n'); "
-        "ranks.leave(any(each.level == 'FAIL' for each in found))"
+        "from autoshard.tools.doctor import checks; from autoshard.tools.ranks import leave; "
+        f"found = checks.self_test({limit_s}); print(*found, sep='\\n'); "
+        "leave(any(each.level == 'FAIL' for each in found))"
     )
     started = [
         subprocess.Popen(

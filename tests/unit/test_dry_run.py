@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoshard import MixedPrecisionPolicy
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.cli import main
-from autoshard.tools.dry_run import Stack, cut_stacks, grown, mean_loss, trace
+from autoshard.tools.plan.dry_run import Stack, cut_stacks, grown, mean_loss, trace
 
 pytestmark = [
     pytest.mark.usefixtures("fake_world"),

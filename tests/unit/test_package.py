@@ -1,5 +1,6 @@
 """The installed package: found by Dynamo, complete in a wheel, with a command that runs."""
 
+import ast
 import inspect
 import os
 import subprocess
@@ -17,7 +18,7 @@ from torch import nn
 
 import autoshard
 from autoshard.tools.cli import main
-from autoshard.tools.parity import parity
+from autoshard.tools.parity.compare import parity
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -50,7 +51,8 @@ def test_dynamo_lists_the_backend() -> None:
 def public(module: types.ModuleType) -> dict[str, Any]:
     """Functions, and methods of classes, that `module` makes public."""
     found: dict[str, Any] = {}
-    for name, value in vars(module).items():
+    for name in dir(module):
+        value = getattr(module, name)
         if name.startswith("_") or not callable(value):
             continue
         if not inspect.isclass(value):
@@ -76,6 +78,54 @@ def test_public_names_are_typed(module: types.ModuleType) -> None:
         assert not missing, f"{name}: {missing}"
 
 
+def test_names_that_are_imported_when_asked_for() -> None:
+    """The same names for type checkers, which read the imports, and at run time."""
+    tree = ast.parse(Path(autoshard.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    read = {
+        each.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    }
+    assert read.pop("wrap") == "autoshard"
+    assert read == {name: f"autoshard.{place}" for name, place in autoshard._PLACES.items()}
+    for name in (*read, "wrap"):
+        assert getattr(autoshard, name) is vars(autoshard)[name]
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = autoshard.no_such_name
+
+
+def test_every_name_is_imported_by_a_star() -> None:
+    script = (
+        "from autoshard import *\n"
+        "import autoshard\n"
+        "print(*(name for name in dir(autoshard) if name[:2] != '__' and name not in globals()))"
+    )
+    assert python("-c", script).split() == []
+
+
+BENCH = ("bench", "bench step", "bench calibrate")
+
+
+@pytest.mark.parametrize(
+    "command", ["", "parity", *BENCH, "plan", "trace", "golden", "doctor", "opt"]
+)
+def test_help_without_torch(command: str) -> None:
+    """What is typed to learn what to type answers at once: torch alone takes seconds."""
+    script = (
+        "import sys\n"
+        "from autoshard.tools.cli import main\n"
+        "try:\n"
+        f"    main([*{command.split()!r}, '--help'])\n"
+        "except SystemExit:\n"
+        "    print('torch' in sys.modules)\n"
+    )
+    *shown, has_torch = python("-c", script).splitlines()
+    assert shown[0].startswith(f"usage: autoshard {command}".rstrip())
+    assert has_torch == "False"
+
+
 STEP = """
 import autoshard, torch
 assert autoshard.__file__.startswith({folder!r}), autoshard.__file__
@@ -95,7 +145,12 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(folder)
-    for expected in ("passes/ir/ops.py", "runtime/eager/step.py", "tools/cli.py", "py.typed"):
+    for expected in (
+        "passes/ir/ops.py",
+        "runtime/eager/step.py",
+        "tools/plan/command.py",
+        "py.typed",
+    ):
         assert f"autoshard/{expected}" in names
     python("-c", STEP.format(folder=str(folder)), PYTHONPATH=str(folder))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.tools.peak_memory import Memory, memory_now, peak_beyond
+from autoshard.tools.bench.peak_memory import Memory, memory_now, peak_beyond
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoshard.passes.ir.plan import Plan
 from autoshard.tools.cli import main
-from autoshard.tools.trace import accept, differences
+from autoshard.tools.trace.golden import accept, differences
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
 KINDS = ("forward", "backward")

@@ -33,7 +33,7 @@ from autoshard.runtime.comm.mesh import device_type
 from autoshard.runtime.comm.transport import Work
 from autoshard.runtime.ranks import agreement
 from autoshard.tools.device import current_device, synchronize
-from autoshard.tools.parity import parity
+from autoshard.tools.parity.compare import parity
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 SMALL = 2**30  # bytes on the disk of Inductor's cache

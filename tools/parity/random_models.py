@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
-from autoshard.tools.parity import parity, told_by_all
+from autoshard.tools.parity.compare import parity, told_by_all
 
 STEPS = 3
 WIDTH = 6

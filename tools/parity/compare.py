@@ -25,7 +25,7 @@ from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import shard
 
 if TYPE_CHECKING:
-    from autoshard.tools import parting
+    from autoshard.tools.parity import parting
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
 
     With Inductor, runs that differ by no more than they may are left out.
     """
-    from autoshard.tools import parting  # with all of the backend, which most never need
+    from autoshard.tools.parity import parting  # with all of the backend, which most never need
 
     by_inductor = setup.options["lowering"] == "inductor"
     for comparison in comparisons:
@@ -257,7 +257,7 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 def _results(setup: _Setup, name: str, last: int) -> list[parting.Result]:
     """Results of the ops of step `last`, forward and backward, in the run `name`."""
-    from autoshard.tools import parting
+    from autoshard.tools.parity import parting
 
     kept: list[parting.Result] = []
     with parting.nodes_of() if name == COMPILED else parting.ops_of() as found:

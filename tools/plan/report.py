@@ -10,8 +10,8 @@ from typing import Any
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.passes.planner.search import Decision
 from autoshard.passes.planner.simulate import Run
-from autoshard.tools.estimate import Estimate, Memory
-from autoshard.tools.planning import Report
+from autoshard.tools.plan.estimate import Estimate, Memory
+from autoshard.tools.plan.planning import Report
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Memory))
 

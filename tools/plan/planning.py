@@ -23,8 +23,15 @@ from torch import nn
 from autoshard.passes.ir.layout import DTYPES, Member
 from autoshard.passes.planner.topology import Topology, default_topology
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
-from autoshard.tools.dry_run import cut_stacks, grown, mean_loss, trace
-from autoshard.tools.estimate import OPTIMIZERS, Configuration, Estimate, Parameters, Step, estimate
+from autoshard.tools.plan.dry_run import cut_stacks, grown, mean_loss, trace
+from autoshard.tools.plan.estimate import (
+    OPTIMIZERS,
+    Configuration,
+    Estimate,
+    Parameters,
+    Step,
+    estimate,
+)
 
 MICRO_BATCHES = (1, 2, 4)  # tried where the caller names none
 SHOWN = 3  # configurations in which buckets are searched for

@@ -2,14 +2,13 @@
 
 Nothing is run and no weights are made: one step is traced on the meta device, sharded over any
 number of ranks, and taken through all passes. `trace` shows the result, and the graph after each
-pass; `golden` keeps the result in files, so that a review shows a change in what is sent.
+pass; `golden` compares the result with files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from autoshard.passes.ir.plan import Plan
 from autoshard.passes.ir.text import render
 from autoshard.passes.lowering.eager import lower_eagerly
 from autoshard.runtime.compiled.frame import Frame
-from autoshard.tools.dry_run import compile_only, pretend_ranks, shard_without_weights
-from autoshard.tools.planning import Workload, on_meta, policy_of, step_of
+from autoshard.tools.plan.dry_run import compile_only, pretend_ranks, shard_without_weights
+from autoshard.tools.plan.planning import Workload, on_meta, policy_of, step_of
 
 
 @dataclass(frozen=True)
@@ -117,43 +116,3 @@ def write(found: Sequence[Traced], folder: Path) -> list[Path]:
             paths.append(folder / f"{each.graph}.trace.json")
             each.plan.to_chrome_trace(paths[-1])
     return paths
-
-
-def golden_texts(found: Sequence[Traced]) -> dict[str, str]:
-    """Texts of golden files, by name: each graph, and all plans.
-
-    Plans are without figures, which change with prices.
-    """
-    texts = {f"{each.graph}.txt": each.text for each in found}
-    plans = (dataclasses.replace(each.plan, figures=None).text() for each in found)
-    return {**texts, "plans.txt": "\n".join(plans)}
-
-
-def accept(texts: dict[str, str], folder: Path) -> None:
-    """Write `texts` as the golden files in `folder`, and remove those of other graphs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in _left_over(texts, folder):
-        path.unlink()
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-
-
-def differences(texts: dict[str, str], folder: Path) -> Iterator[str]:
-    """Yield lines of a diff from the golden files to `texts`; none if they are the same."""
-    now = {**texts, **{path.name: "" for path in _left_over(texts, folder)}}
-    for name, text in now.items():
-        path = folder / name
-        want = path.read_text() if path.exists() else ""
-        yield from difflib.unified_diff(
-            want.splitlines(), text.splitlines(), str(path), f"{name}, now", lineterm=""
-        )
-
-
-def _left_over(texts: dict[str, str], folder: Path) -> list[Path]:
-    """Golden files of graphs that are not among `texts` any more."""
-    known = [f"{kind}.txt" for kind in ("forward", "backward", "inference")]
-    return [
-        path
-        for path in sorted(folder.glob("*.txt"))
-        if path.name in known and path.name not in texts
-    ]

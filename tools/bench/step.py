@@ -24,10 +24,10 @@ from torch import Tensor
 from autoshard import _torch
 from autoshard.runtime.comm import transport
 from autoshard.runtime.compiled.plans import plans
-from autoshard.tools.contestants import CONTESTANTS, RIVALS, Contestant, Setting
+from autoshard.tools.bench.contestants import CONTESTANTS, RIVALS, Contestant, Setting
+from autoshard.tools.bench.peak_memory import Memory, memory_now, peak_beyond
+from autoshard.tools.bench.workloads import Workload
 from autoshard.tools.device import current_device, synchronize
-from autoshard.tools.peak_memory import Memory, memory_now, peak_beyond
-from autoshard.tools.workloads import Workload
 
 WARM_UP = 3
 OURS = "autoshard, compiled"

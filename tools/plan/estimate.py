@@ -20,7 +20,7 @@ from autoshard.passes.planner.search import Decision, search
 from autoshard.passes.planner.simulate import Peak, Timeline
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.unit.unit import ROOT_NAME
-from autoshard.tools.dry_run import Graph
+from autoshard.tools.plan.dry_run import Graph
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
 """States of the size of a parameter that each keeps."""

@@ -27,7 +27,7 @@ from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import replicate, shard
 from autoshard.runtime.unit.param import local_tensor
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from autoshard.tools.parity import average_gradients, compare_local, told_by_all
+from autoshard.tools.parity.compare import average_gradients, compare_local, told_by_all
 
 STEPS = 3
 FLOOR = 0.02  # biases begin at zero, and hold little but rounding after few steps in bfloat16

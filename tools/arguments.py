@@ -1,0 +1,45 @@
+"""Arguments that commands share: how they are described, and how they are read."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+BATCH = (
+    "package.module:function of (rank, step) that returns a batch: a dict of keyword arguments, a "
+    "tuple of arguments, or one argument"
+)
+
+
+def add_command(commands: Any, name: str, example: str, **texts: str) -> Any:
+    """Add a command whose help ends with `example`, as it is written."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(name, epilog=example, formatter_class=formatter, **texts)
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Read the backend's options from `--options`. Raises ValueError for what is no JSON object."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--options {text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--options {text!r}: expected an object, such as '{{\"strict\": true}}'")
+    return found
+
+
+def load(place: str) -> Callable[..., Any]:
+    """Load the function at `package.module:name`. Raises ValueError if there is none."""
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"can't load {place!r} ({error}); expected package.module:function"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{place!r} is a {type(found).__name__}; expected a function")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Measurements of the cluster at hand: `autoshard bench`."""

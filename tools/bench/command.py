@@ -1,0 +1,157 @@
+"""Commands `autoshard bench calibrate` and `autoshard bench step`: parsers, and what runs them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autoshard.tools.arguments import BATCH, add_command, load, read_options
+from autoshard.tools.ranks import launch
+
+CALIBRATE_EXAMPLE = """\
+example, on two CPU ranks of this machine, and on the GPUs of a cluster:
+
+  autoshard bench calibrate --out gloo2.json --ranks 2
+  torchrun --nnodes 4 --nproc-per-node 8 ... -m autoshard.tools.cli bench calibrate --out h100.json
+
+with the ops of a model timed one by one, whole on each rank (some of its layers are enough):
+
+  autoshard bench calibrate --out gloo2.json --model my_model:build --batch my_model:batch
+
+then: torch.compile(model, backend="autoshard", options={"topology": "gloo2.json"})
+"""
+
+
+STEP_EXAMPLE = """\
+examples, on two CPU ranks of this machine, and on the GPUs of a node:
+
+  autoshard bench step --models small vit --rounds 10
+  torchrun --nproc-per-node 8 -m autoshard.tools.cli bench step --dtype bf16
+
+Needs `pip install transformers`. Models: small, medium, large (Llamas), gpt2, vit.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the commands `autoshard bench calibrate` and `autoshard bench step`."""
+    parser = commands.add_parser("bench", help="measure the cluster at hand")
+    what = parser.add_subparsers(dest="what", required=True)
+    _add_calibrate(what)
+    _add_step(what)
+
+
+def _add_calibrate(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "calibrate",
+        CALIBRATE_EXAMPLE,
+        help="write a topology file for the option topology=",
+        description="Time collectives of several sizes, matrix products and copies, and write "
+        "what plans reckon with.",
+    )
+    parser.add_argument("--model", help="package.module:function that returns a model to time")
+    parser.add_argument("--batch", help=f"{BATCH}; of that model")
+    parser.add_argument("--loss", help="package.module:function of (model, batch)")
+    parser.add_argument("--out", required=True, help="the JSON file to write")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    parser.set_defaults(run=run_calibrate, parser=parser)
+
+
+def _add_step(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "step",
+        STEP_EXAMPLE,
+        help="time a step beside FSDP1, FSDP2, DDP and others",
+        description="Train models with autoshard and with what else there is, a step of each in "
+        "turn, and print medians, what communication adds, and how long the first step takes.",
+    )
+    parser.add_argument("--models", nargs="+", default=["small", "medium", "large"])
+    parser.add_argument("--contestants", nargs="+", help="some of them (all)")
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each (default 20)")
+    parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32", help="of computation")
+    parser.add_argument("--options", default="{}", help="of autoshard's backend, as JSON")
+    parser.add_argument("--out", help="a JSON file to write, with every step's times")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    parser.set_defaults(run=run_step, parser=parser)
+
+
+def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run `autoshard bench calibrate`; start the ranks unless torchrun did."""
+    if bool(options.model) != bool(options.batch):
+        options.parser.error("--model needs --batch, and --batch needs --model")
+    if "RANK" not in os.environ:
+        return launch(arguments, options.ranks)
+    from autoshard.runtime.comm.mesh import ensure_process_group
+    from autoshard.tools.bench.calibrate import calibrate
+
+    ensure_process_group()
+    steps = [make_step(options)] if options.model else []
+    topology = calibrate(options.out, steps=steps)
+    if int(os.environ["RANK"]) == 0:
+        print(topology.to_json(), end="")
+    return 0
+
+
+def make_step(options: argparse.Namespace) -> Callable[[], object]:
+    """Return forward and backward, as a function, of the unsharded model that `options` names."""
+    from autoshard.runtime.comm.mesh import device_type
+    from autoshard.tools.parity.compare import default_loss
+
+    model = load(options.model)().to(device_type())
+    batch = load(options.batch)(int(os.environ["RANK"]), 0)
+    loss = load(options.loss) if options.loss else default_loss
+    return lambda: loss(model, batch).backward()
+
+
+def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run `autoshard bench step`; start the ranks unless torchrun did.
+
+    Exit status 2 for a name that isn't there.
+    """
+    if options.out and not os.access(Path(options.out).parent, os.W_OK):
+        options.parser.error(f"--out {options.out}: there is no such folder to write to")
+    if "RANK" not in os.environ:
+        return launch(arguments, options.ranks)
+    import torch
+
+    from autoshard.passes.ir.layout import DTYPES
+    from autoshard.runtime.comm.mesh import device_type, ensure_process_group
+    from autoshard.tools.bench.contestants import CONTESTANTS, read_contestants
+    from autoshard.tools.bench.step import Result, bench_step
+    from autoshard.tools.bench.workloads import read_workloads
+
+    is_first = int(os.environ["RANK"]) == 0
+    try:
+        given = read_options(options.options)
+        contestants = read_contestants(options.contestants or CONTESTANTS)
+        workloads = read_workloads(options.models, device_type())
+    except ValueError as error:
+        options.parser.error(str(error))
+    ensure_process_group()
+    if is_first:
+        print(f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {' '.join(arguments)}")
+    results: list[dict[str, Any]] = []
+
+    def tell(result: Result) -> None:
+        if not is_first:
+            return
+        print(result.text(), flush=True)
+        results.append(dataclasses.asdict(result))
+        if options.out:
+            Path(options.out).write_text(json.dumps(results, indent=1))
+
+    bench_step(
+        workloads,
+        contestants=contestants,
+        rounds=options.rounds,
+        dtype=DTYPES[options.dtype],
+        options=given,
+        tell=tell,
+    )
+    return 0

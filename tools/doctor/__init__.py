@@ -1,0 +1,1 @@
+"""Findings on what is installed, and whether ranks reach each other: `autoshard doctor`."""

@@ -1,0 +1,1 @@
+"""Comparison of replicated, eager and compiled training: `autoshard parity`."""

@@ -1,0 +1,1 @@
+"""Predictions for a cluster that is not there: `autoshard plan`."""

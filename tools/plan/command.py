@@ -1,0 +1,83 @@
+"""Command `autoshard plan`: its parser, and what runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from autoshard.tools.arguments import add_command, load
+
+EXAMPLE = """\
+examples, with a config.json from Hugging Face, and my_model.py defining build() -> nn.Module:
+
+  autoshard plan --model config.json --gpus 64xH100 --seq 8192
+  autoshard plan --model my_model:build --gpus 16xA100 --micro-batch 2 --checkpointing full --json
+
+No GPU is used, and no weights are made. What is left open (mesh, strategy, micro-batch,
+checkpointing) is tried, and the three best configurations are shown. Exit status 1: none fits.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command `autoshard plan`."""
+    parser = add_command(
+        commands,
+        "plan",
+        EXAMPLE,
+        help="predict memory and step time of a model on a cluster",
+        description="Trace a model, and predict what a step takes on a cluster: peak memory by "
+        "category, time, exposed communication, and what bounds it.",
+    )
+    add_workload(parser)
+    parser.add_argument("--gpus", required=True, help="number and kind, 64xH100, or a number")
+    parser.add_argument("--topology", help="a name or a file of `autoshard bench calibrate`")
+    parser.add_argument("--mesh", help="replicas x shards, 8x8, or shards alone")
+    parser.add_argument("--strategy", help="full_shard, shard_grad_op, hybrid_shard, ...")
+    parser.add_argument("--micro-batch", type=int, help="sequences a step and rank")
+    parser.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...")
+    parser.add_argument("--checkpointing", choices=["none", "full"], help="of every unit")
+    parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--buckets", action="store_true", help="print buckets too, by unit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe what is trained, for commands that trace without running."""
+    parser.add_argument(
+        "--model", required=True, help="a Hugging Face config.json, or package.module:function"
+    )
+    parser.add_argument(
+        "--batch",
+        help="package.module:function of (micro_batch, seq) that returns a dict of keyword "
+        "arguments, a tuple of arguments, or one argument; by default token ids",
+    )
+    parser.add_argument("--seq", type=int, default=4096, help="length of sequences (4096)")
+    parser.add_argument("--dtype", default="bf16", help="of computation and gathers (bf16)")
+    parser.add_argument("--param-dtype", default="f32", help="of shards and reduces (f32)")
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run `autoshard plan`; exit status 1 if no configuration fits, 2 for what can't be read."""
+    from autoshard.tools.plan.planning import Choices, plan, read_gpus, read_mesh, read_workload
+    from autoshard.tools.plan.report import as_json, text
+
+    try:
+        gpus, topology = read_gpus(options.gpus, options.topology)
+        choices = Choices(
+            mesh=read_mesh(options.mesh, gpus) if options.mesh else None,
+            strategy=options.strategy,
+            micro_batches=(options.micro_batch,) if options.micro_batch else None,
+            checkpointing=None
+            if options.checkpointing is None
+            else options.checkpointing == "full",
+        )
+        report = plan(read_workload(options, load), topology, gpus, choices)
+    except (ValueError, RuntimeError) as error:
+        options.parser.error(str(error))
+    if options.json:
+        print(json.dumps(as_json(report)))
+    else:
+        print(text(report, with_buckets=options.buckets), end="")
+    return 0 if report.overflow is None else 1

@@ -1,0 +1,1 @@
+"""Graphs and plans of ranks that are not there: `autoshard trace` and `autoshard golden`."""

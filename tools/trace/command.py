@@ -1,0 +1,74 @@
+"""Command `autoshard trace`: its parser, and what runs it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoshard.tools.arguments import add_command, load, read_options
+from autoshard.tools.plan.command import add_workload
+
+if TYPE_CHECKING:
+    from autoshard.tools.trace.tracing import Traced
+
+EXAMPLE = """\
+examples, with a config.json from Hugging Face, and my_model.py defining build() -> nn.Module:
+
+  autoshard trace --model config.json --ranks 8 --seq 128 --dump graphs
+  autoshard trace --model my_model:build --ranks 64 --options '{"topology": "h100"}' --out plans
+
+No GPU is used, no weights are made, and nothing is run. Options: lowering, bucketing, topology
+(without one, a bucket a unit), strategy (full_shard or shard_grad_op).
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command `autoshard trace`."""
+    parser = add_command(
+        commands,
+        "trace",
+        EXAMPLE,
+        help="print the plans of a model, and write its graphs",
+        description="Trace one step of a model, sharded over ranks that are not there, and print "
+        "its plans.",
+    )
+    add_traced(parser)
+    parser.add_argument("--out", help="a folder for the plans as JSON, and their timelines")
+    parser.add_argument("--dump", help="a folder for the graphs, a file a pass")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def add_traced(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which step is traced, and how."""
+    add_workload(parser)
+    parser.add_argument("--ranks", type=int, default=8, help="that are not there (default 8)")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences a rank (default 1)")
+    parser.add_argument("--options", default="{}", help="of the backend, as JSON")
+    parser.set_defaults(optimizer="adamw", lowering="inductor")
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run `autoshard trace`; exit status 2 for what can't be read or traced."""
+    from autoshard.tools.trace.tracing import write
+
+    found = traced(options)
+    for each in found:
+        print(each.plan.text())
+    if options.out:
+        print("\n".join(map(str, write(found, Path(options.out)))))
+    return 0
+
+
+def traced(options: argparse.Namespace) -> list[Traced]:
+    """Trace the step that `options` describe; exit status 2 for what can't be read or traced."""
+    from autoshard.tools.plan.planning import read_workload
+    from autoshard.tools.trace.tracing import trace_workload
+
+    parser: argparse.ArgumentParser = options.parser
+    try:
+        given = {"dump": options.dump, **read_options(options.options)}
+        workload = read_workload(options, load)
+        return trace_workload(workload, options.ranks, options.micro_batch, given)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
