@@ -77,17 +77,17 @@ def autoshard(
     params = plain_parameters(example_inputs)
     if params:
         if adopt(params, settings.shard_arguments()):
-            raise _torch.TraceAgain(restart_reason="autoshard sharded the model")
+            raise _torch.dynamo.TraceAgain(restart_reason="autoshard sharded the model")
         _warn_once(
             f"parameters of size {', '.join(str(list(p.shape)) for p in params)} were left out of "
             "fully_shard: they are not sharded, and their gradients are not reduced"
         )
     if follow_replaced(example_inputs):
-        raise _torch.TraceAgain(restart_reason="parameters were replaced after sharding")
+        raise _torch.dynamo.TraceAgain(restart_reason="parameters were replaced after sharding")
     units = {param.unit for param in sharded_parameters(example_inputs)}
     were_cast = [cast_buffers(unit) for unit in units]
     if any(were_cast):
-        raise _torch.TraceAgain(restart_reason="buffers were cast")
+        raise _torch.dynamo.TraceAgain(restart_reason="buffers were cast")
     _log_graph_break()
     return _compile(gm, example_inputs, settings, mode)
 
@@ -96,7 +96,7 @@ def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileOptions, mode: str | None
 ) -> Callable[..., Any]:
     params = sharded_parameters(example_inputs)
-    code = _torch.traced_code()
+    code = _torch.dynamo.traced_code()
     if params and params[0].unit.is_unordered:  # no collective in it, but who compiled it is told
         attempt, name = _Attempt(gm, example_inputs, settings, mode), code
     elif params:
@@ -118,7 +118,7 @@ def _compile(
         "autoshard could not compile a frame, which runs on the eager runtime instead: "
         f"{attempt.reason}"
     )
-    raise _torch.SkipFrame(attempt.reason)
+    raise _torch.dynamo.SkipFrame(attempt.reason)
 
 
 class _Attempt:
@@ -149,7 +149,7 @@ class _Attempt:
             self.compilation = Compilation(frame, settings, mode, known, kept)
             self.compiled = self.compilation.compile()
             self.plans = tuple(self.compilation.plans)
-        except _torch.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
+        except _torch.dynamo.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
             raise
         except Exception as error:
             self.failure = error
@@ -199,7 +199,7 @@ def _agreed_attempt(
         worth = json.loads(share(name, json.dumps(worth), mesh, is_first=True))
         log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
         graphs.kept_params[key] = frozenset(worth)
-        raise _torch.TraceAgain(restart_reason="what to keep for backward was decided")
+        raise _torch.dynamo.TraceAgain(restart_reason="what to keep for backward was decided")
     kept = graphs.kept_params.get(key, frozenset())
     attempt = _Attempt(gm, example_inputs, settings, mode, known, kept)
     try:
@@ -215,7 +215,7 @@ def _agreed_attempt(
         if not text:  # one of them has another graph
             raise attempt.explained(error, name, mesh) from None
         known[:0] = map(Plan.from_json, json.loads(text))
-        raise _torch.TraceAgain(restart_reason="ranks follow the first one's plan") from None
+        raise _torch.dynamo.TraceAgain(restart_reason="ranks follow the first one's plan") from None
     if searches and attempt.reason is None:
         digests = {plan.digest for plan in known}
         new = (plan for plan in attempt.plans if plan.digest not in digests)
@@ -250,7 +250,7 @@ def _worth_keeping(
         draft = Draft(make_frame(gm, example_inputs), drawn, mode)
         draft.compile()
         return draft.worth_keeping()
-    except _torch.RestartAnalysis:
+    except _torch.dynamo.RestartAnalysis:
         raise
     except Exception:  # the compilation will meet it, too, and tell all ranks
         return ()
@@ -324,7 +324,7 @@ def _watched(
     gm: fx.GraphModule, graph: str, call: Any, lower: Callable[[fx.GraphModule], Lowered]
 ) -> Any:
     for watcher in _watchers:
-        call = _torch.mark_boxed(watcher(gm, graph, call, lower))
+        call = _torch.aot.mark_boxed(watcher(gm, graph, call, lower))
     return call
 
 
@@ -381,7 +381,7 @@ class Compilation:
 
     def compile(self) -> Callable[..., Any]:
         """Compile the frame's graph to a callable with the same inputs and outputs."""
-        code = _torch.traced_code()
+        code = _torch.dynamo.traced_code()
         begins = progress(code, self._num_graphs())
         with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
             if self.options.lowering == "eager":
@@ -400,14 +400,14 @@ class Compilation:
 
             return compiler
 
-        backend = _torch.aot_autograd(
+        backend = _torch.aot.aot_autograd(
             fw_compiler=lower("forward"),
             bw_compiler=lower("backward"),
             inference_compiler=lower("inference"),
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
-        with _torch.aot_settings():
+        with _torch.aot.settings():
             compiled: Callable[..., Any] = backend(self.frame.gm, self.frame.inputs)
         return compiled
 
@@ -421,18 +421,18 @@ class Compilation:
             graph = "backward" if kwargs.get("is_backward") else graph
             gm = self.apply(gm, graph)
             compiled = self.lower_inductor(gm, example_inputs, **kwargs)
-            name = getattr(compiled, "_fx_graph_cache_key", None)
+            name = _torch.inductor.cached_as(compiled)
             if name is not None:
                 plan_cache.save(name, PLAN.get(gm))
 
             def lower(part: fx.GraphModule) -> Lowered:
-                with _torch.tracing_again(example_inputs):
+                with _torch.inductor.tracing_again(example_inputs):
                     lowered: Lowered = lower_inductor(part, example_inputs, **kwargs)
                     return lowered
 
             return _watched(gm, graph, compiled, lower)
 
-        call, names = _torch.compile_with_inductor(
+        call, names = _torch.inductor.compile_frame(
             self.frame.gm,
             self.frame.inputs,
             inner_compile=inner,
@@ -444,7 +444,7 @@ class Compilation:
             plans = plan_cache.load(names)
             if plans is None:
                 graphs_of(self.frame.params[0].unit).misses_plans = True
-                raise _torch.TraceAgain(restart_reason="plans of cached graphs are gone")
+                raise _torch.dynamo.TraceAgain(restart_reason="plans of cached graphs are gone")
             for plan in plans:
                 self._tell(plan, None)
         if self.frame.params:
@@ -457,7 +457,7 @@ class Compilation:
         None if passes have to run.
         """
         params = self.frame.params
-        if _watchers or not (self.is_cached and params and _torch.caches_frames()):
+        if _watchers or not (self.is_cached and params and _torch.aot.caches_frames()):
             return None
         # A mesh of the user's, among the inputs, is another one to torch in each process.
         if self.options.dump is not None or any(param.tp is not None for param in params):
@@ -472,7 +472,7 @@ class Compilation:
             self.table,
             sorted(self.kept),
             [plan.to_json() for plan in self.known],
-            _torch.ambient_dtypes(),
+            _torch.aot.ambient_dtypes(),
         ]
         for group in sorted(joined):
             sizes = [groups.local_size(param.member, group) for param in params]
@@ -488,7 +488,9 @@ class Compilation:
         return plan_cache.frame_key(facts)
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        return _torch.min_cut_rematerialization_partition(self._joint(gm), joint_inputs, **kwargs)
+        return _torch.aot.min_cut_rematerialization_partition(
+            self._joint(gm), joint_inputs, **kwargs
+        )
 
     def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Run the joint passes on `gm`, which is about to be partitioned, in place.
@@ -539,9 +541,9 @@ class Compilation:
         self.plans.append(plan)
         log.info("graph %d, %s", self.number, plan.text())
         name = f"autoshard_{self.number}_{plan.graph}"
-        _torch.trace_structured_artifact(f"{name}_plan", "string", plan.text)
+        _torch.dynamo.trace_structured_artifact(f"{name}_plan", "string", plan.text)
         if gm is not None:
-            _torch.trace_structured_artifact(
+            _torch.dynamo.trace_structured_artifact(
                 f"{name}_graph", "string", lambda: render(gm.graph, axes=self.axes)
             )
 
@@ -611,7 +613,7 @@ def _shard_bytes(param: ShardedParam) -> int:
 
 
 def _log_graph_break() -> None:
-    found = _torch.graph_break()
+    found = _torch.dynamo.graph_break()
     if found is not None:
         log.info("graph break at %s: %s; what follows has a plan of its own", *found)
 

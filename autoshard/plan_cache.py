@@ -81,4 +81,4 @@ def load(graph_keys: Sequence[str]) -> list[Plan] | None:
 
 
 def _path(graph_key: str) -> Path:
-    return Path(_torch.inductor_cache_folder()) / "autoshard" / f"{graph_key}.json"
+    return Path(_torch.inductor.cache_folder()) / "autoshard" / f"{graph_key}.json"

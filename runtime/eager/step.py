@@ -159,9 +159,9 @@ class Step:
             self._take_course()
             wait_for_optimizer(self.owner)
         self._take("forward", unit.gather)
-        if unit.is_unordered and not _torch.in_backward():
+        if unit.is_unordered and not _torch.autograd.in_backward():
             gather_all(self.owner if self.owner.is_root else unit)
-        outer = steps_of(unit).last_step if _torch.in_backward() else None
+        outer = steps_of(unit).last_step if _torch.autograd.in_backward() else None
         if unit not in self.order:
             self.order.append(unit)
             steps_of(unit).last_step = self
@@ -293,10 +293,10 @@ class Step:
 
     def begin_backward(self) -> None:
         """Begin backward, as something saved in forward is wanted: launch its first gathers."""
-        if self._lends and _torch.in_backward():
+        if self._lends and _torch.autograd.in_backward():
             self._take_back()
         wants_some = self._needed or self._run_again
-        if self._callback_queued or not wants_some or not _torch.in_backward():
+        if self._callback_queued or not wants_some or not _torch.autograd.in_backward():
             return
         self._queue_callback()
         if not self.owner.settings.prefetches_after_backward:
@@ -312,7 +312,7 @@ class Step:
             return self._backward[unit]
         self._take("backward", unit.gather)
         self._queue_callback()
-        task = _torch.graph_task()
+        task = _torch.autograd.graph_task()
         # A unit that is not reduced has no end of its own: the next gather is it.
         for other, gathered_by in list(self._read_again.items()):
             if gathered_by == task != -1 and not self._will_reduce(other):
@@ -484,10 +484,13 @@ class Step:
         queue.append(reduction)
 
     def _queue_callback(self) -> None:
-        if not self._callback_queued and _torch.in_backward():
-            _torch.queue_backward_callback(self._finish_backward)
+        if not self._callback_queued and _torch.autograd.in_backward():
+            _torch.autograd.queue_backward_callback(self._finish_backward)
             self._callback_queued = True
-            self._task, self._is_nested = _torch.graph_task(), _torch.in_nested_backward()
+            self._task, self._is_nested = (
+                _torch.autograd.graph_task(),
+                _torch.autograd.in_nested_backward(),
+            )
             steps_of(self.owner).backward_ran = True
             left_out.note_backward()
 
@@ -571,7 +574,7 @@ def close_compiled(owner: Unit) -> None:
 
     Of those in `owner`'s model that waited, some may be of parameters which that code doesn't use.
     """
-    task = _torch.graph_task()
+    task = _torch.autograd.graph_task()
     if steps_of(owner).closed_in != task:
         steps_of(owner).closed_in = task
         step = Step(owner)
@@ -585,7 +588,7 @@ def finalize(owner: Unit) -> None:
     As the end of a backward would; also drops what was kept for another. Raises RuntimeError inside
     of one, or of a forward.
     """
-    if open_step() is not None or _torch.in_backward():
+    if open_step() is not None or _torch.autograd.in_backward():
         raise RuntimeError("finalize_backward was called inside a forward or a backward")
     step = Step(owner)
     step._trained = set(units_below(owner))
@@ -644,7 +647,7 @@ def registered(param: ShardedParam) -> Tensor:
     gradients, or looks at them, is to find it.
     """
     unit = param.unit
-    if open_step() is not None or _torch.in_backward() or param.param.grad is not None:
+    if open_step() is not None or _torch.autograd.in_backward() or param.param.grad is not None:
         return param.param
     if unit.is_unsharded_by_user:
         is_there = unit.shows_whole and unit.kept is not None and not unit.kept.is_stale

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from autoshard import _torch
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.agreement import course
 from autoshard.runtime.training import optimizer_state
@@ -168,14 +168,16 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizer is not None:
             state["optimizer"] = _plain(optimizer_state.state_of(model, optimizer))
-    objects = [leaf for leaf in tree_leaves(state) if not isinstance(leaf, Tensor)]
+    objects = [leaf for leaf in _torch.tensors.tree_leaves(state) if not isinstance(leaf, Tensor)]
     _to_bytes(objects, "the optimizer's groups, or the model's extra state,")
     return state
 
 
 def _plain(state: Any) -> Any:
     """Replace NumPy's numbers, which a schedule may have calculated with, by Python's."""
-    return tree_map(lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, state)
+    return _torch.tensors.tree_map(
+        lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, state
+    )
 
 
 def _is_numpy_number(value: Any) -> bool:
@@ -222,7 +224,9 @@ def _check_read(
             "was saved with"
         )
     for name in states if world != _world() else ():
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(own["states"][name])):
+        if any(
+            isinstance(leaf, DTensor) for leaf in _torch.tensors.tree_leaves(own["states"][name])
+        ):
             raise ValueError(
                 f"the state of {name!r} has shards of tensors, as {world} ranks had them: load it "
                 "on as many, or have it save whole tensors"

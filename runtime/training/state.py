@@ -27,7 +27,7 @@ from autoshard.runtime.comm.mesh import mesh_device
 from autoshard.runtime.eager import access
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.ranks.agreement import course
-from autoshard.runtime.unit.param import ShardedParam, local_tensor, remember_origin
+from autoshard.runtime.unit.param import ShardedParam, remember_origin
 
 EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
 
@@ -35,7 +35,7 @@ EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_g
 # ---- the norm of the gradients
 
 
-@_torch.disable
+@_torch.dynamo.disable
 @torch.no_grad()
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip the norm of gradients: see `ShardedModule.clip_grad_norm_`."""
@@ -108,7 +108,7 @@ def _shares(module: nn.Module) -> list[_Share]:
         share = shares.setdefault(key, _Share(*key, device))
         share.is_double |= param.dtype in (torch.float64, torch.complex128)
         if grad is not None:
-            local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+            local = _torch.dtensor.local_tensor(grad) if isinstance(grad, DTensor) else grad
             if local.numel():  # an empty tensor has no inf-norm
                 share.grads.append(local)
     return list(shares.values())
@@ -229,7 +229,7 @@ class _Borrowed:
             whole.detach(), layout.device_mesh, layout.placements, src_data_rank=None
         )
         # A write that changes nothing does not make a forward's saved parameters stale.
-        if not _same_bits(local_tensor(rows), self.param.shard):
+        if not _same_bits(_torch.dtensor.local_tensor(rows), self.param.shard):
             param.copy_(rows)
         param.requires_grad_(whole.requires_grad)
 
@@ -307,7 +307,7 @@ def _params_below(module: nn.Module) -> list[ShardedParam]:
 
 def _refuse_full_params(module: nn.Module) -> None:
     name = _name(module)
-    if steps.open_step() is not None or _torch.in_backward():
+    if steps.open_step() is not None or _torch.autograd.in_backward():
         raise RuntimeError(
             f"full_params() of {name} was entered inside a forward or backward on rank {_rank()}: "
             "enter it outside; in forward, reading a parameter gives all of it"
