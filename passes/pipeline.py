@@ -46,9 +46,8 @@ def run_one(gm: fx.GraphModule, transform: Pass) -> fx.GraphModule:
     Raises PassError naming `transform` if the graph that it returns is broken.
     """
     before = arguments(gm.graph)
-    with (
-        _torch.tensors.unset_fake_temporarily()
-    ):  # a caller's: values of the graph have their own mode
+    # A caller's mode: values of the graph have their own.
+    with _torch.tensors.unset_fake_temporarily():
         gm = transform(gm)
         try:
             gm.graph.lint()

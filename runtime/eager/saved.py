@@ -48,10 +48,9 @@ class Sources:
         for param, tensors in whole.sources().items():
             own = {_torch.tensors.storage_id(each) for each in _plain_tensors(param.shard)}
             for index, tensor in enumerate(tensors):
-                if tensor.numel() and _torch.tensors.storage_id(tensor) not in own:
-                    self._by_storage[_torch.tensors.storage_id(tensor)] = Source(
-                        param, index, tensor.dtype
-                    )
+                storage = _torch.tensors.storage_id(tensor)
+                if tensor.numel() and storage not in own:
+                    self._by_storage[storage] = Source(param, index, tensor.dtype)
 
     def remove(self, whole: Whole) -> None:
         for tensors in whole.sources().values():

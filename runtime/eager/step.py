@@ -487,10 +487,8 @@ class Step:
         if not self._callback_queued and _torch.autograd.in_backward():
             _torch.autograd.queue_backward_callback(self._finish_backward)
             self._callback_queued = True
-            self._task, self._is_nested = (
-                _torch.autograd.graph_task(),
-                _torch.autograd.in_nested_backward(),
-            )
+            self._task = _torch.autograd.graph_task()
+            self._is_nested = _torch.autograd.in_nested_backward()
             steps_of(self.owner).backward_ran = True
             left_out.note_backward()
 

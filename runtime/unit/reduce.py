@@ -442,9 +442,9 @@ def arrive(
 def arrived(param: ShardedParam) -> Sum | None:
     """Return the sum of gradients of `param` that came before in the running backward."""
     arriving = param.arriving
-    return (
-        None if arriving is None or arriving.task != _torch.autograd.graph_task() else arriving.sum
-    )
+    if arriving is None or arriving.task != _torch.autograd.graph_task():
+        return None
+    return arriving.sum
 
 
 def take_arrived(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
