@@ -57,7 +57,7 @@ class Attempt:
             self.compilation = Compilation(frame, settings, mode, known, kept)
             self.compiled = self.compilation.compile()
             self.plans = tuple(self.compilation.plans)
-        except _torch.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
+        except _torch.dynamo.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
             raise
         except Exception as error:
             self.failure = error
@@ -107,7 +107,7 @@ def agreed_attempt(
         worth = json.loads(share(name, json.dumps(worth), mesh, is_first=True))
         log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
         graphs.kept_params[key] = frozenset(worth)
-        raise _torch.TraceAgain(restart_reason="what to keep for backward was decided")
+        raise _torch.dynamo.TraceAgain(restart_reason="what to keep for backward was decided")
     kept = graphs.kept_params.get(key, frozenset())
     attempt = Attempt(gm, example_inputs, settings, mode, known, kept)
     try:
@@ -123,7 +123,7 @@ def agreed_attempt(
         if not text:  # one of them has another graph
             raise attempt.explained(error, name, mesh) from None
         known[:0] = map(Plan.from_json, json.loads(text))
-        raise _torch.TraceAgain(restart_reason="ranks follow the first one's plan") from None
+        raise _torch.dynamo.TraceAgain(restart_reason="ranks follow the first one's plan") from None
     if settings.searches and attempt.reason is None:
         digests = {plan.digest for plan in known}
         new = (plan for plan in attempt.plans if plan.digest not in digests)
@@ -153,7 +153,7 @@ def _worth_keeping(
         draft = Draft(make_frame(gm, example_inputs), drawn, mode)
         draft.compile()
         return draft.worth_keeping()
-    except _torch.RestartAnalysis:
+    except _torch.dynamo.RestartAnalysis:
         raise
     except Exception:  # the compilation will meet it, too, and tell all ranks
         return ()

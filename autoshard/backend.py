@@ -53,17 +53,17 @@ def autoshard(
     plain = plain_parameters(example_inputs)
     if plain:
         if adopt(plain, given.shard_arguments()):
-            raise _torch.TraceAgain(restart_reason="autoshard sharded the model")
+            raise _torch.dynamo.TraceAgain(restart_reason="autoshard sharded the model")
         _warn_once(
             f"parameters of size {', '.join(str(list(p.shape)) for p in plain)} were left out of "
             "fully_shard: they are not sharded, and their gradients are not reduced"
         )
     if follow_replaced(example_inputs):
-        raise _torch.TraceAgain(restart_reason="parameters were replaced after sharding")
+        raise _torch.dynamo.TraceAgain(restart_reason="parameters were replaced after sharding")
     params = sharded_parameters(example_inputs)
     were_cast = [cast_buffers(unit) for unit in {param.unit for param in params}]
     if any(were_cast):
-        raise _torch.TraceAgain(restart_reason="buffers were cast")
+        raise _torch.dynamo.TraceAgain(restart_reason="buffers were cast")
     _log_graph_break()
     settings = given.resolve(params[0].device if params else None)
     return _compile(gm, example_inputs, settings, mode, params)
@@ -76,7 +76,7 @@ def _compile(
     mode: str | None,
     params: Sequence[ShardedParam],
 ) -> Callable[..., Any]:
-    code = _torch.traced_code()
+    code = _torch.dynamo.traced_code()
     if params and params[0].unit.is_unordered:  # no collective in it, but who compiled it is told
         attempt, name = Attempt(gm, example_inputs, settings, mode), code
     elif params:
@@ -98,7 +98,7 @@ def _compile(
         "autoshard could not compile a frame, which runs on the eager runtime instead: "
         f"{attempt.reason}"
     )
-    raise _torch.SkipFrame(attempt.reason)
+    raise _torch.dynamo.SkipFrame(attempt.reason)
 
 
 def _warn_beyond_budget(attempt: Attempt, code: str) -> None:
@@ -144,7 +144,7 @@ def _check_bucketing(settings: CompileSettings, param: ShardedParam) -> None:
 
 
 def _log_graph_break() -> None:
-    found = _torch.graph_break()
+    found = _torch.dynamo.graph_break()
     if found is not None:
         log.info("graph break at %s: %s; what follows has a plan of its own", *found)
 

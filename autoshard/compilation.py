@@ -66,7 +66,7 @@ def _watched(
     gm: fx.GraphModule, graph: str, call: Any, lower: Callable[[fx.GraphModule], Lowered]
 ) -> Any:
     for watcher in _watchers:
-        call = _torch.mark_boxed(watcher(gm, graph, call, lower))
+        call = _torch.aot.mark_boxed(watcher(gm, graph, call, lower))
     return call
 
 
@@ -120,7 +120,7 @@ class Compilation:
 
     def compile(self) -> Callable[..., Any]:
         """Compile the frame's graph to a callable with the same inputs and outputs."""
-        code = _torch.traced_code()
+        code = _torch.dynamo.traced_code()
         begins = progress(code, self._num_graphs())
         with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
             if self.settings.lowering == "eager":
@@ -139,14 +139,14 @@ class Compilation:
 
             return compiler
 
-        backend = _torch.aot_autograd(
+        backend = _torch.aot.aot_autograd(
             fw_compiler=lower("forward"),
             bw_compiler=lower("backward"),
             inference_compiler=lower("inference"),
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
-        with _torch.aot_settings():
+        with _torch.aot.settings():
             compiled: Callable[..., Any] = backend(self.frame.gm, self.frame.inputs)
         return compiled
 
@@ -160,18 +160,18 @@ class Compilation:
             graph = "backward" if kwargs.get("is_backward") else graph
             gm = self.apply(gm, graph)
             compiled = self.lower_inductor(gm, example_inputs, **kwargs)
-            name = getattr(compiled, "_fx_graph_cache_key", None)
+            name = _torch.inductor.cached_as(compiled)
             if name is not None:
                 plan_cache.save(name, PLAN.get(gm))
 
             def lower(part: fx.GraphModule) -> Lowered:
-                with _torch.tracing_again(example_inputs):
+                with _torch.inductor.tracing_again(example_inputs):
                     lowered: Lowered = lower_inductor(part, example_inputs, **kwargs)
                     return lowered
 
             return _watched(gm, graph, compiled, lower)
 
-        call, names = _torch.compile_with_inductor(
+        call, names = _torch.inductor.compile_frame(
             self.frame.gm,
             self.frame.inputs,
             inner_compile=inner,
@@ -183,7 +183,7 @@ class Compilation:
             plans = plan_cache.load(names)
             if plans is None:
                 graphs_of(self.frame.params[0].unit).misses_plans = True
-                raise _torch.TraceAgain(restart_reason="plans of cached graphs are gone")
+                raise _torch.dynamo.TraceAgain(restart_reason="plans of cached graphs are gone")
             for plan in plans:
                 self._tell(plan, None)
         if self.frame.params:
@@ -196,7 +196,7 @@ class Compilation:
         None if passes have to run.
         """
         params = self.frame.params
-        if _watchers or not (self.is_cached and params and _torch.caches_frames()):
+        if _watchers or not (self.is_cached and params and _torch.aot.caches_frames()):
             return None
         # A mesh of the user's, among the inputs, is another one to torch in each process.
         if self.settings.dump is not None or any(param.tp is not None for param in params):
@@ -211,7 +211,7 @@ class Compilation:
             self.table,
             sorted(self.kept),
             [plan.to_json() for plan in self.known],
-            _torch.ambient_dtypes(),
+            _torch.aot.ambient_dtypes(),
         ]
         for group in sorted(joined):
             sizes = [groups.local_size(param.member, group) for param in params]
@@ -227,7 +227,9 @@ class Compilation:
         return plan_cache.frame_key(facts)
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        return _torch.min_cut_rematerialization_partition(self._joint(gm), joint_inputs, **kwargs)
+        return _torch.aot.min_cut_rematerialization_partition(
+            self._joint(gm), joint_inputs, **kwargs
+        )
 
     def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Run the joint passes on `gm`, which is about to be partitioned, in place.
@@ -278,9 +280,9 @@ class Compilation:
         self.plans.append(plan)
         log.info("graph %d, %s", self.number, plan.text())
         name = f"autoshard_{self.number}_{plan.graph}"
-        _torch.trace_structured_artifact(f"{name}_plan", "string", plan.text)
+        _torch.dynamo.trace_structured_artifact(f"{name}_plan", "string", plan.text)
         if gm is not None:
-            _torch.trace_structured_artifact(
+            _torch.dynamo.trace_structured_artifact(
                 f"{name}_graph", "string", lambda: render(gm.graph, axes=self.axes)
             )
 

@@ -32,7 +32,8 @@ def frame_key(facts: Sequence[object]) -> str:
 def sources() -> list[Path]:
     """List the files that a plan depends on, in the same order wherever they are installed."""
     here = Path(__file__).parent
-    inside = [(here / folder).resolve() for folder in ("passes", "runtime")]  # rglob needs no links
+    folders = ("_torch", "passes", "runtime")
+    inside = [(here / folder).resolve() for folder in folders]  # rglob needs no links
     return [
         *sorted(here.glob("*.py")),
         *(path for each in inside for path in sorted(each.rglob("*.py"))),
@@ -80,4 +81,4 @@ def load(graph_keys: Sequence[str]) -> list[Plan] | None:
 
 
 def _path(graph_key: str) -> Path:
-    return Path(_torch.inductor_cache_folder()) / "autoshard" / f"{graph_key}.json"
+    return Path(_torch.inductor.cache_folder()) / "autoshard" / f"{graph_key}.json"

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="*", default=[16, 32, 80, 126])
     parser.add_argument("--lowering", default="inductor")
     options = parser.parse_args()
-    _torch.pretend_ranks(RANKS)
+    _torch.dist.pretend_ranks(RANKS)
     compile_once(2, options.lowering)
     print(f"torch {torch.__version__}, lowering {options.lowering}; seconds")
     print("layers   whole  passes  share  of which")

@@ -43,7 +43,7 @@ def inductor(problem: Problem, weights: Sequence[Weight], tokens: int, ranks: in
     weights: those of `problem.gathers`, in that order; each has an op in forward, two in backward.
     """
     if not torch.distributed.is_initialized():
-        _torch.pretend_ranks(ranks)
+        _torch.dist.pretend_ranks(ranks)
     drawn = _Drawn(problem, weights, tokens, ranks)
     scheduled = _schedule(drawn)
     return _read(drawn, scheduled)
@@ -79,7 +79,7 @@ class _Drawn:
                 c10d.all_gather_into_tensor.default,
                 shards[number],
                 self.ranks,
-                _torch.default_group().group_name,
+                _torch.dist.default_group().group_name,
             )
             whole = self._call(c10d.wait_tensor.default, whole)
             whole = self._call(aten.view.default, whole, list(weight.size))
@@ -96,7 +96,7 @@ class _Drawn:
                 made,
                 "sum",
                 self.ranks,
-                _torch.default_group().group_name,
+                _torch.dist.default_group().group_name,
             )
             results.append(self._call(c10d.wait_tensor.default, sent))
             x = gradient_of_x

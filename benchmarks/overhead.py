@@ -75,11 +75,11 @@ def measure(contestant: Contestant, work: Workload, setting: Setting) -> Cost:
     torch.manual_seed(0)
     batch = {key: value.to(setting.device) for key, value in work.batch(0).items()}
     assert setting.dtype == torch.float32  # profiles don't have the dtypes of lists
-    with _lowered_graphs() as graphs, _torch.fresh_inductor_cache():
+    with _lowered_graphs() as graphs, _torch.inductor.fresh_cache():
         model = contestant(work.build().to(setting.device), setting)
         model(**batch).loss.backward()
     assert len(graphs) in (0, 2), "each graph is run once a step: forward and backward"
-    with _torch.fresh_inductor_cache():
+    with _torch.inductor.fresh_cache():
         model(**batch).loss.backward()
         model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     options = parser.parse_args()
-    _torch.pretend_ranks(options.ranks)
+    _torch.dist.pretend_ranks(options.ranks)
     work = llama(Sizes(options.hidden, options.layers, batch=4, length=128))
     setting = Setting(current_device(), work.blocks, torch.float32, {})
     whole = sum(param.numel() * param.itemsize for param in work.build().parameters()) / 1e6

@@ -50,7 +50,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
     print(f"torch {torch.__version__}, {name}, {vars(options)}")
     for ranks in options.ranks:
-        _torch.pretend_ranks(ranks)
+        _torch.dist.pretend_ranks(ranks)
         workloads = read_workloads(options.models, device.type)
         results = bench_step(
             workloads, contestants=SHARDED, rounds=ROUNDS, dtype=DTYPES[options.dtype]

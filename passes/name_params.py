@@ -46,7 +46,7 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
         SOURCE.set(node, info.name)
         looked_up_in = table_of(node)
         if looked_up_in is not None and looked_up_in.name != TABLE:
-            _torch.rename(looked_up_in, TABLE)
+            _torch.fx.rename(looked_up_in, TABLE)
         if not (is_unshard(node) or is_before_gather(node)):
             continue
         shard = node.all_input_nodes[0]
@@ -54,7 +54,7 @@ def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphMo
             SOURCE.set(shard, info.name)
             shard = shard.all_input_nodes[0]
         if shard.op == "placeholder":
-            _torch.rename(shard, _identifier(info.name))
+            _torch.fx.rename(shard, _identifier(info.name))
     return gm
 
 

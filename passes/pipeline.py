@@ -46,7 +46,8 @@ def run_one(gm: fx.GraphModule, transform: Pass) -> fx.GraphModule:
     Raises PassError naming `transform` if the graph that it returns is broken.
     """
     before = arguments(gm.graph)
-    with _torch.unset_fake_temporarily():  # a caller's: values of the graph have their own mode
+    # A caller's mode: values of the graph have their own.
+    with _torch.tensors.unset_fake_temporarily():
         gm = transform(gm)
         try:
             gm.graph.lint()
@@ -65,7 +66,7 @@ def pass_name(transform: Pass) -> str:
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy `gm`: new nodes, same weights, inputs first, as AOTAutograd makes an effect's token
     before them. `copy.deepcopy(gm)` would clone every parameter."""
-    copied = _torch.graph_module(gm, copy.deepcopy(gm.graph))
+    copied = _torch.fx.graph_module(gm, copy.deepcopy(gm.graph))
     body = next((node for node in copied.graph.nodes if node.op != "placeholder"), None)
     for each in copied.graph.find_nodes(op="placeholder"):
         if body is not None and body < each:

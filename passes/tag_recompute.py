@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from autoshard._torch import CheckpointPolicy
 from autoshard.passes.ir import ops
 from autoshard.passes.ir.match import is_barrier, is_before_gather, is_unshard
 from autoshard.passes.ir.ops import Unshard

@@ -71,7 +71,7 @@ def main() -> None:
     _say(f"parameter bytes: {here:,} on rank {rank} of {whole:,} in the model")
     _say(f"collectives a step: {gathers} gathers, {len(issued) - gathers} reduces")
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     batches = [make_batch(corpus, rank, step, device_type()) for step in range(PARITY_STEPS)]
     report = parity(build_model, batches, options={"lowering": "eager"})
     _say(report.text())

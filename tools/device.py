@@ -30,7 +30,7 @@ def timed(run: Callable[[], T]) -> tuple[T, float]:
         started = time.perf_counter()
         return run(), (time.perf_counter() - started) * 1e6
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    _torch.spin_gpu(HEAD_START_CYCLES)
+    _torch.device.spin_gpu(HEAD_START_CYCLES)
     begin.record()
     result = run()
     end.record()

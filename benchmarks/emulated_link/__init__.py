@@ -47,7 +47,7 @@ def start(world_size: int, *, latency_us: float, gb_per_s: float, rank: int = 0)
     """
     install()
     set_link(latency_us=latency_us, gb_per_s=gb_per_s)
-    dist.init_process_group(NAME, rank=rank, world_size=world_size, store=_torch.HashStore())
+    dist.init_process_group(NAME, rank=rank, world_size=world_size, store=_torch.dist.HashStore())
 
 
 def install() -> None:
@@ -109,5 +109,5 @@ def _cycles_per_us() -> float:
     """Of the GPU's clock, while it is busy; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0.0
-    times_us = [timed(lambda: _torch.spin_gpu(CYCLES))[1] for _ in range(3)]
+    times_us = [timed(lambda: _torch.device.spin_gpu(CYCLES))[1] for _ in range(3)]
     return CYCLES / times_us[-1]  # the first ones wake it up

@@ -56,7 +56,7 @@ def shards(group: str) -> int:
 def shard_rank(group: str) -> int:
     """Number of this rank's shard: its rank in the group that shares the shards."""
     name = shard_part(group)
-    return _torch.group_rank(name) if name and not _pretended.get() else 0
+    return _torch.dist.group_rank(name) if name and not _pretended.get() else 0
 
 
 def local_size(member: Member, group: str) -> tuple[int, ...]:
@@ -81,4 +81,4 @@ def _size(name: str) -> int:
     if not name:
         return 1
     size_of = _pretended.get()
-    return size_of(name) if size_of else _torch.group_size(name)
+    return size_of(name) if size_of else _torch.dist.group_size(name)

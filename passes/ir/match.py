@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from autoshard import _torch
@@ -152,7 +151,6 @@ def is_planned(node: fx.Node) -> bool:
     return is_marker(node) or is_preparation(node)
 
 
-_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")  # collectives of torch
 _LOCAL = ("aten", "profiler")  # what has an effect there, a check or a line of text, has it here
 _GROUP_ARGUMENTS = ("group", "group_name", "process_group", "pg")
 
@@ -167,22 +165,22 @@ def is_barrier(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     op, namespace = _called(node), getattr(_called(node), "namespace", "")
-    if node.target is _torch.with_effects:
-        return namespace not in _LOCAL and not isinstance(op, _torch.Print)
-    if namespace not in ("autoshard", *_FUNCTIONAL) and _takes_group(op):
+    if node.target is _torch.ops.with_effects:
+        return namespace not in _LOCAL and not isinstance(op, _torch.ops.Print)
+    if namespace not in ("autoshard", *_torch.ops.FUNCTIONAL_COLLECTIVES) and _takes_group(op):
         return True
     return any(is_barrier(inner) for graph in graphs_of(node) for inner in graph.nodes)
 
 
 def _called(node: fx.Node) -> object:
     """Op that `node` calls, seen through the wrappers for effects and for functionalized writes."""
-    if node.target is _torch.with_effects:
+    if node.target is _torch.ops.with_effects:
         return node.args[1]
-    return node.args[0] if node.target in _torch.FUNCTIONALIZED else node.target
+    return node.args[0] if node.target in _torch.ops.FUNCTIONALIZED else node.target
 
 
 def _takes_group(op: object) -> bool:
-    schema = getattr(op, "_schema", None)
+    schema = _torch.ops.schema_of(op)
     arguments = () if schema is None else schema.arguments
     return any(
         each.name in _GROUP_ARGUMENTS
@@ -194,7 +192,7 @@ def _takes_group(op: object) -> bool:
 def graphs_of(node: fx.Node) -> list[fx.Graph]:
     """Graphs that `node` takes, if it is a higher-order operator."""
     owner = node.graph.owning_module
-    if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if owner is None or not isinstance(node.target, _torch.ops.HigherOrderOperator):
         return []
     given = (each for each in node.all_input_nodes if each.op == "get_attr")
     found = (getattr(owner, str(each.target), None) for each in given)
@@ -204,7 +202,7 @@ def graphs_of(node: fx.Node) -> list[fx.Graph]:
 def op_of(node: fx.Node) -> str:
     """Name in generated code of the op that `node` calls, seen through wrappers."""
     op = _called(node)
-    if isinstance(op, torch._ops.HigherOrderOperator):
+    if isinstance(op, _torch.ops.HigherOrderOperator):
         return f"higher_order.{op.name()}"
     return str(op)
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
-from torch.utils._sympy import functions
+
+from autoshard import _torch
 
 MAX_LENGTH = 400
 """Characters of an expression."""
@@ -24,16 +25,16 @@ MAX_EXPONENT = 8
 
 _SYMBOL = re.compile(r"[su]\d{1,9}")
 _FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
-    "Max": functions.Max,
-    "Min": functions.Min,
-    "max": functions.Max,
-    "min": functions.Min,
-    "FloorDiv": functions.FloorDiv,
-    "CeilDiv": functions.CeilDiv,
-    "CleanDiv": functions.CleanDiv,
-    "Mod": functions.Mod,
-    "PythonMod": functions.PythonMod,
-    "ModularIndexing": functions.ModularIndexing,
+    "Max": _torch.fx.size_functions.Max,
+    "Min": _torch.fx.size_functions.Min,
+    "max": _torch.fx.size_functions.Max,
+    "min": _torch.fx.size_functions.Min,
+    "FloorDiv": _torch.fx.size_functions.FloorDiv,
+    "CeilDiv": _torch.fx.size_functions.CeilDiv,
+    "CleanDiv": _torch.fx.size_functions.CleanDiv,
+    "Mod": _torch.fx.size_functions.Mod,
+    "PythonMod": _torch.fx.size_functions.PythonMod,
+    "ModularIndexing": _torch.fx.size_functions.ModularIndexing,
 }
 
 
@@ -96,9 +97,9 @@ def _operate(
         case ast.Mult():
             return _in_range(one * other), _limited(terms * more)
         case ast.FloorDiv():
-            return functions.FloorDiv(one, other), 1
+            return _torch.fx.size_functions.FloorDiv(one, other), 1
         case ast.Mod():
-            return functions.Mod(one, other), 1
+            return _torch.fx.size_functions.Mod(one, other), 1
     raise ValueError("expected one of + - * // %")
 
 

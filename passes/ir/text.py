@@ -19,11 +19,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
+from autoshard import _torch
 from autoshard.passes.ir.layout import DTYPE_NAMES, DTYPES
 from autoshard.passes.ir.meta import SOURCE
 from autoshard.passes.ir.sizes import read_size
@@ -111,11 +109,11 @@ def _show(arg: object, axes: Mapping[str, str]) -> str:
 def _show_op(target: Any) -> str:
     if target is operator.getitem:
         return "getitem"
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.replace("::", ".")
-        overload = target._overloadname
+    if isinstance(target, _torch.ops.OpOverload):
+        name = _torch.ops.schema_of(target).name.replace("::", ".")
+        overload = _torch.ops.overload_of(target)
         return name if overload == "default" else f"{name}.{overload}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, _torch.ops.HigherOrderOperator):
         return f"hop.{target.name()}"
     if getattr(target, "__module__", "") == "_operator":
         return f"operator.{target.__name__}"
@@ -142,7 +140,7 @@ class _Reader:
         self.graph = fx.Graph()
         self._nodes: dict[str, fx.Node] = {}
         self._shapes = ShapeEnv()
-        self._fake = FakeTensorMode(shape_env=self._shapes)
+        self._fake = _torch.tensors.FakeTensorMode(shape_env=self._shapes)
         self._sizes: dict[str, Any] = {}
 
     def read_line(self, line: str) -> None:
@@ -229,10 +227,10 @@ class _Reader:
         """Declare a symbol that the shape environment has not made itself: its range, and a hint
         unless it is unbacked."""
         if symbol.name.startswith("u"):
-            self._shapes.var_to_range[symbol] = ValueRanges(0, int_oo)
+            self._shapes.var_to_range[symbol] = _torch.fx.ValueRanges(0, _torch.fx.int_oo)
             self._shapes.size_like.add(symbol)
             return
-        self._shapes.var_to_range[symbol] = ValueRanges(2, int_oo)
+        self._shapes.var_to_range[symbol] = _torch.fx.ValueRanges(2, _torch.fx.int_oo)
         self._shapes.add_backed_var_to_val(symbol, _FIRST_HINT + len(self._shapes.var_to_range))
 
 
@@ -297,6 +295,6 @@ def _read_op(text: str) -> Any:
     else:
         name, _, overload = rest.partition(".")
         found = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
-    if not isinstance(found, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+    if not isinstance(found, (_torch.ops.OpOverload, _torch.ops.HigherOrderOperator)):
         raise ValueError(f"{text!r} is no operator")
     return found

@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
+from autoshard import _torch
 from autoshard.passes.ir.layout import DTYPE_NAMES
 
 Arguments = Mapping[fx.Node, tuple[Any, Any]]
@@ -66,7 +65,8 @@ def _check_taken(node: fx.Node, then: list[fx.Node], now: list[fx.Node]) -> None
 def _run_again(node: fx.Node) -> Any:
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    fake = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
+    leaves = _torch.tensors.tree_leaves((args, kwargs))
+    fake = (each for each in leaves if isinstance(each, _torch.tensors.FakeTensor))
     mode = next((each.fake_mode for each in fake), contextlib.nullcontext())
     with mode:
         return target(*args, **kwargs)

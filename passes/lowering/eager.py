@@ -23,4 +23,4 @@ def lower_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
-    return _torch.boxed(gm)
+    return _torch.fx.boxed(gm)

@@ -20,10 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 
 from autoshard import _torch
 from autoshard.passes.ir.match import (
@@ -59,12 +55,11 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     """
     planned = planned_order(gm.graph)
     settings = {
-        **_torch.inductor_settings(**SETTINGS),
+        **_torch.inductor.known_settings(**SETTINGS),
         "joint_custom_post_pass": None,  # it has run; what is compiled here may come from a cache
         "post_grad_custom_post_pass": KeepOrder(gm.graph, PLAN.get(gm)),
     }
-    with torch._inductor.config.patch(settings):
-        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    compiled = _torch.inductor.compile_graph(gm, example_inputs, settings, **kwargs)
     if planned:
         check_order(getattr(compiled, "source_code", ""), planned)
     return compiled
@@ -129,7 +124,7 @@ def _event(order: Order, at: int) -> str:
     return " ".join(map(str, order[at])) if at < len(order) else "the end"
 
 
-class KeepOrder(CustomGraphPass):
+class KeepOrder(_torch.inductor.CustomGraphPass):
     """Pass for Inductor that chains each pack, launch and wait to the one before, and to the
     compute planned before it.
 
@@ -163,25 +158,25 @@ def keep_order(graph: fx.Graph) -> None:
     The op after an event needs none: it reads a wait of the plan anyway, or the next event depends
     on it.
     """
-    after: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    after: dict[fx.Node, list[fx.Node]] = {}
     event: fx.Node | None = None
     op: fx.Node | None = None
     for node in list(graph.nodes):
         if event_of(node) is not None or is_pack(node) or is_barrier(node):
             needed = [n for n in (event, op) if n is not None and n not in node.all_input_nodes]
             if needed and not _is_rewritten(node):
-                after[node] = OrderedSet(needed)
+                after[node] = needed
             result = _as_tensor(node)
             if result is not None:
                 event, op = result, None
         elif node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
             op = node
-    preserve_node_ordering(graph, after)
+    _torch.inductor.keep_nodes_behind(graph, after)
 
 
 def _is_rewritten(node: fx.Node) -> bool:
     """Tell whether Inductor later looks for `node` itself, to write something else in its place."""
-    return node.target in _torch.FUNCTIONALIZED or bool(graphs_of(node))
+    return node.target in _torch.ops.FUNCTIONALIZED or bool(graphs_of(node))
 
 
 def _as_tensor(event: fx.Node) -> fx.Node | None:

@@ -36,6 +36,6 @@ class Prices:
 
     def ranks(self, name: str) -> tuple[int, int]:
         """Number of ranks in the group `name`, and of those of them on its first rank's node."""
-        ranks = _torch.group_ranks(name) if name else [0]
+        ranks = _torch.dist.group_ranks(name) if name else [0]
         nodes = [rank // self.topology.ranks_per_node for rank in ranks]
         return len(ranks), nodes.count(nodes[0])

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from autoshard import _torch
 from autoshard.passes.ir.layout import DTYPE_NAMES
 from autoshard.passes.planner.topology import Topology
 
@@ -67,7 +67,7 @@ def op_key(target: object, arguments: object) -> str:
 
     For instance `aten.mm.default(f32[64, 32], f32[32, 8])`. Symbolic sizes are their hints.
     """
-    tensors = [each for each in pytree.tree_leaves(arguments) if isinstance(each, Tensor)]
+    tensors = [each for each in _torch.tensors.tree_leaves(arguments) if isinstance(each, Tensor)]
     texts = (
         f"{DTYPE_NAMES.get(each.dtype, each.dtype)}{[hint_of(size) for size in each.shape]}"
         for each in tensors
@@ -89,9 +89,9 @@ def is_view(node: fx.Node) -> bool:
     """Tell whether `node` allocates nothing: it is a view, or takes one of several results."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, _torch.ops.OpOverload):
         return False
-    returns = node.target._schema.returns
+    returns = _torch.ops.schema_of(node.target).returns
     return bool(returns) and all(
         each.alias_info is not None and not each.alias_info.is_write for each in returns
     )
@@ -102,7 +102,7 @@ def is_fusible(node: fx.Node) -> bool:
     if is_view(node):
         return bool(node.all_input_nodes) and is_fusible(base_of(node))
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
+    return isinstance(target, _torch.ops.OpOverload) and (
         torch.Tag.pointwise in target.tags or target.namespace == "prims"
     )
 
@@ -142,7 +142,7 @@ def _shape_of(node: fx.Node) -> Any:
             return torch.empty([hint_of(size) for size in value.shape], device="meta")
         return hint_of(value) if isinstance(value, torch.SymInt) else value
 
-    return pytree.tree_map(without_symbols, node.meta.get("val"))
+    return _torch.tensors.tree_map(without_symbols, node.meta.get("val"))
 
 
 def _value_of(node: fx.Node) -> Any:

@@ -177,7 +177,7 @@ def _explained(issued: Issued) -> Iterator[None]:
     except torch.OutOfMemoryError:  # of this rank's own
         raise
     except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(_torch.resolve_group(issued.group))
+        ranks = dist.get_process_group_ranks(_torch.dist.resolve_group(issued.group))
         raise RuntimeError(
             f"rank {dist.get_rank()}: {issued} over ranks {ranks} failed, as one of them ended, is "
             "stuck, or went another way: look at what each of them says last, or at what "
@@ -219,7 +219,7 @@ def launch_gather(
     bucket: see `Issued`.
     comm: the unit's own communication, if it has some; it sends a part of what it receives.
     """
-    process_group = _torch.resolve_group(group)
+    process_group = _torch.dist.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
     issued = _gather_of(shards, members, group, bucket)
     begin = transport.gather if comm is None else functools.partial(custom_comms.gather, comm)
@@ -251,7 +251,7 @@ def launch_grouped_gather(
     Copied is only what can't be sent as it is: a shard of another dtype, or of fewer rows than
     others have; and what is `too_small`.
     """
-    process_group = _torch.resolve_group(group)
+    process_group = _torch.dist.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
     issued = _gather_of(shards, members, group, bucket)
     together = transport.too_small(members, process_group, shards[0].device)
@@ -376,7 +376,7 @@ def pack_grads(
     """
     world, rank, swaps = 1, 0, False
     if group:
-        process_group = _torch.resolve_group(group)
+        process_group = _torch.dist.resolve_group(group)
         world, rank = process_group.size(), process_group.rank()
         swaps = comm is None and is_last and transport.swaps(process_group, grads[0].device)
     issued = Issued("reduce", members, group, bucket, tuple(names))
@@ -397,7 +397,7 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
     if packed.world == 1:
         return packed
     with record_function(f"autoshard::launch_reduce {issued.group}"), torch.no_grad():
-        process_group = _torch.resolve_group(issued.group)
+        process_group = _torch.dist.resolve_group(issued.group)
         work: Work
         if packed.own is None:
             receive = custom_comms.buffer(comm, send.numel() // packed.world, send, send.dtype)
@@ -414,7 +414,7 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     """Start summing, over `group`, this rank's part of `reduced`, which has been waited for."""
     issued = replace(reduced.issued, kind="all_reduce", group=group)
-    process_group = _torch.resolve_group(group)
+    process_group = _torch.dist.resolve_group(group)
     with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
         work = _begun(issued, transport.all_reduce, reduced.receive, process_group)
     number = num_launched(group)

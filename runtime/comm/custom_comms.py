@@ -98,7 +98,9 @@ class AllGatherIn(FromAllocator):
     ) -> Any:
         """Begin it; what is sent is a part of `output_tensor`."""
         self._prepare(output_tensor, group)
-        return _torch.all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _torch.dist.all_gather_flat(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
 
 
 class ReduceScatterIn(FromAllocator):
@@ -115,6 +117,6 @@ class ReduceScatterIn(FromAllocator):
         """Begin it."""
         self._prepare(input_tensor, group)
         self._prepare(output_tensor, group)
-        return _torch.reduce_scatter_flat(
+        return _torch.dist.reduce_scatter_flat(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )

@@ -51,7 +51,7 @@ def ensure_process_group() -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=_torch.dist.HashStore(), rank=0, world_size=1)
 
 
 def world_size() -> int:
@@ -241,11 +241,11 @@ def axes_by_name(mesh: DeviceMesh, dims: DataParallelMeshDims, what: str) -> Axe
             f"{what} got {dims}: expected at least one of shard and replicate, and each axis once"
         )
     replicate, shard = (
-        _torch.flatten_mesh(mesh, axes) if axes else None
+        _torch.dtensor.flatten_mesh(mesh, axes) if axes else None
         for axes in (dims.replicate_names, dims.shard_names)
     )
     meshes = [each for each in (replicate, shard) if each is not None]
-    own = meshes[0] if len(meshes) == 1 else _torch.join_meshes(meshes)
+    own = meshes[0] if len(meshes) == 1 else _torch.dtensor.join_meshes(meshes)
     return Axes(own, shard, replicate, FullMesh(mesh, frozenset(names)))
 
 
@@ -281,7 +281,7 @@ def separate_group(axes: Axes) -> str:
     if group not in _separate:
         _separate[group] = dist.new_group(
             dist.get_process_group_ranks(group),
-            timeout=_torch.group_timeout(group),
+            timeout=_torch.dist.group_timeout(group),
             use_local_synchronization=True,  # other ranks have groups of their own
         )
     return str(_separate[group].group_name)

@@ -38,11 +38,11 @@ def sends_members(group: str, device: torch.device) -> bool:
 
     Nothing is gained then by packing large ones.
     """
-    return bool(group) and _by_messages(_torch.resolve_group(group), device)
+    return bool(group) and _by_messages(_torch.dist.resolve_group(group), device)
 
 
 def _by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return group.size() <= FEW and _torch.is_gloo_on_cpu(group, device)
+    return group.size() <= FEW and _torch.dist.is_gloo_on_cpu(group, device)
 
 
 def sends_alone(member: Member, group: str, device: torch.device) -> bool:
@@ -76,9 +76,9 @@ def gather(
     if _by_messages(group, receive[0].device):
         return [_exchange_gather(receive, send, group)]
     if len(receive) == 1:
-        work = _torch.all_gather_flat(receive[0], send[0], group=group, async_op=True)
+        work = _torch.dist.all_gather_flat(receive[0], send[0], group=group, async_op=True)
         return [work]
-    return list(_torch.all_gather_grouped(list(receive), list(send), group))
+    return list(_torch.dist.all_gather_grouped(list(receive), list(send), group))
 
 
 def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
@@ -91,7 +91,7 @@ def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
         here = group.rank()
         parts = send.view(2, -1)
         return Exchange(group, [(1 - here, parts[1 - here])], [(1 - here, receive)], parts[here])
-    work: Work = _torch.reduce_scatter_flat(receive, send, group=group, async_op=True)
+    work: Work = _torch.dist.reduce_scatter_flat(receive, send, group=group, async_op=True)
     return work
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from autoshard import _torch
 from autoshard.passes.ir import ops
@@ -69,14 +68,14 @@ class Request:
             )
         self._inputs = [(x.shape, x.dtype) for x in sent.inputs]
         self.pieces = show_members(tuple(Member(x.dtype, tuple(x.shape)) for x in tensors))
-        self._leaves, self._structure = pytree.tree_flatten(sent.metadata)
+        self._leaves, self._structure = _torch.tensors.tree_flatten(sent.metadata)
         shown = [_show(owner, leaf) for leaf in self._leaves]
         simple = {
             name: value
             for name, value in vars(owner.shard).items()
             if isinstance(value, _SIMPLE) and not name.startswith("_")  # Dynamo's own
         }
-        told = str(pytree.tree_unflatten(shown, self._structure))
+        told = str(_torch.tensors.tree_unflatten(shown, self._structure))
         self.metadata = f"{told} {simple}" if simple else told
 
     def sent(self, tensors: list[Tensor]) -> Sent:
@@ -90,7 +89,7 @@ class Request:
             for leaf in self._leaves
         ]
         inputs = tuple(torch.empty(size, dtype=d, device="meta") for size, d in self._inputs)
-        return Sent(inputs, pytree.tree_unflatten(leaves, self._structure))
+        return Sent(inputs, _torch.tensors.tree_unflatten(leaves, self._structure))
 
 
 class _Tensor:
@@ -127,7 +126,7 @@ def ask(owner: ShardedParam) -> tuple[Request, list[Tensor]]:
             beside.append(leaf.detach().reshape(leaf.shape or (1,)))  # a member has dims
             return _Tensor(leaf.shape)
 
-        metadata = pytree.tree_map(take, sent.metadata)
+        metadata = _torch.tensors.tree_map(take, sent.metadata)
         tensors = [*(tensor for _, tensor in sent.pieces(1)), *beside]
         return Request(owner, Sent(sent.inputs, metadata), tensors), tensors
 
@@ -164,7 +163,9 @@ def spell_out(
         return extensions.after_gather(owner, request.sent(asked), whole, member.dtype)[0]
 
     def gather_with_gradient(shard: Tensor) -> Tensor:
-        whole: Tensor = _torch.apply(_Gather, shard, gather, (members, group, number, reduce))
+        whole: Tensor = _torch.autograd.apply(
+            _Gather, shard, gather, (members, group, number, reduce)
+        )
         return whole
 
     return gather_with_gradient

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -41,7 +40,7 @@ from autoshard.runtime.eager.unit_steps import describe_forward, steps_of, wait_
 from autoshard.runtime.ranks.order import forward_order
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.extensions import has_methods
-from autoshard.runtime.unit.param import ShardedParam, find, local_tensor, resolve
+from autoshard.runtime.unit.param import ShardedParam, find, resolve
 from autoshard.runtime.unit.unit import Unit, listed
 from autoshard.runtime.unit.unsharded import Whole
 from autoshard.runtime.unit.uses import Use
@@ -92,7 +91,7 @@ class Frame:
         if not self.params:
             yield
             return
-        fake = next(value for value in self.inputs if isinstance(value, FakeTensor))
+        fake = next(value for value in self.inputs if isinstance(value, _torch.tensors.FakeTensor))
         more: dict[str, Tensor] = {}
         with fake.fake_mode:
             for number in self.stays:
@@ -100,7 +99,7 @@ class Frame:
                 more[f"whole_{number}"] = _example_of_whole(param)
             more[TABLE] = torch.empty(1, dtype=torch.int64)
         before = list(self.inputs)
-        with _torch.more_inputs(self.gm.graph, more):
+        with _torch.dynamo.more_inputs(self.gm.graph, more):
             self.gm.recompile()
             self.inputs.extend(more.values())
             try:
@@ -153,10 +152,10 @@ def _watch_backward(results: Any, table: Table) -> None:
     `table` is told of results without one. A gradient that is a DTensor is a RuntimeError, unless
     one of the results is a DTensor.
     """
-    node = _torch.compiled_node(results) if isinstance(results, (list, tuple)) else None
+    node = _torch.aot.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
         return
-    positions = _torch.tangent_positions(node)
+    positions = _torch.aot.tangent_positions(node)
     has_dtensors = any(isinstance(result, DTensor) for result in results)
 
     def note(grads: Sequence[Tensor | None]) -> None:
@@ -224,7 +223,7 @@ def _only_read_locally(node: fx.Node) -> bool:
     if not node.users:
         return False
     for user in node.users:
-        if _torch.is_to_local(user):
+        if _torch.dynamo.is_to_local(user):
             continue
         inner = _inside(user, node)
         if not inner or not all(map(_only_read_locally, inner)):
@@ -236,13 +235,13 @@ def _localize(node: fx.Node, *, as_stand_in: bool) -> Any:
     """Make `node` the local tensor itself, or its stand-in; returns an example of it."""
     fake = node.meta["example_value"]
     with torch.no_grad():
-        local = local_tensor(fake).detach()
+        local = _torch.dtensor.local_tensor(fake).detach()
         if as_stand_in:
             local = _example_of_stand_in(local)
         local.requires_grad_(fake.requires_grad)
     node.meta["example_value"] = local
     for user in list(node.users):
-        if _torch.is_to_local(user):
+        if _torch.dynamo.is_to_local(user):
             user.replace_all_uses_with(node)
             user.graph.erase_node(user)
         else:
@@ -254,7 +253,7 @@ def _localize(node: fx.Node, *, as_stand_in: bool) -> Any:
 def _example_of_stand_in(shard: Tensor) -> Tensor:
     """Make a fake stand-in for `shard`, which is fake, or a subclass with fake parts."""
     part: Any = shard
-    while not isinstance(part, FakeTensor):
+    while not isinstance(part, _torch.tensors.FakeTensor):
         part = getattr(part, part.__tensor_flatten__()[0][0])
     with part.fake_mode:
         return extensions.stand_in(torch.empty(shard.shape, dtype=shard.dtype, device=shard.device))
@@ -273,7 +272,7 @@ def _number_markers(
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _UNSHARD:
             shard = node.args[0]
-            source = shard.args[0] if _torch.is_to_local(shard) else shard
+            source = shard.args[0] if _torch.dynamo.is_to_local(shard) else shard
             param = known.get(source)
             if param is None:
                 raise ValueError(
@@ -330,7 +329,7 @@ def _is_used_with_grad(marker: fx.Node) -> bool:
     enabled = False  # as it is at the marker
     node = marker.next
     while node.op != "output":
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is _torch.autograd.set_grad_enabled:
             enabled = bool(node.args[0])
         elif enabled and marker in node.all_input_nodes:
             return True
@@ -401,7 +400,7 @@ def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
         if unit.keeps_after_backward or unit.is_unsharded_by_user or unit.is_unordered:
             continue
         if in_recomputation():  # there may be another one in this backward
-            _torch.queue_backward_callback(functools.partial(_let_go, unit))
+            _torch.autograd.queue_backward_callback(functools.partial(_let_go, unit))
         elif not in_checkpoint():  # else it is run again, by the same graph
             _let_go(unit)
     return kept
@@ -424,7 +423,7 @@ def _input_for(param: Tensor, is_extended: bool) -> Tensor:
 
     Raises RuntimeError if it is extended, and was not when the graph was compiled, or the reverse.
     """
-    shard = local_tensor(param)
+    shard = _torch.dtensor.local_tensor(param)
     if has_methods(shard) != is_extended:
         raise RuntimeError(
             f"parameter {_resolved(param).name} was given fsdp_pre_all_gather, or lost it, after "
@@ -438,7 +437,9 @@ def _shards(
 ) -> Sequence[Tensor]:
     inputs = list(map(_input_for, params, extended))
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-        shards: tuple[Tensor, ...] = _torch.apply(_LocalShards, table, units, inputs, *params)
+        shards: tuple[Tensor, ...] = _torch.autograd.apply(
+            _LocalShards, table, units, inputs, *params
+        )
         return shards
     return inputs
 
@@ -496,7 +497,7 @@ class _LocalShards(torch.autograd.Function):
                 is_left |= sharded.hooks.set_aside(sharded.param)  # they are for gradients
                 handed_on.append(None)
                 continue
-            if _torch.accumulates_gradient(leaf):
+            if _torch.autograd.accumulates_gradient(leaf):
                 reduce.make_room(sharded)
                 used.add(sharded)
             if kept_as is not None:  # exact: it was reduced in that dtype
@@ -505,7 +506,7 @@ class _LocalShards(torch.autograd.Function):
         if is_left:
             # A nested backward, a reentrant checkpoint's, is not the end of the others' gradients.
             units = {sharded.unit for sharded in ctx.sharded}
-            for owner in units if _torch.in_nested_backward() else {ctx.table.root}:
+            for owner in units if _torch.autograd.in_nested_backward() else {ctx.table.root}:
                 steps.close_compiled(owner)
         for unit in {sharded.unit for sharded in used}:
             reduce.fill_unused(unit, used)

@@ -224,7 +224,7 @@ class UnitReductions:
 
 def _is_handed_out(owner: ShardedParam) -> bool:
     """Tell whether the running backward is a `torch.autograd.grad`, which leaves `.grad` alone."""
-    return _torch.in_backward() and _torch.returns_gradient(_leaf(owner))
+    return _torch.autograd.in_backward() and _torch.autograd.returns_gradient(_leaf(owner))
 
 
 def _is_accumulated(owner: ShardedParam) -> bool:
@@ -232,7 +232,7 @@ def _is_accumulated(owner: ShardedParam) -> bool:
 
     It does not if `owner` is none of the inputs that the backward was given.
     """
-    return not _torch.in_backward() or _torch.accumulates_gradient(_leaf(owner))
+    return not _torch.autograd.in_backward() or _torch.autograd.accumulates_gradient(_leaf(owner))
 
 
 def _leaf(owner: ShardedParam) -> object:

@@ -63,7 +63,7 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     """Make `module` the head of `unit`: hooks on its forward begin and end the unit's use."""
     module.__dict__[UNIT] = unit
     heads.add(module)
-    _torch.enter_contract(module)
+    _torch.fsdp.enter_contract(module)
     _set_class(module, mixins=(mixin,))
     module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
@@ -128,16 +128,14 @@ def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
 def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]) -> type:
     namespace: dict[str, Any] = {name: _make_property(name) for name in names}
     if issubclass(original, nn.RNNBase):
-        # It caches its parameters in a list at construction; forward reads that list.
-        namespace["_flat_weights"] = property(_read_flat_weights, _ignore_flat_weights)
+        namespace.update(_torch.nn.replaced_weights(_read_flat_weights))
     namespace.update(
         _autoshard_original=original,
         _autoshard_mixins=mixins,
         __module__=original.__module__,
         __qualname__=original.__qualname__,
         __doc__=original.__doc__,
-        _apply=_make_apply(original),
-        _load_from_state_dict=_make_load(original),
+        **_torch.nn.replaced_methods(_make_apply(original), _make_load(original)),
         __deepcopy__=_refuse_deepcopy,
         __reduce_ex__=_refuse_pickle,
     )
@@ -154,12 +152,12 @@ def _make_apply(original: type) -> Callable[..., nn.Module]:
         if _changes_nothing(module, convert):
             if recurse:
                 for child in module.children():
-                    child._apply(convert)
+                    _torch.nn.convert_module(type(child), child, convert)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = convert(buffer)
             return module
-        result = original._apply(module, convert, recurse)  # type: ignore[attr-defined]
+        result = _torch.nn.convert_module(original, module, convert, recurse)
         for sharded in module.__dict__.get(PARAMS, {}).values():
             sharded.refresh()
         return result
@@ -184,7 +182,7 @@ def _make_load(original: type) -> Callable[..., None]:
     def load(module: nn.Module, state: Any, prefix: str, *rest: Any, **named: Any) -> None:
         errors: list[str] = named["error_msgs"] if "error_msgs" in named else rest[-1]
         before = dict(module._parameters)
-        original._load_from_state_dict(module, state, prefix, *rest, **named)  # type: ignore[attr-defined]
+        _torch.nn.load_module(original, module, state, prefix, *rest, **named)
         for attribute in module.__dict__.get(PARAMS, {}):
             loaded = module._parameters.get(attribute)
             if isinstance(before.get(attribute), DTensor) and not isinstance(loaded, DTensor):
@@ -215,7 +213,7 @@ def _make_property(name: str) -> property:
             param.to_local(), members, group, keep, -1, reduce=reduce
         )
 
-    _torch.skip_code(read.__code__)
+    _torch.dynamo.skip_code(read.__code__)
     return property(read)
 
 
@@ -230,10 +228,10 @@ def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
     return whole if sharded.tp is None else sharded.tp.wrap(whole)
 
 
-@_torch.disable
+@_torch.dynamo.disable
 def _read_eagerly(module: nn.Module, name: str) -> Any:
-    if _torch.in_functorch():
-        with _torch.outside_functorch():
+    if _torch.autograd.in_functorch():
+        with _torch.autograd.outside_functorch():
             return _read(module, name)
     return _read(module, name)
 
@@ -252,7 +250,7 @@ def _read(module: nn.Module, name: str) -> Any:
     step = steps.open_step()
     if step is not None:
         return step.read(sharded)
-    if _torch.in_backward():
+    if _torch.autograd.in_backward():
         return steps.step_in_backward(sharded.unit).read_in_backward(sharded)
     late = _late_step(sharded.unit)
     if late is not None:
@@ -305,7 +303,7 @@ def began_before(root: nn.Module) -> bool:
     """
     frame: FrameType | None = sys._getframe()
     outermost = None
-    before_forward = nn.Module._wrapped_call_impl.__code__  # calls what was compiled, first of all
+    before_forward = _torch.nn.BEFORE_CALL  # calls what was compiled, first of all
     while frame is not None:
         if frame.f_locals.get("self") is root and frame.f_code is not before_forward:
             outermost = frame
@@ -348,7 +346,7 @@ def _step_for_method(module: nn.Module, sharded: ShardedParam) -> steps.Step | N
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module) and _is_method(owner, code):
-            if reader is None and code is nn.Module._call_impl.__code__:
+            if reader is None and code is _torch.nn.CALL:
                 if not any(each is module for each in owner.modules()):
                     return None
                 reader, root = owner, root_of(sharded)
@@ -412,7 +410,7 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     return _leave(module, output)
 
 
-@_torch.disable
+@_torch.dynamo.disable
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if module in whole_heads:
         _refuse_training(module)
@@ -425,7 +423,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return precision.cast_inputs(unit, args, kwargs, in_full=unit.computes_in_full_precision)
 
 
-@_torch.disable
+@_torch.dynamo.disable
 def _leave(module: nn.Module, output: Any) -> Any:
     if module in whole_heads:
         return output
@@ -476,7 +474,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     A module that heads no unit is left alone. Raises ValueError if it heads one and has no such
     method.
     """
-    module = getattr(module, "_orig_mod", module)
+    module = _torch.dynamo.compiled_module(module) or module
     if unit_of(module) is None and module not in sharded_by_first_call:
         return
     method = getattr(module, name, None)
@@ -511,11 +509,7 @@ def _refuse_training(module: nn.Module) -> None:
 
 
 def _read_flat_weights(rnn: Any) -> list[Any]:
-    return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
-
-
-def _ignore_flat_weights(rnn: Any, value: list[Any]) -> None:
-    """Ignore what `nn.RNNBase` assigns to its cache of parameters; ours is made on reading."""
+    return [getattr(rnn, name, None) for name in _torch.nn.weight_names(rnn)]
 
 
 def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
@@ -538,4 +532,4 @@ def _refuse_pickle(module: nn.Module, protocol: Any) -> Any:
 # such a frame by itself, `is_compiling()` would be true in it and the hook would do
 # nothing, for ever; skipped, it is still traced when a compiled forward calls it.
 for _function in (_read_with_care, _before_forward, _after_forward, _read_flat_weights):
-    _torch.skip_code(_function.__code__)
+    _torch.dynamo.skip_code(_function.__code__)

@@ -40,7 +40,7 @@ class Backward:
 
     def gather(self, unit: Unit) -> Whole:
         """Gather `unit`, which is wanted now, and launch what is wanted next."""
-        task = _torch.graph_task()
+        task = _torch.autograd.graph_task()
         # A unit that is not reduced has no end of its own: the next gather is it.
         for other, gathered_by in list(self._read.items()):
             if gathered_by == task != -1 and not self._will_reduce(other):

@@ -25,7 +25,7 @@ _WATCH = "_autoshard_watch"  # on a parameter: the hook that watches, or watched
 
 def note_backward() -> None:
     """Note that a sharded parameter is part of the backward now running."""
-    _backwards.append(_torch.graph_task())
+    _backwards.append(_torch.autograd.graph_task())
 
 
 def tell_or_watch(
@@ -55,13 +55,13 @@ def unwatch(param: nn.Parameter) -> None:
 def _watch(param: nn.Parameter, owner: str) -> None:
     def check(param: nn.Parameter) -> None:
         handle.remove()
-        task = _torch.graph_task()
+        task = _torch.autograd.graph_task()
 
         def tell() -> None:
             if task in _backwards:
                 _tell(param, owner)
 
-        _torch.queue_backward_callback(tell)  # the sharded ones' turn may be yet to come
+        _torch.autograd.queue_backward_callback(tell)  # the sharded ones' turn may be yet to come
 
     handle = param.register_post_accumulate_grad_hook(check)
     setattr(param, _WATCH, handle)
@@ -70,7 +70,7 @@ def _watch(param: nn.Parameter, owner: str) -> None:
 def _is_taken_by_torch(param: nn.Parameter) -> bool:
     """Tell whether torch's own `replicate` or `fully_shard` averages the gradient of `param`."""
     modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
-    around = [each for each in modules if _torch.contracts(each) and unit_of(each) is None]
+    around = [each for each in modules if _torch.fsdp.contracts(each) and unit_of(each) is None]
     return any(each is param for module in around for each in module.parameters())
 
 

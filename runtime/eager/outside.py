@@ -52,7 +52,13 @@ def explain(error: BaseException | None) -> None:
 
 @functools.cache
 def explain_uncaught() -> None:
-    """Have `explain` look at uncaught errors, from now on."""
+    """Have `explain` look at uncaught errors, from now on.
+
+    Patched: `sys.excepthook`; the one that was there is called.
+    Why:     C++ raises the error, in a call that has no frame of ours.
+    Tests:   in tests/unit/test_patches.py `test_torch_gives_no_advice_on_mixed_tensors`, needed; in
+             tests/parity/test_outside.py `test_an_error_that_nobody_catches`, works.
+    """
     before = sys.excepthook
 
     def hook(

@@ -31,7 +31,7 @@ def registered(param: ShardedParam) -> Tensor:
     gradients, or looks at them, is to find it.
     """
     unit = param.unit
-    if open_step() is not None or _torch.in_backward() or param.param.grad is not None:
+    if open_step() is not None or _torch.autograd.in_backward() or param.param.grad is not None:
         return param.param
     if unit.is_unsharded_by_user:
         is_there = unit.shows_whole and unit.kept is not None and not unit.kept.is_stale

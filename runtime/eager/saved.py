@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoshard import _torch
 from autoshard.runtime.eager.unit_steps import steps_of
-from autoshard.runtime.unit.param import ShardedParam, Stamp, local_tensor
+from autoshard.runtime.unit.param import ShardedParam, Stamp
 
 if TYPE_CHECKING:
     from autoshard.runtime.eager.step import Step
@@ -47,19 +46,20 @@ class Sources:
     def add(self, whole: Whole) -> None:
         """Add the storages of `whole`, but for those of shards themselves (in a world of one)."""
         for param, tensors in whole.sources().items():
-            own = {_storage(each) for each in _plain_tensors(param.shard)}
+            own = {_torch.tensors.storage_id(each) for each in _plain_tensors(param.shard)}
             for index, tensor in enumerate(tensors):
-                if tensor.numel() and _storage(tensor) not in own:
-                    self._by_storage[_storage(tensor)] = Source(param, index, tensor.dtype)
+                storage = _torch.tensors.storage_id(tensor)
+                if tensor.numel() and storage not in own:
+                    self._by_storage[storage] = Source(param, index, tensor.dtype)
 
     def remove(self, whole: Whole) -> None:
         for tensors in whole.sources().values():
             for tensor in tensors:
-                self._by_storage.pop(_storage(tensor), None)
+                self._by_storage.pop(_torch.tensors.storage_id(tensor), None)
 
     def of(self, tensor: Tensor) -> Source | None:
         """Find the owner of the memory of `tensor`, which is no subclass."""
-        source = self._by_storage.get(_storage(tensor))
+        source = self._by_storage.get(_torch.tensors.storage_id(tensor))
         return source if source is not None and source.dtype == tensor.dtype else None
 
     def clear(self) -> None:
@@ -114,7 +114,7 @@ class _SavedView(_Regathered):
         else:
             _check_version(memory, self.version)
         local = memory.as_strided(self.size, self.stride, self.offset)
-        return local if self.spec is None else _torch.dtensor_of_spec(local, self.spec)
+        return local if self.spec is None else _torch.dtensor.from_spec(local, self.spec)
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,13 @@ def _check_version(tensor: Tensor, expected: int) -> None:
 
 def _pack(step: Step, tensor: Tensor) -> Any:
     """Return what autograd keeps instead of `tensor`: itself, or how to gather it again."""
-    if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
+    if _torch.tensors.is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # as checked
         parts = {name: _pack(step, getattr(tensor, name)) for name in names}
         if not any(isinstance(part, _Regathered) for part in parts.values()):
             return tensor
         return _SavedSubclass(type(tensor), parts, context, tensor.size(), tensor.stride())
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = _torch.dtensor.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     source = step.sources.of(local)
     if source is None:
         return tensor
@@ -182,7 +182,7 @@ def _pack(step: Step, tensor: Tensor) -> Any:
         local.stride(),
         int(local.storage_offset()),
         source.param.stamp,
-        tensor._spec if isinstance(tensor, DTensor) else None,
+        _torch.dtensor.spec_of(tensor) if isinstance(tensor, DTensor) else None,
         # A part of a subclass counts versions of its own: the memory is what is looked at again.
         local._version if held is None or held.memory is None else held.memory._version,
         held,
@@ -194,11 +194,11 @@ def push_hooks(step: Step) -> bool:
 
     It is not in a checkpoint, in backward, or in a transform of torch.func.
     """
-    outer = _torch.saved_tensors_hooks_on_top()
+    outer = _torch.autograd.saved_tensors_hooks_on_top()
     # A checkpointed block is run again in backward, parameters and all, and what that
     # second forward saves is wanted at once: neither is gathered a second time.
     # torch.func takes no hooks: what it saves of parameters is theirs until backward is over.
-    if in_checkpoint() or _torch.in_backward() or _torch.in_functorch():
+    if in_checkpoint() or _torch.autograd.in_backward() or _torch.autograd.in_functorch():
         return False
 
     def pack(tensor: Tensor) -> Any:
@@ -217,35 +217,33 @@ def push_hooks(step: Step) -> bool:
         return tensor
 
     # Autograd calls these, inside compiled code too: Dynamo is to leave them alone.
-    _torch.push_saved_tensors_hooks(_torch.disable(pack), _torch.disable(unpack))
+    _torch.autograd.push_saved_tensors_hooks(
+        _torch.dynamo.disable(pack), _torch.dynamo.disable(unpack)
+    )
     return True
 
 
 def in_checkpoint() -> bool:
     """Tell whether what runs now does so inside a non-reentrant checkpoint."""
-    hooks = _torch.saved_tensors_hooks_on_top()
-    return hooks is not None and _torch.is_checkpoint_hook(hooks[0])
+    hooks = _torch.autograd.saved_tensors_hooks_on_top()
+    return hooks is not None and _torch.autograd.is_checkpoint_hook(hooks[0])
 
 
 def in_recomputation() -> bool:
     """Tell whether what runs now is run again by a non-reentrant checkpoint."""
-    hooks = _torch.saved_tensors_hooks_on_top()
-    return hooks is not None and _torch.is_recomputation_hook(hooks[0])
+    hooks = _torch.autograd.saved_tensors_hooks_on_top()
+    return hooks is not None and _torch.autograd.is_recomputation_hook(hooks[0])
 
 
 def pop_hooks() -> None:
     """Remove the hooks of the latest `push_hooks` that returned True."""
-    _torch.pop_saved_tensors_hooks()
+    _torch.autograd.pop_saved_tensors_hooks()
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield `tensor`, or the tensors that a subclass is made of."""
-    if is_traceable_wrapper_subclass(tensor):
+    if _torch.tensors.is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # as checked
             yield from _plain_tensors(getattr(tensor, name))
     else:
         yield tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

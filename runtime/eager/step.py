@@ -128,9 +128,9 @@ class Step:
             wait_for_optimizer(self.owner)
         take_in_order(self.owner, "forward", unit.gather)
         is_kept = unit.kept is not None and not unit.kept.is_stale
-        if unit.is_unordered and not is_kept and not _torch.in_backward():
+        if unit.is_unordered and not is_kept and not _torch.autograd.in_backward():
             gather_all(self.owner if self.owner.is_root else unit)
-        outer = steps_of(unit).last_step if _torch.in_backward() else None
+        outer = steps_of(unit).last_step if _torch.autograd.in_backward() else None
         if unit not in forward.order:
             self._list(unit)
         whole = forward.gather(unit)
@@ -201,7 +201,7 @@ class Step:
 
     def begin_backward(self) -> None:
         """Begin backward, as something saved in forward is wanted: launch its first gathers."""
-        if not _torch.in_backward():
+        if not _torch.autograd.in_backward():
             return
         self.tokens.take_back()
         if self._callback_queued or not self.backward.wants_some:
@@ -262,10 +262,13 @@ class Step:
         return reduced
 
     def _queue_callback(self) -> None:
-        if not self._callback_queued and _torch.in_backward():
-            _torch.queue_backward_callback(self.finish_backward)
+        if not self._callback_queued and _torch.autograd.in_backward():
+            _torch.autograd.queue_backward_callback(self.finish_backward)
             self._callback_queued = True
-            self._task, self._is_nested = _torch.graph_task(), _torch.in_nested_backward()
+            self._task, self._is_nested = (
+                _torch.autograd.graph_task(),
+                _torch.autograd.in_nested_backward(),
+            )
             steps_of(self.owner).backward_ran = True
             left_out.note_backward()
 
@@ -319,7 +322,7 @@ def close_compiled(owner: Unit) -> None:
 
     Of those in `owner`'s model that waited, some may be of parameters which that code doesn't use.
     """
-    task = _torch.graph_task()
+    task = _torch.autograd.graph_task()
     if steps_of(owner).closed_in != task:
         steps_of(owner).closed_in = task
         _step_over_all(owner)._queue_callback()
@@ -337,7 +340,7 @@ def finalize(owner: Unit) -> None:
     As the end of a backward would; also drops what was kept for another. Raises RuntimeError inside
     of one, or of a forward.
     """
-    if open_step() is not None or _torch.in_backward():
+    if open_step() is not None or _torch.autograd.in_backward():
         raise RuntimeError("finalize_backward was called inside a forward or a backward")
     _step_over_all(owner).finish_backward(waits=False)
     for unit in units_below(owner):
@@ -391,7 +394,7 @@ def enter(unit: Unit) -> None:
         step = _open.step = Step(unit)
         step.opened_in = _caller()
         step.has_hooks = push_hooks(step)
-        if unit.is_unordered and not _torch.in_backward():
+        if unit.is_unordered and not _torch.autograd.in_backward():
             begin_forward(unit)  # also on a rank that will read nothing
     step.running.append(unit)
 

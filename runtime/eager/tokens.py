@@ -52,8 +52,8 @@ class Tokens:
         grads: Grads = {}
         # Where tokens are: autograd runs a node in the thread of its outputs' device.
         device, params = trainable[0].device, (param.param for param in trainable)
-        anchor = _torch.apply(_Reduce, step, unit, grads, device, *params)
-        made = _torch.apply(_Collect, anchor, unit, trainable, grads)
+        anchor = _torch.autograd.apply(_Reduce, step, unit, grads, device, *params)
+        made = _torch.autograd.apply(_Collect, anchor, unit, trainable, grads)
         self._tokens = dict(zip(trainable, made, strict=True))
         self.use = Use(set(trainable), made[0].grad_fn)
         unit.uses.add(self.use)
@@ -68,11 +68,11 @@ class Tokens:
     def will_reduce(self) -> bool:
         """Tell whether the running backward will reduce the unit."""
         first = next(iter(self._tokens.values()))
-        return _torch.will_run(first.grad_fn)
+        return _torch.autograd.will_run(first.grad_fn)
 
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
         """Return `data`, gathered, with its gradient going to the token of `param`."""
-        attached: Tensor = _torch.apply(_Attach, self._tokens[param], data, self)
+        attached: Tensor = _torch.autograd.apply(_Attach, self._tokens[param], data, self)
         return attached
 
 
@@ -172,12 +172,12 @@ class _Reduce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _anchor: Tensor) -> tuple[Any, ...]:
         leaves, trainable = [node for node, _ in ctx.next_functions], list(ctx.grads)
-        returned = _select(trainable, map(_torch.returns_gradient, leaves))
+        returned = _select(trainable, map(_torch.autograd.returns_gradient, leaves))
         if returned:  # torch.autograd.grad(): `.grad` is none of its business
             parts = ctx.step.reduce_now(ctx.unit, ctx.grads, returned)
             handed_out = (p.grad_from(parts[p]) if p in parts else None for p in trainable)
             return None, None, None, None, *handed_out
-        wanted = _select(trainable, map(_torch.accumulates_gradient, leaves))
+        wanted = _select(trainable, map(_torch.autograd.accumulates_gradient, leaves))
         ctx.step.reduce(ctx.unit, ctx.grads, wanted)
         return (None,) * (4 + len(trainable))
 

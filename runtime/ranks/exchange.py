@@ -104,7 +104,7 @@ def mesh_name(mesh: DeviceMesh) -> str:
 
 def group_timeout(mesh: DeviceMesh) -> timedelta:
     """Timeout of collectives over `mesh`, as the user set it."""
-    return _torch.group_timeout(mesh.get_group(0))
+    return _torch.dist.group_timeout(mesh.get_group(0))
 
 
 class _Sessions:
@@ -152,7 +152,7 @@ class _Local(threading.local):
 
         The store is to answer within the timeout of the group of `mesh`.
         """
-        store = _torch.default_store()
+        store = _torch.dist.default_store()
         if store not in self.sessions:
             self.sessions[store] = _Sessions(store)
         found = self.sessions[store]

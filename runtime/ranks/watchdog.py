@@ -97,7 +97,7 @@ class Watchdog:
         key = id(issued)
         with self._lock:
             number = self._counts[issued.group] = self._counts.get(issued.group, 0) + 1
-            is_backward = _torch.in_backward()
+            is_backward = _torch.autograd.in_backward()
             # A copy: the end of the original says that nobody waits for it any more.
             entry = _Open(replace(issued), number, is_backward, time.monotonic())
             self._latest[issued.group] = self._open[key] = entry
@@ -171,7 +171,7 @@ class Watchdog:
     def _report(self, stuck: _Open) -> str:
         asked = self._store.add(_ASKED, 1)
         group = stuck.what.group
-        ranks = dist.get_process_group_ranks(_torch.resolve_group(group))
+        ranks = dist.get_process_group_ranks(_torch.dist.resolve_group(group))
         positions: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + ANSWER_S
         while len(positions) < len(ranks) and time.monotonic() < deadline:
@@ -249,7 +249,7 @@ def watchdog(after_s: float | None = 30.0) -> None:
         return
     if not dist.is_initialized():
         raise RuntimeError("watchdog() needs a process group: call init_process_group() before")
-    store = _torch.default_store().clone()
+    store = _torch.dist.default_store().clone()
     _running.append(Watchdog(after_s, store, dist.get_rank()))
 
 

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -111,21 +110,15 @@ def _compiled_modules() -> list[nn.Module]:
     """Modules given to torch.compile whose call is on the stack, outermost first."""
     found: dict[nn.Module, None] = {}
     for frame in _stack():
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch._dynamo.OptimizedModule):
-            found[module._orig_mod] = None
-        elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
+        module = _torch.dynamo.compiled_module(frame.f_locals.get("self"))
+        if module is not None:
             found[module] = None
     return list(found)
 
 
 def _running_modules() -> list[nn.Module]:
     """Modules whose call is on the stack, outermost first: a compiled function called them."""
-    return [
-        frame.f_locals["self"]
-        for frame in _stack()
-        if frame.f_code is nn.Module._call_impl.__code__
-    ]
+    return [frame.f_locals["self"] for frame in _stack() if frame.f_code is _torch.nn.CALL]
 
 
 def _stack() -> list[FrameType]:
@@ -140,7 +133,7 @@ def _stack() -> list[FrameType]:
 
 def _modules_in_scope() -> list[nn.Module]:
     """Modules that the frame being traced can name, those with the most modules inside first."""
-    local, outer = _torch.traced_scope()
+    local, outer = _torch.dynamo.traced_scope()
     found = _modules_in((*local.values(), *outer.values()))
     return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
 
@@ -201,7 +194,7 @@ def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
                 f"{sharded.name} was read through its parameter from before sharding, after the "
                 "first update: read it from the module, or call autoshard.shard(model) first"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.tensors.without_torch_function():
             grad, param.grad = param.grad, None
         assert grad is not None
         reduction = Reduction(sharded.unit, {sharded: grad}, {sharded}, sharded.member.dtype)

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard import _torch
 from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.agreement import compare_lines
-from autoshard.runtime.unit.param import find, is_ignored, local_tensor
+from autoshard.runtime.unit.param import find, is_ignored
 
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
 
@@ -285,7 +286,7 @@ def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None
     """
     buffers = [b for m in model.modules() if m not in ignored.modules for b in m.buffers(False)]
     found = dict.fromkeys((*unsharded((model,), ignored), *buffers))
-    local = {t: local_tensor(t) if isinstance(t, DTensor) else t for t in found}
+    local = {t: _torch.dtensor.local_tensor(t) if isinstance(t, DTensor) else t for t in found}
     sent = {t: _unexpanded(its.detach()) for t, its in local.items() if not its.is_meta}
     sent = {t: its for t, its in sent.items() if its.numel()}
     names = {

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoshard import _torch
 from autoshard.errors import UnsupportedError, UsageError
@@ -249,7 +248,7 @@ def shard(
     device = materialize.resolve_device(device_id, mesh_device(axes.mesh))
     units = find_units(model, policy, ignored.modules)
     if precision.param_dtype is not None:
-        units = override_mixed_precision(model, (_BatchNorm,), units, ignored.modules)
+        units = override_mixed_precision(model, (_torch.nn.BatchNorm,), units, ignored.modules)
     _check_overrides(model, units)
     materialize.move((model,), device, ignored)
     materialize.materialize(model, device, ignored, param_init_fn)
@@ -493,7 +492,7 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
 def _check_contracts(top: nn.Module, what: str) -> None:
     """Raise ValueError if torch's own sharding or replication has taken a part of `top`."""
     for path, module in top.named_modules():
-        taken = [] if access.unit_of(module) is not None else _torch.contracts(module)
+        taken = [] if access.unit_of(module) is not None else _torch.fsdp.contracts(module)
         if taken:
             where = f"{path} ({type(module).__name__})" if path else type(module).__name__
             raise ValueError(

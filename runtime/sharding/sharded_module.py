@@ -227,7 +227,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         Raises ValueError for another type.
         """
         _expect_bool("is_last_backward", is_last_backward)
-        _torch.stand_in_for_fsdp2(self, self.finalize_backward)  # for a stage of a pipeline
+        _torch.fsdp.stand_in_for_fsdp2(self, self.finalize_backward)  # for a stage of a pipeline
         for unit in _units(self, True):
             unit_steps.steps_of(unit).is_last_backward = is_last_backward
 
@@ -365,7 +365,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         _refuse_own(unit, "set_allocate_memory_from_process_group_for_comm()", "group")
         group = unit.axes.shard_group
         device = mesh_device(unit.axes.mesh)
-        allocate = _torch.group_allocator(group, device) if enable and group else None
+        allocate = _torch.dist.group_allocator(group, device) if enable and group else None
         _allocate(unit, "group", allocate)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -388,7 +388,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
                 "buffer of symmetric memory: call set_reduce_scatter_max_input_buffers(1) first"
             )
         if unit.axes.shard_group:
-            allocate, prepare = _torch.symmetric_memory(unit.axes.shard_group, backend)
+            allocate, prepare = _torch.dist.symmetric_memory(unit.axes.shard_group, backend)
             _allocate(unit, "symmetric", allocate, prepare)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

@@ -22,12 +22,11 @@ from autoshard import _torch
 from autoshard.runtime.comm.mesh import mesh_device
 from autoshard.runtime.eager import access
 from autoshard.runtime.training.full_params import refuse_inside
-from autoshard.runtime.unit.param import local_tensor
 
 EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
 
 
-@_torch.disable
+@_torch.dynamo.disable
 @torch.no_grad()
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip the norm of gradients: see `ShardedModule.clip_grad_norm_`."""
@@ -99,7 +98,7 @@ def _shares(module: nn.Module) -> list[_Share]:
         share = shares.setdefault(key, _Share(*key, device))
         share.is_double |= param.dtype in (torch.float64, torch.complex128)
         if grad is not None:
-            local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+            local = _torch.dtensor.local_tensor(grad) if isinstance(grad, DTensor) else grad
             if local.numel():  # an empty tensor has no inf-norm
                 share.grads.append(local)
     return list(shares.values())

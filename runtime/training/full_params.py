@@ -20,7 +20,7 @@ from autoshard import _torch
 from autoshard.runtime.eager import access
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.ranks.order import compare_event
-from autoshard.runtime.unit.param import ShardedParam, local_tensor, remember_origin
+from autoshard.runtime.unit.param import ShardedParam, remember_origin
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ class _Borrowed:
             unsharded.detach(), layout.device_mesh, layout.placements, src_data_rank=None
         )
         # A write that changes nothing does not make a forward's saved parameters stale.
-        if not _same_bits(local_tensor(rows), self.param.shard):
+        if not _same_bits(_torch.dtensor.local_tensor(rows), self.param.shard):
             param.copy_(rows)
         param.requires_grad_(unsharded.requires_grad)
 
@@ -186,7 +186,7 @@ def _params_below(module: nn.Module) -> list[ShardedParam]:
 
 def _refuse_full_params(module: nn.Module) -> None:
     name = _name(module)
-    if steps.open_step() is not None or _torch.in_backward():
+    if steps.open_step() is not None or _torch.autograd.in_backward():
         raise RuntimeError(
             f"full_params() of {name} was entered inside a forward or backward on rank {_rank()}: "
             "enter it outside; in forward, reading a parameter gives all of it"

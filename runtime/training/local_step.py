@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.unit.param import ShardedParam, find, local_tensor
+from autoshard import _torch
+from autoshard.runtime.unit.param import ShardedParam, find
 
 BY_ELEMENT = frozenset(
     {
@@ -75,7 +76,7 @@ def _plain(param: Tensor, optimizer: optim.Optimizer, state: _States) -> Tensor:
     if any(each.placements != sharded.layout.placements for each in alike):
         return param
     # Another tensor of that memory: its gradient is let go of with it.
-    shard, shard_grad = sharded.shard.detach(), local_tensor(grad)
+    shard, shard_grad = sharded.shard.detach(), _torch.dtensor.local_tensor(grad)
     if (shard_grad.dtype, shard_grad.device) != (shard.dtype, shard.device):
         return param
     shard.grad = shard_grad
@@ -108,7 +109,7 @@ class _State(dict[str, Any]):
         self, states: MutableMapping[Tensor, Any], param: Tensor, sharded: ShardedParam
     ) -> None:
         super().__init__(
-            (key, local_tensor(value) if isinstance(value, DTensor) else value)
+            (key, _torch.dtensor.local_tensor(value) if isinstance(value, DTensor) else value)
             for key, value in states.get(param, {}).items()
         )
         self._states, self._param, self._sharded = states, param, sharded

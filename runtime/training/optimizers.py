@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoshard import _torch
 from autoshard.passes.ir.layout import part_of
 from autoshard.runtime.comm.mesh import world_size
 from autoshard.runtime.eager import access, left_out
@@ -60,7 +61,7 @@ def check_owners(
     """
     for name, param in params.items():
         left_out.unwatch(param)
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        if _torch.autograd.hooks_of(param):
             raise RuntimeError(
                 f"parameter {name} has gradient hooks, which sharding can't move: call "
                 "autoshard.shard(model) before registering them"

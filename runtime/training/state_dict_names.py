@@ -17,7 +17,14 @@ _PREFIX = "_orig_mod."
 
 
 def keep_names(optimized: nn.Module) -> None:
-    """Give `optimized`, which torch.compile made of a module, the module's state-dict keys."""
+    """Give `optimized`, which torch.compile made of a module, the module's state-dict keys.
+
+    Patched: `state_dict`, on `optimized` alone.
+    Why:     a hook would run for torch.distributed.checkpoint, too, which takes the prefix off by
+             itself (`_torch.checkpoint.look_behind`).
+    Tests:   in tests/unit/test_patches.py `test_checkpoints_take_the_prefix_off`, needed; in
+             tests/parity/test_state.py `test_names`, works.
+    """
     # Set on the wrapper itself: its own __setattr__ hands everything on to the module.
     object.__setattr__(optimized, "state_dict", _StateDict(optimized))
     optimized.register_load_state_dict_pre_hook(_put_prefix_on)
@@ -51,7 +58,7 @@ class _StateDict:
         return hash(_StateDict)
 
 
-_torch.patched_state_dicts.add(_StateDict(None))
+_torch.checkpoint.look_behind(_StateDict(None))
 
 
 def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -55,11 +55,9 @@ class Hooks:
 
         Returns whether there are any.
         """
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = getattr(param, name, None)
-            if hooks:
-                self._aside.append((hooks, dict(hooks)))
-                hooks.clear()
+        for hooks in _torch.autograd.hooks_of(param):
+            self._aside.append((hooks, dict(hooks)))
+            hooks.clear()
         return bool(self._aside)
 
     def put_back(self) -> None:
@@ -126,9 +124,9 @@ class Layout:
         """The DTensor whose part on this rank is `shard`."""
         spec = self._specs.get(shard.dtype)
         if spec is None:
-            spec = _torch.dtensor_spec(self.mesh, self.placements, self.size, shard.dtype)
+            spec = _torch.dtensor.make_spec(self.mesh, self.placements, self.size, shard.dtype)
             self._specs[shard.dtype] = spec
-        return _torch.dtensor_of_spec(shard, spec)
+        return _torch.dtensor.from_spec(shard, spec)
 
 
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
@@ -142,10 +140,10 @@ def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
         if isinstance(placement, Shard) and placement.dim == member.dim
     ]
     own = tuple(
-        _torch.strided_shard(member.dim, math.prod(cut_before)) if each.is_shard() else each
+        _torch.dtensor.strided_shard(member.dim, math.prod(cut_before)) if each.is_shard() else each
         for each in axes.placements(member)
     )
-    mesh = _torch.join_meshes([axes.mesh, tp.mesh])
+    mesh = _torch.dtensor.join_meshes([axes.mesh, tp.mesh])
     return Layout(mesh, (*own, *tp.placements), tp.size)
 
 
@@ -257,7 +255,7 @@ class ShardedParam:
     @property
     def shard(self) -> Tensor:
         """Rows of this rank, (local rows, *rest); the storage that optimizers update."""
-        return local_tensor(self.param)
+        return _torch.dtensor.local_tensor(self.param)
 
     def grad_from(self, shard: Tensor) -> DTensor:
         """Make a gradient for `param` from this rank's rows of it."""
@@ -339,7 +337,7 @@ def shard_parameter(
     data_axes = _data_axes(name, whole, axes.full)
     if isinstance(whole, DTensor):
         tp = TensorParallel(whole.device_mesh, whole.placements, tuple(whole.shape), data_axes)
-        whole = local_tensor(whole)
+        whole = _torch.dtensor.local_tensor(whole)
         if tp.mesh.device_type != axes.mesh.device_type:
             raise ValueError(
                 f"parameter {name} is a DTensor on {tp.mesh}, which is no mesh of "
@@ -393,13 +391,6 @@ def _data_axes(name: str, whole: Tensor, full: FullMesh | None) -> tuple[int, ..
                 f"axis {names[axis]!r}: expected Replicate()"
             )
     return full.data_axes
-
-
-def local_tensor(param: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, without autograd."""
-    local = param._local_tensor  # type: ignore[attr-defined]
-    assert isinstance(local, Tensor)
-    return local
 
 
 IGNORED = "_autoshard_ignored"  # parameter attribute: the user asked for it to be left alone

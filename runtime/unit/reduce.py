@@ -36,7 +36,6 @@ from autoshard.runtime.comm import collectives
 from autoshard.runtime.comm.collectives import Division, InFlight
 from autoshard.runtime.comm.custom_comms import Comm
 from autoshard.runtime.comm.streams import on_all_reduce_stream
-from autoshard.runtime.unit.param import local_tensor
 
 if TYPE_CHECKING:
     from autoshard.runtime.unit.param import ShardedParam
@@ -314,7 +313,7 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
         param.grad_dtype = shard.dtype
     # To the host if the parameter is there, and not ahead of who reads it next.
     grad: Tensor = sharded.grad_from(shard.contiguous().to(sharded.shard.device))
-    for hook in list((param._backward_hooks or {}).values()):
+    for hook in list(_torch.autograd.hooks_on_gradient(param).values()):
         replaced = hook(grad)
         grad = grad if replaced is None else replaced
     with torch.no_grad():
@@ -323,7 +322,7 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
         else:
             param.grad += grad
     before = sharded.stamp
-    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+    for hook in list(_torch.autograd.hooks_after_accumulation(param).values()):
         hook(param)
     sharded.is_updated_by_hook = sharded.stamp != before
 
@@ -439,14 +438,16 @@ def arrive(
     is_borrowed: its memory is about to be used for something else.
     """
     total = _added(arrived(param), grad, dtype, is_borrowed=is_borrowed)
-    param.arriving = Arriving(total, _torch.graph_task())
+    param.arriving = Arriving(total, _torch.autograd.graph_task())
     units_that_wait.add(param.unit)
 
 
 def arrived(param: ShardedParam) -> Sum | None:
     """Return the sum of gradients of `param` that came before in the running backward."""
     arriving = param.arriving
-    return None if arriving is None or arriving.task != _torch.graph_task() else arriving.sum
+    if arriving is None or arriving.task != _torch.autograd.graph_task():
+        return None
+    return arriving.sum
 
 
 def take_arrived(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -460,7 +461,7 @@ def take_arrived(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -
 
 def _version(grad: Tensor) -> int:
     """Version of `grad`: goes up when it is written to as a DTensor or through its local tensor."""
-    return grad._version + local_tensor(grad)._version
+    return grad._version + _torch.dtensor.local_tensor(grad)._version
 
 
 def pending_of(param: ShardedParam) -> Tensor | None:

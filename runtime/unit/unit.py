@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
+from autoshard import _torch
 from autoshard.passes.ir.layout import Member
 from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.unit.param import ShardedParam
@@ -231,7 +232,7 @@ class Unit:
 
     def check_may_wait(self) -> None:
         """Raise RuntimeError if its gradients can't wait for a later backward to be reduced."""
-        hooked = [p.name for p in self.params if getattr(p.param, "_post_accumulate_grad_hooks", 0)]
+        hooked = [p.name for p in self.params if _torch.autograd.hooks_after_accumulation(p.param)]
         if hooked:
             raise RuntimeError(
                 f"parameters {hooked[:4]} have hooks for after their gradient is accumulated (an "

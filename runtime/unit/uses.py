@@ -33,20 +33,20 @@ class Use:
 
     def end(self) -> None:
         """Note that the running backward has the gradients of this use."""
-        self._ended_in = _torch.graph_task()
+        self._ended_in = _torch.autograd.graph_task()
 
     def is_to_come(self, param: ShardedParam) -> bool:
         """Tell whether the running backward will bring a gradient of `param`, and has not yet."""
-        if param not in self._params or self._ended_in == _torch.graph_task():
+        if param not in self._params or self._ended_in == _torch.autograd.graph_task():
             return False
         node = self._node()
-        return node is not None and _torch.will_run(node)
+        return node is not None and _torch.autograd.will_run(node)
 
 
 def num_to_come(param: ShardedParam) -> int:
     """Number of uses of `param` that have yet to bring their gradients in the running backward."""
     uses = param.unit.uses
-    if not uses or not _torch.in_backward():
+    if not uses or not _torch.autograd.in_backward():
         return 0
     return sum(use.is_to_come(param) for use in uses)
 

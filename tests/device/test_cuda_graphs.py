@@ -29,7 +29,7 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
     """With a group of one rank of NCCL's, or of the emulated link, whose results come late."""
     torch._dynamo.reset()
     if request.param == "nccl":
-        dist.init_process_group("nccl", rank=0, world_size=1, store=_torch.HashStore())
+        dist.init_process_group("nccl", rank=0, world_size=1, store=_torch.dist.HashStore())
     elif (missing := emulated_link.missing()) is not None:
         pytest.skip(f"no {missing}")
     else:

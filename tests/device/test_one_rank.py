@@ -20,7 +20,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """With a process group of its backend."""
     torch._dynamo.reset()
     backend = BACKENDS[request.param]
-    dist.init_process_group(backend, rank=0, world_size=1, store=_torch.HashStore())
+    dist.init_process_group(backend, rank=0, world_size=1, store=_torch.dist.HashStore())
     yield request.param
     dist.destroy_process_group()
 

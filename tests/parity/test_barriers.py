@@ -177,7 +177,7 @@ def test_order_of_lowered_code(rank: int, kind: str) -> None:
         lower_inductor_check(source, order)
 
     lower_inductor_check = lower_inductor.check_order
-    with _torch.fresh_inductor_cache(), mock.patch.object(lower_inductor, "check_order", check):
+    with _torch.inductor.fresh_cache(), mock.patch.object(lower_inductor, "check_order", check):
         model, losses = compiled(
             lambda: Layers(kind), loss_of, make=sgd, lowering="inductor", bucketing="per_unit"
         )

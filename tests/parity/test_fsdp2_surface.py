@@ -484,7 +484,7 @@ def test_memory_of_the_process_group(rank: int, form: str) -> None:
         given.append(torch.empty(numel, dtype=dtype, device=device))
         return given[-1]
 
-    with unittest.mock.patch.object(_torch, "group_allocator", return_value=allocate):
+    with unittest.mock.patch.object(_torch.dist, "group_allocator", return_value=allocate):
         model.set_allocate_memory_from_process_group_for_comm(True)
         model.set_allocate_memory_from_process_group_for_comm(True)
     train(model, net_loss, adamw(model), steps=2)

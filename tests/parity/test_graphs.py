@@ -80,11 +80,12 @@ def test_what_a_graph_launches_it_waits_for(rank: int, strategy: str) -> None:
     """D-71: backward needs no callback to end its reduces."""
     gc.collect()  # gradients that wait have one, those of models of other tests too
     queued: list[object] = []
-    queue, _torch.queue_backward_callback = _torch.queue_backward_callback, queued.append
+    queue = _torch.autograd.queue_backward_callback
+    _torch.autograd.queue_backward_callback = queued.append
     try:
         _, graphs = trained(net_loss, strategy)
     finally:
-        _torch.queue_backward_callback = queue
+        _torch.autograd.queue_backward_callback = queue
     assert queued == [], queued
     assert len(graphs) == 2
     for gm in graphs:

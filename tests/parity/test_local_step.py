@@ -60,7 +60,7 @@ def assert_state_is_sharded(optimizer: optim.Optimizer) -> None:
                 assert value.shape == param.shape
 
 
-class DTensorOps(_torch.TorchDispatchMode):
+class DTensorOps(_torch.tensors.TorchDispatchMode):
     """How many ops have a DTensor among their arguments."""
 
     count = 0

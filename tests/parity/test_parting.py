@@ -82,7 +82,7 @@ def test_a_node_that_is_lowered_wrong(rank: int, op: str, like: str, kind: str) 
 
     wrong, right = (getattr(torch.ops.aten, name).default for name in (op, like))
     with (
-        _torch.fresh_inductor_cache(),
+        _torch.inductor.fresh_cache(),
         unittest.mock.patch.dict(lowerings, {wrong: lowerings[right]}),
     ):
         report = compared(rank, "never", lowering="inductor")

@@ -49,7 +49,7 @@ def train(**options: Any) -> tuple[list[str], list[float], int]:
 
 @on_ranks(2)
 def test_a_hit_has_its_plans(rank: int) -> None:
-    with _torch.fresh_inductor_cache():
+    with _torch.inductor.fresh_cache():
         first = train()
         assert first[2] == 0
         assert train() == (*first[:2], 1)
@@ -57,7 +57,7 @@ def test_a_hit_has_its_plans(rank: int) -> None:
 
 @on_ranks(2)
 def test_other_options_are_no_hit(rank: int) -> None:
-    with _torch.fresh_inductor_cache():
+    with _torch.inductor.fresh_cache():
         plans, losses, _ = train()
         others, same, hits = train(bucketing="none")
         assert hits == 0
@@ -70,11 +70,11 @@ def test_other_options_are_no_hit(rank: int) -> None:
 @on_ranks(2)
 def test_plans_that_are_gone(rank: int, ranks: tuple[int, ...], strict: bool) -> None:
     """The frame is compiled again, and the plans are there the next time."""
-    with _torch.fresh_inductor_cache(), warnings.catch_warnings():
+    with _torch.inductor.fresh_cache(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="autoshard could not compile")
         plans, losses, _ = train(strict=strict)
         if rank in ranks:
-            for path in (Path(_torch.inductor_cache_folder()) / "autoshard").iterdir():
+            for path in (Path(_torch.inductor.cache_folder()) / "autoshard").iterdir():
                 path.unlink()
         assert train(strict=strict)[:2] == (plans, losses)
         assert train(strict=strict) == (plans, losses, 1)
@@ -83,7 +83,7 @@ def test_plans_that_are_gone(rank: int, ranks: tuple[int, ...], strict: bool) ->
 @on_ranks(2)
 def test_what_a_hit_depends_on(rank: int) -> None:
     """Functions in options have other addresses each time; some dtypes come from outside."""
-    with _torch.fresh_inductor_cache():
+    with _torch.inductor.fresh_cache():
         for dtype, hits in ((torch.float32, 0), (torch.float64, 0), (torch.float64, 1)):
             torch.set_default_dtype(dtype)
             try:
@@ -94,9 +94,9 @@ def test_what_a_hit_depends_on(rank: int) -> None:
 
 @on_ranks(2)
 def test_one_rank_alone_has_a_cache(rank: int) -> None:
-    with _torch.fresh_inductor_cache():
+    with _torch.inductor.fresh_cache():
         first = train()
-        with _torch.fresh_inductor_cache() if rank == 1 else contextlib.nullcontext():
+        with _torch.inductor.fresh_cache() if rank == 1 else contextlib.nullcontext():
             again = train()
     assert again == (*first[:2], 1 if rank == 0 else 0)
 
@@ -104,7 +104,7 @@ def test_one_rank_alone_has_a_cache(rank: int) -> None:
 @on_ranks(2)
 def test_a_cache_that_the_user_has_turned_off(rank: int) -> None:
     with (
-        _torch.fresh_inductor_cache(),
+        _torch.inductor.fresh_cache(),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         assert train() == train()
@@ -119,7 +119,7 @@ def test_compiling_leaves_the_garbage_collector_as_it_was(rank: int) -> None:
 
 
 def test_a_file_that_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "inductor_cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(_torch.inductor, "cache_folder", lambda: str(tmp_path))
     plan_cache.save("a", None)
     assert plan_cache.load(["a"]) == []
     (tmp_path / "autoshard" / "a.json").write_text("{")

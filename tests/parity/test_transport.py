@@ -30,14 +30,14 @@ def drawn(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def gathered(parts: list[Tensor]) -> list[Tensor]:
     wholes = [part.new_empty(dist.get_world_size() * part.numel()) for part in parts]
-    for work in transport.gather(wholes, parts, _torch.default_group()):
+    for work in transport.gather(wholes, parts, _torch.dist.default_group()):
         work.wait()
     return wholes
 
 
 def reduced(whole: Tensor) -> Tensor:
     part = whole.new_empty(whole.numel() // dist.get_world_size())
-    work = transport.reduce(part, whole, _torch.default_group())
+    work = transport.reduce(part, whole, _torch.dist.default_group())
     work.wait()
     work.wait()  # once more: nothing is added twice
     return part
@@ -54,7 +54,7 @@ def check_gathers() -> None:
     for got, part in zip(gathered(parts), parts, strict=True):
         want = torch.empty_like(got)
         if part.numel():
-            _torch.all_gather_flat(want, part)
+            _torch.dist.all_gather_flat(want, part)
         assert torch.equal(got, want)
 
 
@@ -75,7 +75,7 @@ def test_sums_are_those_of_gloo(rank: int, dtype: torch.dtype) -> None:
     whole = drawn(20_000, dtype) * torch.finfo(dtype).max / 8
     whole[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     want = whole.new_empty(10_000)
-    _torch.reduce_scatter_flat(want, whole.clone())
+    _torch.dist.reduce_scatter_flat(want, whole.clone())
     assert torch.equal(reduced(whole).nan_to_num(7.0), want.nan_to_num(7.0))
 
 
@@ -89,7 +89,7 @@ MORE = (*MEMBERS, Member(torch.float32, (4, 6), dim=1))
 def test_a_swap_is_a_reduce(rank: int, divisor: float, dtype: torch.dtype) -> None:
     """Bit for bit, of even and uneven members, one of which a rank has no row of, and of some that
     come out in another dtype."""
-    group = str(_torch.default_group().group_name)
+    group = str(_torch.dist.default_group().group_name)
     members = [replace(member, dtype=dtype) for member in MORE]
     members += [replace(member, shard_dtype=torch.float64) for member in members]
     found = []
@@ -108,7 +108,7 @@ def test_a_swap_is_a_reduce(rank: int, divisor: float, dtype: torch.dtype) -> No
 @on_ranks(2)
 def test_what_was_sent_may_be_written_to_after_the_wait(rank: int) -> None:
     """And what was received is there, however late the other rank comes."""
-    group = _torch.default_group()
+    group = _torch.dist.default_group()
     part, whole = torch.full((LATER,), float(rank)), torch.empty(2 * LATER)
     if rank == 1:
         time.sleep(0.3)
@@ -126,7 +126,7 @@ def test_small_members_share_a_message(rank: int, least: int) -> None:
     sizes = (40, 3, 300, 7, 0)
     members = tuple(Member(torch.float32, (2 * size, 2)) for size in sizes)
     shards = [drawn(2 * size, torch.float32, size).view(size, 2) for size in sizes]
-    group = str(_torch.default_group().group_name)
+    group = str(_torch.dist.default_group().group_name)
     with mock.patch.object(transport, "LEAST", least):
         grouped = collectives.launch_grouped_gather(shards, members, group)
     assert len(grouped.together) == {0: 0, 1 << 10: 4, 1 << 30: 5}[least]
@@ -140,7 +140,7 @@ def test_a_part_that_lies_where_it_is_received(rank: int) -> None:
     whole = torch.full((6,), -1.0)
     part = whole.narrow(0, 3 * rank, 3)
     part.fill_(rank)
-    for work in transport.gather([whole], [part], _torch.default_group()):
+    for work in transport.gather([whole], [part], _torch.dist.default_group()):
         work.wait()
     assert whole.tolist() == [0.0] * 3 + [1.0] * 3
 
@@ -148,7 +148,7 @@ def test_a_part_that_lies_where_it_is_received(rank: int) -> None:
 @on_ranks(2)
 def test_several_at_a_time(rank: int) -> None:
     """Waited for in another order than they were launched in."""
-    group = _torch.default_group()
+    group = _torch.dist.default_group()
     parts = [drawn(1 + 1000 * number, torch.float32, number) for number in range(4)]
     wholes = [part.new_empty(2 * part.numel()) for part in parts]
     send, sums = drawn(500, torch.float32, 9), torch.empty(250)
@@ -169,7 +169,7 @@ def test_many_ranks_are_left_to_gloo(rank: int) -> None:
     transport.FEW, few = 1, transport.FEW
     try:
         check_gathers()
-        work = transport.reduce(torch.empty(1), torch.ones(2), _torch.default_group())
+        work = transport.reduce(torch.empty(1), torch.ones(2), _torch.dist.default_group())
         work.wait()
         assert not isinstance(work, transport.Exchange)
     finally:
@@ -179,7 +179,7 @@ def test_many_ranks_are_left_to_gloo(rank: int) -> None:
 @on_ranks(2)
 def test_what_nobody_waits_for(rank: int) -> None:
     """An exception dropped it, on both ranks: what comes after is right, and nothing is kept."""
-    group = _torch.default_group()
+    group = _torch.dist.default_group()
     part = torch.full((100_000,), float(rank))
     before = opened(group)  # by graphs of other tests, that raised
     for _ in range(3):
@@ -195,7 +195,7 @@ def test_what_nobody_waits_for(rank: int) -> None:
 @on_ranks(2)
 def test_a_launch_that_fails(rank: int) -> None:
     """The error is the one of the launch, and nothing is kept once others have gone through."""
-    group = _torch.default_group()
+    group = _torch.dist.default_group()
     part = torch.ones(10)
     before = opened(group)
     fails = mock.patch.object(type(group), "recv", side_effect=RuntimeError("no connection"))
@@ -210,7 +210,7 @@ def test_a_launch_that_fails(rank: int) -> None:
 @on_ranks(2)
 def test_a_graph_that_an_exception_leaves(rank: int) -> None:
     """What it launched goes with its ticket, and its bytes once others have gone through."""
-    group = _torch.default_group()
+    group = _torch.dist.default_group()
     before, kept = opened(group), len(kernels._in_flight)
     part = torch.ones(40_000)
     launch, wait = torch.ops.autoshard.launch_gather, torch.ops.autoshard.wait_gather

@@ -32,7 +32,7 @@ def _whole(device: torch.device) -> Tensor:
 
 def _gather(device: torch.device) -> Tensor:
     whole = torch.zeros(12, 2, device=device)
-    _torch.all_gather_flat(whole, _part(device))
+    _torch.dist.all_gather_flat(whole, _part(device))
     return whole
 
 
@@ -40,7 +40,7 @@ def _gather_in_place(device: torch.device) -> Tensor:
     whole = torch.zeros(12, 2, device=device)
     part = whole[3 * RANK : 3 * RANK + 3]
     part.copy_(_part(device))
-    _torch.all_gather_flat(whole, part)
+    _torch.dist.all_gather_flat(whole, part)
     return whole
 
 
@@ -53,7 +53,7 @@ def _gather_list(device: torch.device) -> Tensor:
 def _gather_grouped(device: torch.device) -> Tensor:
     wholes = [torch.zeros(12, 2, device=device), torch.zeros(4, device=device)]
     parts = [_part(device), torch.ones(1, device=device)]
-    for work in _torch.all_gather_grouped(wholes, parts, dist.group.WORLD):
+    for work in _torch.dist.all_gather_grouped(wholes, parts, dist.group.WORLD):
         work.wait()
     assert wholes[1].tolist() == [1.0] * WORLD
     return wholes[0]
@@ -61,14 +61,14 @@ def _gather_grouped(device: torch.device) -> Tensor:
 
 def _reduce(op: dist.ReduceOp.RedOpType, device: torch.device) -> Tensor:
     part = torch.zeros(3, 2, device=device)
-    _torch.reduce_scatter_flat(part, _whole(device), op)
+    _torch.dist.reduce_scatter_flat(part, _whole(device), op)
     return part
 
 
 def _reduce_in_place(device: torch.device) -> Tensor:
     whole = _whole(device)
     part = whole[3 * RANK : 3 * RANK + 3]
-    _torch.reduce_scatter_flat(part, whole)
+    _torch.dist.reduce_scatter_flat(part, whole)
     return part
 
 

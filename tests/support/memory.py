@@ -147,7 +147,7 @@ class PeakOfGraphs:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        boxed = _torch.boxed
+        boxed = _torch.fx.boxed
 
         def looked_into(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
             run = boxed(gm)
@@ -160,5 +160,5 @@ class PeakOfGraphs:
             return call
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_torch, "boxed", looked_into)
+            patch.setattr(_torch.fx, "boxed", looked_into)
             yield

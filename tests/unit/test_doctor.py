@@ -62,7 +62,7 @@ def test_environment(
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    store = _torch.HashStore()
+    store = _torch.dist.HashStore()
     store.set("doctor/gather/2", "here")
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] did not come to it in 0 s"):
         checks._meet(store, "gather", 0, 4, 0.1)

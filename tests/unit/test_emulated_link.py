@@ -47,7 +47,7 @@ def test_objects() -> None:
 
 def test_functional() -> None:
     """What compilers trace."""
-    ops, group = torch.ops._c10d_functional, _torch.default_group().group_name
+    ops, group = torch.ops._c10d_functional, _torch.dist.default_group().group_name
     x = torch.arange(3.0)
     gathered = ops.all_gather_into_tensor(x, WORLD, group)
     assert torch.equal(ops.wait_tensor(gathered), x.repeat(WORLD))
@@ -68,8 +68,8 @@ def test_sizes_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("run", "num_sent"),
     [
-        (lambda whole, part: _torch.all_gather_flat(whole, part, async_op=True), 3 / 4),
-        (lambda whole, part: _torch.reduce_scatter_flat(part, whole, async_op=True), 3 / 4),
+        (lambda whole, part: _torch.dist.all_gather_flat(whole, part, async_op=True), 3 / 4),
+        (lambda whole, part: _torch.dist.reduce_scatter_flat(part, whole, async_op=True), 3 / 4),
         (lambda whole, part: dist.all_reduce(whole, async_op=True), 6 / 4),
     ],
     ids=["gather", "reduce", "all_reduce"],
@@ -90,7 +90,7 @@ def test_one_start_up_for_all_of_a_call() -> None:
     emulated_link.set_link(latency_us=2e4, gb_per_s=100)
     wholes, parts = [torch.zeros(WORLD) for _ in range(50)], [torch.ones(1) for _ in range(50)]
     started = time.perf_counter()
-    for work in _torch.all_gather_grouped(wholes, parts, dist.group.WORLD):
+    for work in _torch.dist.all_gather_grouped(wholes, parts, dist.group.WORLD):
         work.wait()
     assert time.perf_counter() - started >= 0.02
     assert all(torch.equal(whole, torch.ones(WORLD)) for whole in wholes)
@@ -101,7 +101,7 @@ def test_late() -> None:
     emulated_link.set_link(latency_us=3e5, gb_per_s=100)
     whole = torch.zeros(WORLD)
     started = time.perf_counter()
-    work = _torch.all_gather_flat(whole, torch.ones(1), async_op=True)
+    work = _torch.dist.all_gather_flat(whole, torch.ones(1), async_op=True)
     seen, is_completed = whole.clone(), work.is_completed()
     if time.perf_counter() - started < 0.3:  # else this process has slept as long as the link
         assert not seen.any()
@@ -128,7 +128,7 @@ def test_what_is_held() -> None:
 
 def _begin() -> tuple[weakref.ref[Tensor], dist.Work]:
     part = torch.ones(1)
-    work = _torch.all_gather_flat(torch.zeros(WORLD), part, async_op=True)
+    work = _torch.dist.all_gather_flat(torch.zeros(WORLD), part, async_op=True)
     return weakref.ref(part), work
 
 

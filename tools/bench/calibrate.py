@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import _torch
 from autoshard.passes.ir import ops
@@ -113,7 +112,7 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
     world = dist.get_world_size()
     whole = torch.ones(num_bytes // 4, device=device)
     part = whole.new_ones(whole.numel() // world)
-    group = _torch.default_group()
+    group = _torch.dist.default_group()
 
     def once() -> None:
         if kind == "gather":
@@ -140,7 +139,7 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
 
     num_bytes: of the collective, unsharded.
     """
-    world, group = dist.get_world_size(), str(_torch.default_group().group_name)
+    world, group = dist.get_world_size(), str(_torch.dist.default_group().group_name)
     part = torch.ones(max(1, num_bytes // 4 // MEMBERS // world), device=device)
     whole = part.new_ones(world * part.numel())
     members = " ".join([f"f32[{whole.numel()}]"] * MEMBERS)
@@ -175,7 +174,7 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
 
 def _member_us(device: torch.device, rounds: int) -> float:
     """Microseconds of one more member of a grouped gather: of nine, less those of one, by eight."""
-    group = _torch.default_group()
+    group = _torch.dist.default_group()
     parts = [torch.ones(16, device=device) for _ in range(9)]
     wholes = [part.new_empty(16 * dist.get_world_size()) for part in parts]
 
@@ -216,7 +215,7 @@ def _op_us(device: torch.device, rounds: int) -> float:
     return _median_us(many, rounds) / 100
 
 
-class _Times(TorchDispatchMode):
+class _Times(_torch.tensors.TorchDispatchMode):
     """Dispatch mode that times each op that runs in it, in microseconds by `op_key`."""
 
     def __init__(self) -> None:

@@ -101,7 +101,7 @@ def fsdp2(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
     ]
     whole = fsdp.fully_shard(model, mp_policy=policy)
     if setting.device.type == "cpu":
-        _torch.overlap_gathers(whole)
+        _torch.fsdp.overlap_gathers(whole)
         for unit, following in pairwise([whole, *blocks]):
             unit.set_modules_to_forward_prefetch([following])
     return whole
@@ -183,7 +183,7 @@ def _gather(param: DTensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _recompute_gathers(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    c10d = torch.ops._c10d_functional
+    c10d = _torch.ops.functional_collectives
     if op in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default):
         return CheckpointPolicy.MUST_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE

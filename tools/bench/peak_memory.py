@@ -62,5 +62,5 @@ def peak_beyond(run: Callable[[], object], device: torch.device) -> Memory:
     cpu = [ProfilerActivity.CPU]
     with profile(activities=cpu, profile_memory=True, acc_events=True) as found:
         run()
-    changes = _torch.cpu_allocations(found)
+    changes = _torch.device.cpu_allocations(found)
     return Memory(max(itertools.accumulate(changes), default=0))

@@ -141,15 +141,15 @@ def _bench_model(
     batch = {key: value.to(device) for key, value in work.batch(dist.get_rank()).items()}
     entries = {name: Entry() for name in contestants}
     models, optimizers = {}, {}
-    torch._dynamo.reset()
+    torch.compiler.reset()
     # The models' classes are the same, so all that compile have their graphs in one cache.
-    with torch._dynamo.config.patch(recompile_limit=64):
+    with _torch.dynamo.recompiling(64):
         for contestant, entry in entries.items():
             before = memory_now(device)
             torch.manual_seed(0)
             model = contestants[contestant](work.build().to(device), setting)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            with _torch.fresh_inductor_cache():  # each compiles all of its kernels
+            with _torch.inductor.fresh_cache():  # each compiles all of its kernels
                 entry.first_s = _timed(partial(_backward, model, batch)) / 1e3
             _step(optimizer)
             states = [state for each in optimizer.state.values() for state in each.values()]
@@ -210,7 +210,7 @@ def _timed(run: Callable[[], None]) -> float:
 
 def _collectives_of(model: Any, dtype: torch.dtype) -> Callable[[], None]:
     """Return a function that runs all collectives of a compiled model's plans, one by one."""
-    group, world, device = _torch.default_group(), dist.get_world_size(), current_device()
+    group, world, device = _torch.dist.default_group(), dist.get_world_size(), current_device()
     buckets = [bucket for plan in plans(model) for bucket in plan.buckets]
 
     def once() -> None:

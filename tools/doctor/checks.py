@@ -123,7 +123,7 @@ def _backend() -> Finding:
             "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set: torch.compile does nothing, and "
             "a model is not sharded by it; unset it",
         )
-    if "autoshard" not in torch._dynamo.list_backends():
+    if "autoshard" not in torch.compiler.list_backends():
         return Finding(
             "FAIL", "backend", "torch does not know it: install autoshard with pip, not by a path"
         )
@@ -147,7 +147,7 @@ def _compiler() -> Finding:
 
 def _cache() -> Finding:
     try:
-        folder = Path(_torch.inductor_cache_folder())
+        folder = Path(_torch.inductor.cache_folder())
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -206,7 +206,7 @@ def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
         dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
     except Exception as error:
         return [Finding("FAIL", "group", f"rank {rank}: {_first_line(error)}; {_REACH}")]
-    store = _torch.default_store()
+    store = _torch.dist.default_store()
     for name, test in tests.items():
         began = time.perf_counter()
         try:
@@ -249,7 +249,7 @@ def _gather() -> str:
     rank, world = dist.get_rank(), dist.get_world_size()
     part = torch.full((4,), float(rank), device=current_device())
     whole = part.new_empty(4 * world)
-    _wait(transport.gather([whole], [part], _torch.default_group()))
+    _wait(transport.gather([whole], [part], _torch.dist.default_group()))
     if whole.tolist() != [float(each) for each in range(world) for _ in range(4)]:
         raise RuntimeError(f"an all-gather gave {whole.tolist()}: {_BROKEN}")
     return f"all-gather over {dist.get_backend()}"
@@ -259,7 +259,7 @@ def _reduce() -> str:
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(2.0 * world, device=current_device()) + rank
     part = whole.new_empty(2)
-    _wait([transport.reduce(part, whole, _torch.default_group())])
+    _wait([transport.reduce(part, whole, _torch.dist.default_group())])
     ranks = world * (world - 1) / 2
     want = [world * (2.0 * rank + each) + ranks for each in range(2)]
     if part.tolist() != want:
@@ -275,7 +275,7 @@ def _speed() -> str:
     for _ in range(4):
         dist.barrier()
         began = time.perf_counter()
-        _wait(transport.gather([whole], [part], _torch.default_group()))
+        _wait(transport.gather([whole], [part], _torch.dist.default_group()))
         synchronize()
         times.append(time.perf_counter() - began)
     best = min(times)

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from autoshard import _torch
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import replicate, shard
-from autoshard.runtime.unit.param import local_tensor
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from autoshard.tools.parity.compare import average_gradients, compare_local, told_by_all
 
@@ -159,7 +159,7 @@ class _Model(nn.Module):
         for number, layer in enumerate(self.layers):
             x = self._run(layer, x)
             if number == 1 and self.case.broken:
-                torch._dynamo.graph_break()
+                _torch.dynamo.break_graph()
         if self.case.used == "a layer twice":
             x = self._run(self.layers[0], x)
         if self.case.used != "not all":
@@ -200,7 +200,7 @@ def _shard(model: _Model, case: Case) -> Any:
     if case.divide_by is not None:
         sharded.layers[1].set_gradient_divide_factor(case.divide_by)
     if case.gathered == "in two parts":
-        shard_of_it = local_tensor(sharded.layers[0].up.weight)
+        shard_of_it = _torch.dtensor.local_tensor(sharded.layers[0].up.weight)
         for name, method in (("pre", _in_two_parts), ("post", _from_two_parts)):
             bound = types.MethodType(method, shard_of_it)
             setattr(shard_of_it, f"fsdp_{name}_all_gather", bound)
@@ -307,9 +307,9 @@ def try_case(seed: int) -> Outcome:
     """Train the case of `seed` on all ranks; every rank returns the same result."""
     ensure_process_group()
     case = draw(seed)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     # What trains in turns, in batches of several sizes, has a graph for each, and each part of it.
-    limit = torch._dynamo.config.patch(recompile_limit=64)
+    limit = _torch.dynamo.recompiling(64)
     with limit, warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # a frame that was not compiled
         try:

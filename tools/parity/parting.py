@@ -47,7 +47,7 @@ class Result:
     digests: frozenset[str]
 
 
-class _Ops(_torch.TorchDispatchMode):
+class _Ops(_torch.tensors.TorchDispatchMode):
     """Dispatch mode that notes the result of every op."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ def _beginning(gm: fx.GraphModule, last: fx.Node) -> fx.GraphModule:
         if node in needed or node.op == "placeholder":
             copies[node] = part.node_copy(node, copies.__getitem__)
     part.output(tuple(copies[node] for node in wanted))
-    return _torch.graph_module(gm, part)
+    return _torch.fx.graph_module(gm, part)
 
 
 def _is_op(node: fx.Node) -> bool:

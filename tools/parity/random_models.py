@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from autoshard import _torch
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.tools.parity.compare import parity, told_by_all
 
@@ -223,8 +224,8 @@ def try_model(seed: int) -> Sample:
     def build() -> nn.Module:
         return _Model(random.Random(drawn))
 
-    torch._dynamo.reset()
-    limit = torch._dynamo.config.patch(recompile_limit=64)
+    torch.compiler.reset()
+    limit = _torch.dynamo.recompiling(64)
     with limit, warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # a frame that was not compiled
         warnings.filterwarnings("ignore", message=".*memory_budget", category=RuntimeWarning)

@@ -137,7 +137,7 @@ def compile_only(
         is_recorded = True
         raise _Recorded
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         call(torch.compile(model, backend=backend, fullgraph=True))
     except Exception as error:
@@ -177,7 +177,7 @@ def pretend_ranks(ranks: int) -> None:
     Raises RuntimeError in any other group.
     """
     if not dist.is_initialized():
-        _torch.pretend_ranks(ranks)
+        _torch.dist.pretend_ranks(ranks)
     if dist.get_backend() != "fake" or dist.get_world_size() != ranks:
         raise RuntimeError("a dry run needs a process of its own, without a process group")
 
@@ -254,5 +254,6 @@ def mean_loss(output: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    tensors = [each for each in torch.utils._pytree.tree_leaves(output) if isinstance(each, Tensor)]
+    leaves = _torch.tensors.tree_leaves(output)
+    tensors = [each for each in leaves if isinstance(each, Tensor)]
     return torch.stack([each.float().mean() for each in tensors if each.requires_grad]).sum()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.utils._pytree import tree_leaves
 
+from autoshard import _torch
 from autoshard.runtime.eager import access
 from autoshard.runtime.training.checkpoint import optimizer_state
 from autoshard.runtime.training.checkpoint.objects import to_bytes, to_plain
@@ -29,7 +29,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizer is not None:
             state["optimizer"] = to_plain(optimizer_state.state_of(model, optimizer))
-    objects = [leaf for leaf in tree_leaves(state) if not isinstance(leaf, Tensor)]
+    objects = [leaf for leaf in _torch.tensors.tree_leaves(state) if not isinstance(leaf, Tensor)]
     to_bytes(objects, "the optimizer's groups, or the model's extra state,")
     return state
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from autoshard import _torch
 
 
 def to_plain(state: Any) -> Any:
     """Replace NumPy's numbers, which a schedule may have calculated with, by Python's."""
-    return tree_map(lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, state)
+    return _torch.tensors.tree_map(
+        lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, state
+    )
 
 
 def _is_numpy_number(value: Any) -> bool:

@@ -125,7 +125,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
                 f"the optimizer trains a parameter of shape {tuple(param.shape)} that is none of "
                 "the model's: give the model that has all of them, outside of full_params()"
             )
-        return _torch.checkpoint_name(model, known[param])
+        return _torch.checkpoint.name_of(model, known[param])
 
     return [[name_of(param) for param in group["params"]] for group in optimizer.param_groups]
 
@@ -140,7 +140,7 @@ def _new_state(optimizer: torch.optim.Optimizer, group: Group, param: Tensor) ->
     stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))
     stand_in.__dict__ = {
         **optimizer.__dict__,
-        **{hooks: {} for hooks in _torch.STEP_HOOKS},
+        **{hooks: {} for hooks in _torch.nn.STEP_HOOKS},
         "param_groups": [{**group, "params": [like]}],
         "state": defaultdict(dict),
     }

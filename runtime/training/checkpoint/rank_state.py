@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from autoshard import _torch
 from autoshard.runtime.training.checkpoint.objects import to_bytes, to_plain
 from autoshard.runtime.training.checkpoint.on_ranks import num_ranks
 from autoshard.runtime.training.checkpoint.reader import new_tensor
@@ -69,7 +69,7 @@ def check_states(saved: Mapping[str, Any], states: Mapping[str, Stateful], world
             "was saved with"
         )
     for name in states if world != num_ranks() else ():
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(saved[name])):
+        if any(isinstance(leaf, DTensor) for leaf in _torch.tensors.tree_leaves(saved[name])):
             raise ValueError(
                 f"the state of {name!r} has shards of tensors, as {world} ranks had them: load it "
                 "on as many, or have it save whole tensors"

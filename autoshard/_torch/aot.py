@@ -1,0 +1,131 @@
+"""AOTAutograd: its settings, its cache, and the node that it puts into autograd's graph.
+
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition as _partition
+from torch._dynamo.backends import common as _backends
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.schemas import OutputType
+
+aot_autograd: Callable[..., Any] = _backends.aot_autograd
+min_cut_rematerialization_partition: Callable[..., Any] = _partition
+
+
+def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark `call`, and return it, so that AOTAutograd gives it a list of inputs."""
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+@contextlib.contextmanager
+def settings(*, is_cached: bool = False) -> Iterator[None]:
+    """Set up AOTAutograd for a compilation in this context.
+
+    - Its cache skips our passes on a hit: `is_cached` is for callers that know what they would do.
+    - A backward is compiled with its forward. torch would put off one that can't be compiled to the
+      first backward, when it is too late to fall back.
+    - Tensors saved for a backward are not written to in it (`_donating_nothing`).
+    """
+    with (
+        torch._functorch.config.patch(
+            enable_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
+        ),
+        _donating_nothing(),
+    ):
+        yield
+
+
+def _donating_nothing() -> contextlib.AbstractContextManager[object]:
+    """Have AOTAutograd find no saved tensor that a backward compiled in this context may write to.
+
+    Patched: `torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs`.
+    Why:     with `retain_graph=True` another backward may follow, which is known too late. By
+             default torch compiles backward when it first runs, and fails if a later one retains
+             what the first did not. `donated_buffer=False`, set while a graph is compiled, is no
+             way: backward asks for the setting again, and then refuses.
+    Tests:   `test_torch_refuses_a_second_backward`, needed; in tests/parity/test_repeated.py
+             `test_two_losses_over_one_forward`, works.
+    """
+    return mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
+
+
+def caches_frames() -> bool:
+    """Tell whether AOTAutograd's cache can be used for frames of ours.
+
+    It can't if its entries contain their graphs, which then have no name, or if ranks are
+    configured to wait for each other in passes that a hit skips.
+    """
+    functorch, dynamo = torch._functorch.config, torch._dynamo.config
+    return bool(functorch.enable_autograd_cache) and not (
+        functorch.bundled_autograd_cache
+        or getattr(dynamo, "caching_precompile", False)
+        or getattr(functorch, "_sync_decision_cross_ranks", False)
+        or getattr(functorch, "_sync_cache_decision_cross_ranks", False)
+    )
+
+
+def ambient_dtypes() -> list[tuple[object, ...]]:
+    """List the settings, besides a graph's inputs, that its dtypes depend on.
+
+    The key of torch 2.11's cache lacks them.
+    """
+    devices = torch._C._autocast_supported_devices()
+    return [
+        (torch.get_default_dtype(),),
+        *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+    ]
+
+
+def compiled_node(outputs: Sequence[Any]) -> Any:
+    """Find AOTAutograd's node behind `outputs` of a compiled forward; None if it has no backward.
+
+    Behind a view that was made of an output it is one step further.
+    """
+    for each in outputs:
+        fn = each.grad_fn if isinstance(each, torch.Tensor) else None
+        behind = [fn, *(node for node, _ in fn.next_functions)] if fn is not None else []
+        for node in behind:
+            if isinstance(getattr(getattr(type(node), "_forward_cls", None), "_aot_id", None), int):
+                return node
+    return None
+
+
+def tangent_positions(node: Any) -> list[int]:
+    """Positions of the joint graph's tangents, in their order, among the gradients given to `node`.
+
+    node: AOTAutograd's, of a compiled backward.
+    """
+    metadata = type(node)._forward_cls.metadata
+    known: list[int] | None = getattr(metadata, _POSITIONS, None)
+    if known is None:
+        known = list(_tangent_positions(metadata))
+        setattr(metadata, _POSITIONS, known)
+    return known
+
+
+_POSITIONS = "_autoshard_tangent_positions"
+
+
+def _tangent_positions(metadata: Any) -> Iterator[int]:
+    mutated, outputs = metadata.mutated_inp_runtime_indices, metadata.output_info
+    for position, index in enumerate(mutated):
+        info = metadata.input_info[index]
+        if info.mutates_data and info.requires_grad:
+            yield position
+    kinds = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+    for position, info in enumerate(outputs, len(mutated)):
+        # 2.12 and later tell one that needs no gradient of a backward that is traced.
+        needs = getattr(info, "requires_grad_for_backward", info.requires_grad)
+        if info.output_type in kinds and issubclass(info.raw_type, torch.Tensor) and needs:
+            yield position
+    first_base = len(mutated) + len(outputs)
+    yield from range(first_base, first_base + metadata.num_intermediate_bases)

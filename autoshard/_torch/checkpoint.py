@@ -1,0 +1,31 @@
+"""torch.distributed.checkpoint: names of parameters, and state dicts that it looks behind.
+
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict as _checkpoint
+
+
+def look_behind(method: Callable[..., dict[str, Any]]) -> None:
+    """Have torch.distributed.checkpoint pass by `method`, the `state_dict` put on a module.
+
+    It calls that of the module's class. A method equal to `method` is passed by, too.
+
+    Patched: `torch.distributed.checkpoint.state_dict._patched_state_dict`, a set.
+    Why:     it takes the prefix of torch.compile off by itself, and fails if it finds none.
+    Tests:   `test_checkpoints_take_the_prefix_off`, needed; in tests/parity/test_state.py
+             `test_names`, works.
+    """
+    _checkpoint._patched_state_dict.add(method)
+
+
+def name_of(model: torch.nn.Module, name: str) -> str:
+    """Name of a parameter of `model` in a checkpoint: no wrapper's prefix is in it."""
+    (found,) = _checkpoint._get_fqns(model, name)
+    return str(found)

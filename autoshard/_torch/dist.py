@@ -1,0 +1,123 @@
+"""Process groups: by name, their backends, collectives under the names of each version, stores.
+
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
+
+# The ignores: torch has these two at run time, and its type information has not.
+default_store: Callable[[], Any] = _c10d._get_default_store
+default_group: Callable[[], dist.ProcessGroup] = _c10d._get_default_group
+resolve_group: Callable[[Any], dist.ProcessGroup] = _c10d._resolve_process_group  # type: ignore[attr-defined]
+HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]
+
+# 2.13 renamed both and left the old spellings as deprecated wrappers; 2.11 has only the old ones.
+all_gather_flat: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_flat: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def is_gloo_on_cpu(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether collectives of `group` on `device` are gloo's, on a CPU."""
+    return device.type == "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo)
+
+
+def all_gather_grouped(
+    receive: list[torch.Tensor], send: list[torch.Tensor], group: Any
+) -> list[dist.Work]:
+    """Begin to gather each tensor of `send` into that of `receive`, in one call of the backend.
+
+    gloo has such a call on CPUs only: on other devices there is one call a tensor. Returns the
+    works, all of which have to be waited for.
+    """
+    device = receive[0].device
+    if device.type != "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo):
+        pairs = zip(receive, send, strict=True)
+        return [all_gather_flat(*pair, group=group, async_op=True) for pair in pairs]
+    # 2.13 renamed it; 2.11 has the old name alone.
+    found = getattr(group, "all_gather_single_coalesced", None)
+    return [(found or group.allgather_into_tensor_coalesced)(receive, send)]
+
+
+def pretend_ranks(world_size: int) -> None:
+    """Make a default process group of `world_size` ranks, of which only this one exists.
+
+    Collectives over it are done at once and change nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def group_size(name: str) -> int:
+    """World size of the process group that c10d registered under `name`."""
+    return int(resolve_group(name).size())
+
+
+def group_rank(name: str) -> int:
+    """Rank of this process in the process group registered under `name`."""
+    return int(resolve_group(name).rank())
+
+
+def group_ranks(name: str) -> list[int]:
+    """Global ranks of the process group registered under `name`."""
+    return dist.get_process_group_ranks(resolve_group(name))
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Timeout of collectives of `group`; torch's default if its backend doesn't have one."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return _c10d.default_pg_timeout
+
+
+def group_allocator(
+    name: str, device: torch.device
+) -> Callable[[int, torch.dtype, torch.device], torch.Tensor] | None:
+    """Return a function that allocates memory of the backend's own, of the group called `name`.
+
+    Its arguments are the number of elements, the dtype and the device. None if the backend has no
+    such memory.
+    """
+    backend = resolve_group(name)._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return lambda numel, dtype, device: backend.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def symmetric_memory(
+    name: str, backend: str
+) -> tuple[
+    Callable[[int, torch.dtype, torch.device], torch.Tensor], Callable[[torch.Tensor, Any], object]
+]:
+    """Return two functions for symmetric memory over the group called `name`.
+
+    The first allocates: its arguments are the number of elements, the dtype and the device. The
+    second has to be called with each buffer, and the group, before the buffer is used. All ranks of
+    the group call all of this.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    set_backend: Callable[[str], None] = symmetric.set_backend  # type: ignore[assignment]
+    set_backend(backend)
+    dist.barrier(group=resolve_group(name))  # its communicator has to be there
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)

@@ -1,0 +1,155 @@
+"""Dynamo: the frame that it traces, the modules that it has compiled, and when it starts again.
+
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch._dynamo.eval_frame import skip_code as skip_code
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
+from torch._dynamo.exc import (
+    SkipFrame as SkipFrame,
+)
+from torch._dynamo.exc import (
+    TensorifyScalarRestartAnalysis,
+    UnspecializeRestartAnalysis,
+)
+from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+break_graph: Callable[[], None] = torch._dynamo.graph_break
+
+
+class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
+    """Exception by which a backend has Dynamo trace the frame again: a module it reads has changed.
+
+    The first base makes Dynamo's frame conversion restart; the second is the one
+    that `call_user_compiler` lets through unwrapped.
+    """
+
+
+def disable(function: _Function) -> _Function:
+    """Wrap `function` so that Dynamo sees neither it nor what it calls."""
+    disabled: _Function = torch.compiler.disable(function)
+    return disabled
+
+
+def recompiling(limit: int) -> contextlib.AbstractContextManager[Any]:
+    """Let Dynamo compile a frame up to `limit` times in this context."""
+    context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        recompile_limit=limit
+    )
+    return context
+
+
+def compiled_module(module: object) -> torch.nn.Module | None:
+    """Return the module that torch.compile was given, if `module` is that one or its wrapper."""
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        original: torch.nn.Module = module._orig_mod
+        return original
+    if isinstance(module, torch.nn.Module) and module._compiled_call_impl is not None:
+        return module  # by its own method compile()
+    return None
+
+
+def is_to_local(node: torch.fx.Node) -> bool:
+    """Tell whether `node`, of a graph that Dynamo made, is `DTensor.to_local()`.
+
+    2.11 calls a function made for the arguments; later versions call the method.
+    """
+    if node.op == "call_method":
+        return node.target == "to_local"
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "prim_to_local"
+
+
+@contextlib.contextmanager
+def more_inputs(graph: torch.fx.Graph, examples: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Add inputs to `graph`, which Dynamo made, for as long as the context lasts.
+
+    examples: example values of the inputs, by name. They come behind the other inputs, which all
+    stand for variables of Dynamo's; as these do not, Dynamo must not see them.
+    """
+    last = graph.find_nodes(op="placeholder")[-1]
+    added: list[torch.fx.Node] = []
+    for name, example in examples.items():
+        with graph.inserting_after(added[-1] if added else last):
+            added.append(graph.placeholder(name))
+        added[-1].meta["example_value"] = example
+        added[-1]._dynamo_source = None  # type: ignore[attr-defined]  # Dynamo's, on its own nodes
+    try:
+        yield
+    finally:
+        for node in added:
+            graph.erase_node(node)
+
+
+def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Locals and globals of the frame that Dynamo is tracing now, as they were when it started."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    return dict(output.local_scope), dict(output.global_scope)
+
+
+def traced_code() -> str:
+    """Name of the frame that Dynamo is tracing now, without a path: "Net.forward:12"."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().f_code
+    return f"{code.co_qualname}:{code.co_firstlineno}"
+
+
+def graph_break() -> tuple[str, str] | None:
+    """Return (place, reason) of the graph break that ends the graph being compiled now, or None."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    reason = getattr(InstructionTranslator.current_tx().output, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    stack = reason.user_stack
+    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown place"
+    return place, str(reason.reason).strip().splitlines()[0]
+
+
+def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+    """Have `torch.compile(fn, backend=backend)` return `callback(fn, compiled, options)` in future.
+
+    fn: what was compiled: a module, a function or a method. For a module there is a second call,
+    with the `forward` of the wrapper that torch.compile made of it.
+
+    Patched: `torch._dynamo.eval_frame.OptimizeContext.__call__`, for good; it passes by what other
+             backends compile.
+    Why:     a backend is called for a graph. torch has no hook for "this was compiled with backend
+             X", and a model of which Dynamo captures nothing would train unsharded.
+    Tests:   `test_a_backend_is_called_for_graphs_only`, needed; in
+             tests/parity/test_composition.py `test_methods_before_the_first_call`, works.
+    """
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    cls: Any = OptimizeContext
+    original = cls.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, fn: Any) -> Any:
+        compiled = original(self, fn)
+        wrapper = _find_backend(self)
+        if wrapper is None or wrapper.compiler_name != backend:
+            return compiled
+        return callback(fn, compiled, wrapper.kwargs.get("options") or {})
+
+    cls.__call__ = call
+
+
+def _find_backend(context: Any) -> Any:
+    """Find the `_TorchCompileWrapper` of a Dynamo context: the backend's name, mode and options."""
+    found: Any = getattr(context, "callback", None)
+    while found is not None and not hasattr(found, "compiler_name"):
+        found = getattr(found, "_torchdynamo_orig_backend", None)
+    return found

@@ -1,0 +1,64 @@
+"""Torch's own data parallelism: what it, and pipelines, look for on a module.
+
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+DATA_PARALLEL = ("fully_shard", "replicate")
+"""Composable functions of torch that take a module's parameters for themselves."""
+
+
+def enter_contract(module: torch.nn.Module) -> None:
+    """Have torch's `fully_shard` and `replicate` leave `module` alone.
+
+    Given a module around it they skip it; given `module` itself they raise AssertionError.
+
+    Patched: `module`'s entry in the registry of torch's composable functions, in its `__dict__`.
+    Why:     the registry is torch's own; DDP around a unit takes its shards for parameters.
+    Tests:   `test_ddp_takes_shards_for_parameters`, needed; in tests/parity/test_composition.py
+             `test_ddp_around_a_unit`, works.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    for name in DATA_PARALLEL:
+        registry.setdefault(name, RegistryItem())
+
+
+def contracts(module: torch.nn.Module) -> list[str]:
+    """Names of torch's functions `fully_shard` and `replicate`, if `module` was given to them."""
+    registry = module.__dict__.get(REGISTRY_KEY, {})
+    return [name for name in DATA_PARALLEL if name in registry]
+
+
+def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) -> None:
+    """Have `torch.distributed.fsdp.fully_shard` find a state of `module`, to reduce gradients with.
+
+    Up to 2.13, torch.distributed.pipelining asks it for the state of a stage.
+    finish: what the state calls to reduce.
+
+    Patched: `module`'s entry among the states of torch's composable functions, in its `__dict__`.
+    Why:     pipelining takes every `FSDPModule` for one of torch's own. Since 2.14 it calls
+             methods, as `FSDPModule` has them.
+    Tests:   `test_pipelines_look_for_the_state_of_fsdp2`, needed; in
+             tests/parity/test_fsdp2_surface.py `test_stages_of_a_pipeline`, works.
+    """
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed.fsdp import fully_shard
+
+    group = SimpleNamespace(post_backward=lambda: None)
+    state = SimpleNamespace(_root_post_backward_final_callback=finish)
+    state._fsdp_param_groups, state._fsdp_param_group = [group], group  # since 2.13; in 2.11
+    state._state_ctx = SimpleNamespace(all_states=[state])
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+
+
+def overlap_gathers(module: torch.nn.Module) -> None:
+    """Have FSDP2's `module` go on while it gathers on a CPU, as it does on a GPU."""
+    module._set_unshard_async_op(True)  # type: ignore[operator]

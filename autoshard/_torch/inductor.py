@@ -1,0 +1,153 @@
+"""Inductor: its pipeline for a frame, its compiler of single graphs, its settings and its caches.
+
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+
+from autoshard._torch import aot
+
+
+def known_settings(**wanted: object) -> dict[str, object]:
+    """Select the settings of `wanted` that this version of torch has.
+
+    wanted: keys of Inductor's config, with `__` for a dot.
+    """
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    named = {key.replace("__", "."): value for key, value in wanted.items()}
+    return {key: value for key, value in named.items() if key in known}
+
+
+def compile_frame(
+    gm: torch.fx.GraphModule,
+    example_inputs: Any,
+    *,
+    inner_compile: Callable[..., Any],
+    joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule],
+    mode: str | None,
+    key: str | None,
+) -> tuple[Callable[..., Any], list[str]]:
+    """Compile `gm` with Inductor's whole pipeline, changed at two places.
+
+    inner_compile: takes the place of Inductor's compiler of single graphs.
+    joint_pass: runs last over the joint graph, before it is partitioned.
+    key: all that these two depend on besides the graph; None: nothing of the frame is cached.
+
+    Returns the compiled frame, and the names in Inductor's cache of the graphs in it.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    class JointPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            # Inductor's own passes before it, as that which finds attention, leave nodes that are
+            # read before they are defined; it puts them in order after this one.
+            stable_topological_sort(graph)
+            assert graph.owning_module is not None
+            joint_pass(graph.owning_module)
+
+        def uuid(self) -> str | None:
+            return key
+
+    names: list[str] = []
+    with aot.settings(is_cached=key is not None), _noting_names(names):
+        compiled: Any = compile_fx(
+            gm,
+            example_inputs,
+            inner_compile=inner_compile,
+            config_patches={
+                **(list_mode_options(mode) if mode else {}),
+                "joint_custom_post_pass": JointPass(),
+            },
+        )
+    call: Callable[..., Any] = compiled
+    return call, names
+
+
+def _noting_names(names: list[str]) -> contextlib.AbstractContextManager[object]:
+    """Add to `names` the name in Inductor's cache of each graph that is made or loaded here.
+
+    Patched: `torch._inductor.output_code.CompiledFxGraph.post_compile`, which runs for each.
+    Why:     on a hit, AOTAutograd's cache runs nothing of ours, and what it returns has no names.
+    Tests:   `test_a_cached_frame_has_no_names`, needed; in tests/parity/test_plan_cache.py
+             `test_a_hit_has_its_plans`, works.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    post_compile = CompiledFxGraph.post_compile
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        names.append(self._fx_graph_cache_key or "")
+        post_compile(self, *args, **kwargs)
+
+    return mock.patch.object(CompiledFxGraph, "post_compile", noted)
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Mapping[str, object],
+    **kwargs: Any,
+) -> Any:
+    """Compile a single graph with Inductor under `settings`, as its `inner_compile` is called."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with config.patch(dict(settings)):
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def cached_as(compiled: Any) -> str | None:
+    """Name in Inductor's cache of a graph that it has compiled; None if it has none."""
+    name: str | None = getattr(compiled, "_fx_graph_cache_key", None)
+    return name
+
+
+def keep_nodes_behind(
+    graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]
+) -> None:
+    """Have Inductor keep each node of `after` behind those that it is mapped to."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(before) for node, before in after.items()})
+
+
+@contextlib.contextmanager
+def tracing_again(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Allow a graph to be lowered in this context, though the compilation that it is of is over.
+
+    example_inputs: fake, like the graph's inputs.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+
+    with tracing(TracingContext(detect_fake_mode(example_inputs))):
+        yield
+
+
+def fresh_cache() -> contextlib.AbstractContextManager[Any]:
+    """Use an empty Inductor cache in this context; kernels made in it are removed at exit."""
+    from torch._inductor import utils
+
+    return utils.fresh_cache()
+
+
+def cache_folder() -> str:
+    """Path of the folder where Inductor keeps kernels, made if missing.
+
+    Raises OSError if it can't be made.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()

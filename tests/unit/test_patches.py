@@ -1,0 +1,162 @@
+"""What torch does where we patch it: a test that fails says that a patch is no longer needed.
+
+Each patch is described where it is made, most of them in `autoshard/_torch/`; CONTRIBUTING.md lists
+them. That they work is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed._composable import replicate
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import autoshard
+from autoshard import _torch
+from autoshard.runtime.training.state_dict_names import keep_names
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_torch_refuses_a_second_backward() -> None:
+    """Needed: the patch of `aot._donating_nothing`, in place of a setting."""
+    passed = _torch.aot.aot_autograd(fw_compiler=lambda gm, inputs: _torch.fx.boxed(gm))
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with torch._functorch.config.patch(
+            donated_buffer=False, force_non_lazy_backward_lowering=True
+        ):
+            return passed(gm, inputs)
+
+    torch._dynamo.reset()
+    x = torch.randn(3, requires_grad=True)
+    result = torch.compile(lambda x: x.sin().sin().sum(), backend=backend)(x)
+    with pytest.raises(RuntimeError, match="non-empty donated buffers"):
+        result.backward(retain_graph=True)
+
+
+def test_a_cached_frame_has_no_names() -> None:
+    """Needed: the patch of `inductor._noting_names`."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    compiled: list[Any] = []
+    inside: list[Any] = []
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        inside.append(compile_fx_inner(*args, **kwargs))
+        return inside[-1]
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        compiled.append(compile_fx(gm, list(inputs), inner_compile=inner))
+        return compiled[-1]
+
+    with (
+        _torch.inductor.fresh_cache(),
+        torch._functorch.config.patch(
+            enable_autograd_cache=True, force_non_lazy_backward_lowering=True
+        ),
+    ):
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3, requires_grad=True))
+    assert len(compiled) == 2
+    assert len(inside) == 2  # forward and backward, once: the second time nothing is compiled
+    assert all(_torch.inductor.cached_as(graph) for graph in inside)
+    assert _torch.inductor.cached_as(compiled[1]) is None
+
+
+def test_a_backend_is_called_for_graphs_only() -> None:
+    """Needed: the patch of `dynamo.watch_compile`."""
+    calls: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        calls.append(gm)
+        return gm.forward
+
+    class Unseen(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    torch._dynamo.reset()
+    torch.compile(Unseen(2, 2), backend=backend)(torch.ones(1, 2))
+    assert not calls
+
+
+@on_ranks(2)
+def test_ddp_takes_shards_for_parameters(rank: int) -> None:
+    """Needed: the entry that `fsdp.enter_contract` makes."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with mock.patch.object(_torch.fsdp, "enter_contract"):
+        autoshard.fully_shard(model[0])
+    replicate(model)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.ones(1, 2))
+
+
+def test_pipelines_look_for_the_state_of_fsdp2() -> None:
+    """Needed: the stand-in of `fsdp.stand_in_for_fsdp2`, for as long as torch 2.13 is supported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (oldest,) = (each for each in project["dependencies"] if each.startswith("torch>="))
+    assert _version(oldest.removeprefix("torch>=")) < (2, 14)
+    asked = "fully_shard.state(" in inspect.getsource(pipelining.stage)
+    assert asked == (_version(torch.__version__) < (2, 14))
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2]))
+
+
+def test_recurrent_modules_keep_what_they_read() -> None:
+    """Needed: the property of `nn.replaced_weights`."""
+
+    read: list[Tensor] = []
+
+    class Gathering(nn.LSTM):
+        @property
+        def weight_ih_l0(self) -> Tensor:
+            read.append(torch.ones(12, 2))
+            return read[-1]
+
+    model = nn.LSTM(2, 3)
+    model.__class__ = Gathering
+    model(torch.ones(1, 2))
+    kept = model._flat_weights[0]
+    assert any(kept is each for each in read)  # and it would stay unsharded
+
+
+def test_checkpoints_take_the_prefix_off() -> None:
+    """Needed: the `state_dict` that `keep_names` puts on a module, and `checkpoint.look_behind`."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    compiled = torch.compile(model, backend="eager")
+    assert list(compiled.state_dict()) == ["_orig_mod.0.weight"]
+    keep_names(compiled)
+    assert list(compiled.state_dict()) == list(get_model_state_dict(compiled)) == ["0.weight"]
+    with (
+        mock.patch.object(torch.distributed.checkpoint.state_dict, "_patched_state_dict", set()),
+        pytest.raises(AssertionError, match="_orig_mod"),
+    ):
+        get_model_state_dict(compiled)
+
+
+@on_ranks(2)
+def test_torch_gives_no_advice_on_mixed_tensors(rank: int) -> None:
+    """Needed: the hook of `outside.explain_uncaught`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
+        nn.functional.linear(torch.ones(1, 2), weight)
+    assert not getattr(raised.value, "__notes__", ())
