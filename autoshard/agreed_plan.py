@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch
-from autoshard.compilation import Compilation, Draft, has_backward
+from autoshard.compilation import Compilation, DryCompilation, has_backward
 from autoshard.options import CompileSettings
 from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.compiled.frame import make_frame
@@ -150,7 +150,7 @@ def _worth_keeping(
     """
     drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:
-        draft = Draft(make_frame(gm, example_inputs), drawn, mode)
+        draft = DryCompilation(make_frame(gm, example_inputs), drawn, mode)
         draft.compile()
         return draft.worth_keeping()
     except _torch.dynamo.RestartAnalysis:

@@ -296,7 +296,7 @@ class Compilation:
         return dump
 
 
-class Draft(Compilation):
+class DryCompilation(Compilation):
     """Compilation for its plans only; the code that it makes gives the right numbers, slowly."""
 
     is_cached = False

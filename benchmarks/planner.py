@@ -102,10 +102,10 @@ def make_problem(model: Model, regime: Regime, graph: str, *, layers: int | None
             end = 2 * len(uses)
             reduces.append(Item(name, unit, "reduce", 2 * numel, at + 2, end, end))
     link = Link("node", regime.alpha_us, 1 / (regime.gb_per_s * 1e3), MEMBER_US)
-    carriers = ("gather", "reduce")
+    bucket_classes = ("gather", "reduce")
     costs = Costs(
-        dict.fromkeys(carriers, (link,)),
-        dict.fromkeys(carriers, regime.ranks),
+        dict.fromkeys(bucket_classes, (link,)),
+        dict.fromkeys(bucket_classes, regime.ranks),
         COPY_US_PER_BYTE,
         divides=True,
     )

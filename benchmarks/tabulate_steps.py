@@ -17,7 +17,7 @@ from autoshard.tools.bench.contestants import RIVALS
 from autoshard.tools.bench.peak_memory import Memory
 from autoshard.tools.bench.step import OURS, Entry, Result
 
-AGAINST = {OURS: RIVALS, "autoshard, roomy": (*RIVALS, "FSDP2, roomy")}
+AGAINST = {OURS: RIVALS, "autoshard, kept": (*RIVALS, "FSDP2, kept")}
 """With which rivals each form of ours is compared: one that takes more memory, with such, too."""
 
 LONG = (

@@ -40,7 +40,7 @@ from torch import fx
 
 from autoshard.passes.ir import ops
 from autoshard.passes.ir.match import (
-    asked_of,
+    before_gather_of,
     group_of,
     is_compute,
     is_launch,
@@ -111,7 +111,7 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
 def _prepare(members: list[fx.Node], before: fx.Node) -> None:
     """Move the `before_gather` of each member, with its results, right before its first launch."""
     for member in members:
-        asked = asked_of(member.all_input_nodes[0])
+        asked = before_gather_of(member.all_input_nodes[0])
         if asked is not None and not _has_launch(asked):
             for node in (asked, *asked.users):
                 before.prepend(node)

@@ -32,7 +32,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.passes.ir.match import asked_of, is_before_gather, is_gradient, is_unshard, param_of
+from autoshard.passes.ir.match import (
+    before_gather_of,
+    is_before_gather,
+    is_gradient,
+    is_unshard,
+    param_of,
+)
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -56,10 +62,13 @@ def _merge_unshards(graph: fx.Graph) -> None:
         if is_unshard(node):
             piece = node.args[0]
             assert isinstance(piece, fx.Node)
-            key: tuple[object, ...] = (param_of(node), piece.args[1] if asked_of(piece) else None)
+            key: tuple[object, ...] = (
+                param_of(node),
+                piece.args[1] if before_gather_of(piece) else None,
+            )
         elif is_before_gather(node):
             key = ("ask", param_of(node))
-        elif asked_of(node):
+        elif before_gather_of(node):
             key = ("answer", *node.args)
         else:
             continue

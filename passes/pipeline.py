@@ -14,7 +14,7 @@ from autoshard.passes.ir.verify_changed import arguments, verify_changed
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 """A pass takes ownership of the module it is given and returns it transformed."""
 
-Observer = Callable[[str, fx.GraphModule], None]
+PassObserver = Callable[[str, fx.GraphModule], None]
 """Sees `(pass_name, gm)` after every pass."""
 
 
@@ -23,7 +23,7 @@ class PassError(RuntimeError):
 
 
 def run(
-    gm: fx.GraphModule, passes: Sequence[Pass], *, after_each: Observer | None = None
+    gm: fx.GraphModule, passes: Sequence[Pass], *, after_each: PassObserver | None = None
 ) -> fx.GraphModule:
     """Apply `passes` in order to a copy of `gm`; `gm` itself is not changed.
 

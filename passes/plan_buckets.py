@@ -46,7 +46,7 @@ from autoshard.passes.ir.match import group_of, is_compute, is_marker
 from autoshard.passes.ir.meta import PLAN, ParamInfo
 from autoshard.passes.ir.plan import Event, Plan
 from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
-from autoshard.passes.plans.drafts import Draft, Key, gather_drafts, reduce_drafts
+from autoshard.passes.plans.drafts import BucketNamer, Draft, gather_drafts, reduce_drafts
 from autoshard.passes.plans.liveness import count_between
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.roofline import is_fusible, is_view
@@ -80,7 +80,7 @@ def plan_buckets(
         return gm
     ops = [node for node in gm.graph.nodes if is_compute(node)]
     position = {node: number for number, node in enumerate(ops)}
-    key = _bucket_key(bucketing)
+    key = _bucket_class(bucketing)
     gathers = gather_drafts(gm.graph, position, key)
     reduces = reduce_drafts(gm.graph, position, key)
     gathered = _gather_events(gathers)
@@ -108,7 +108,7 @@ def plan_buckets(
     return gm
 
 
-def _bucket_key(bucketing: Bucketing) -> Key:
+def _bucket_class(bucketing: Bucketing) -> BucketNamer:
     if isinstance(bucketing, str):
         return _by_name if bucketing == "none" else _by_unit
     prefixes: dict[str, str] = {}
@@ -142,7 +142,7 @@ def _gather_events(drafts: list[Draft]) -> list[_Placed]:
     runs = [
         list(run)
         for _, run in itertools.groupby(
-            numbers, lambda number: (drafts[number].unit, drafts[number].stretch)
+            numbers, lambda number: (drafts[number].unit, drafts[number].segment)
         )
     ]
 

@@ -112,7 +112,7 @@ def table_of(node: fx.Node) -> fx.Node | None:
     return table
 
 
-def asked_of(node: fx.Node) -> fx.Node | None:
+def before_gather_of(node: fx.Node) -> fx.Node | None:
     """Return the `before_gather` that `node`, a marker's input, comes from; None if it does not."""
     if node.op != "call_function" or node.target is not operator.getitem:
         return None
@@ -132,7 +132,7 @@ def is_preparation(node: fx.Node) -> bool:
     A plan does not count it as compute."""
     if is_to_device(node):
         return any(map(is_unshard, node.users))
-    return is_before_gather(node) or asked_of(node) is not None
+    return is_before_gather(node) or before_gather_of(node) is not None
 
 
 def begun_by(node: fx.Node) -> fx.Node | None:

@@ -64,7 +64,7 @@ def _total(problem: Problem, items: Iterable[Item], name: str) -> float:
     """Microseconds that all items which pass link `name` take on it, in one bucket."""
     alphas, total = [], 0.0
     for item in items:
-        for link in problem.costs.links[item.carrier]:
+        for link in problem.costs.links[item.bucket_class]:
             if link.name == name:
                 alphas.append(link.alpha_us)
                 total += item.num_bytes * link.us_per_byte
@@ -77,7 +77,7 @@ def _heads(problem: Problem) -> dict[int, float]:
     for name in _link_names(problem):
         alpha, total = float("inf"), 0.0
         for item in problem.gathers:
-            for link in problem.costs.links[item.carrier]:
+            for link in problem.costs.links[item.bucket_class]:
                 if link.name == name:
                     alpha = min(alpha, link.alpha_us)
                     total += item.num_bytes * link.us_per_byte
@@ -92,7 +92,7 @@ def _tails(problem: Problem) -> dict[int, float]:
         alpha, total = float("inf"), 0.0
         for item in reversed(problem.reduces):
             before = 0.0  # the first link's start-up comes before the second's
-            for link in problem.costs.links[item.carrier]:
+            for link in problem.costs.links[item.bucket_class]:
                 if link.name == name:
                     alpha = min(alpha, before + link.alpha_us)
                     total += item.num_bytes * link.us_per_byte

@@ -38,10 +38,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of all carriers of a graph; a carrier is all that one collective can carry together.
+    """Costs of all bucket classes of a graph; one collective can carry what is of one class.
 
-    links:            a carrier's collectives, one after another: a reduce over replicas has two.
-    shards:           ranks that a carrier's parameters are sharded over.
+    links:            collectives of a class, one after another: a reduce over replicas has two.
+    shards:           ranks that parameters of a class are sharded over.
     copy_us_per_byte: of reading or writing one byte on the device.
     contention:       factor by which compute slows down while a collective runs; at least 1.
     divides:          whether collectives divide sums. Those of a graph do not: gradients are
@@ -62,16 +62,16 @@ class Costs:
             return False
         return num_members > 1 or (kind == "reduce" and not self.divides)
 
-    def copy_in_us(self, kind: str, carrier: str, num_bytes: int) -> float:
+    def copy_in_us(self, kind: str, bucket_class: str, num_bytes: int) -> float:
         """Microseconds to copy `num_bytes`, unsharded, before a launch: a gather copies shards."""
-        part = num_bytes / self.shards[carrier] if kind == "gather" else num_bytes
+        part = num_bytes / self.shards[bucket_class] if kind == "gather" else num_bytes
         return 2 * part * self.copy_us_per_byte
 
     def copy_out_us(self, num_bytes: int) -> float:
         """Microseconds to copy `num_bytes` after a gather's wait."""
         return 2 * num_bytes * self.copy_us_per_byte
 
-    def hand_out_us(self, carrier: str, num_bytes: int, layout: str) -> float:
+    def hand_out_us(self, bucket_class: str, num_bytes: int, layout: str) -> float:
         """Microseconds to copy gradients' shards out of the shared buffer, after a reduce's wait.
 
         num_bytes: of the gradients, unsharded. 0 where collectives divide: shards are then views of
@@ -79,4 +79,4 @@ class Costs:
         """
         if self.divides or layout == GROUPED:
             return 0.0
-        return 2 * num_bytes / self.shards[carrier] * self.copy_us_per_byte
+        return 2 * num_bytes / self.shards[bucket_class] * self.copy_us_per_byte

@@ -12,7 +12,7 @@ from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, rep
 def per_unit(problem: Problem) -> Timeline:
     """Simulate one bucket a unit, gathered one unit ahead, with one reduce in flight.
 
-    A unit of several carriers or stretches has a bucket for each.
+    A unit of several bucket classes or segments has a bucket for each.
     """
     gathers, reduces = unit_buckets(problem)
     placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
@@ -31,7 +31,7 @@ def per_unit(problem: Problem) -> Timeline:
 
 
 def unit_buckets(problem: Problem) -> tuple[list[Bucket], list[Bucket]]:
-    """Buckets of gathers and of reduces: one a unit, carrier and stretch."""
+    """Buckets of gathers and of reduces: one a unit, bucket class and segment."""
     return (
         _by_unit(problem, "gather", problem.gathers),
         _by_unit(problem, "reduce", problem.reduces),
@@ -41,6 +41,6 @@ def unit_buckets(problem: Problem) -> tuple[list[Bucket], list[Bucket]]:
 def _by_unit(problem: Problem, kind: str, items: Iterable[Item]) -> list[Bucket]:
     units: dict[tuple[str, str, int], list[Item]] = {}
     for item in items:
-        units.setdefault((item.unit, item.carrier, item.stretch), []).append(item)
+        units.setdefault((item.unit, item.bucket_class, item.segment), []).append(item)
     buckets = [make_bucket(problem, kind, each, PACKED) for each in units.values()]
     return sorted(buckets, key=lambda each: each.used if kind == "gather" else each.ready)

@@ -21,13 +21,13 @@ from autoshard.passes.planner.costs import Costs
 class Item:
     """Parameter to gather, or gradient to reduce.
 
-    carrier:   items of one bucket have the same: kind, group, dtype, place.
+    bucket_class:   items of one bucket have the same: kind, group, dtype, place.
     num_bytes: of the unsharded tensor, on the wire.
     ready:     the first position at which it may be launched.
     used:      the first position at which its result is read, or which it must not pass; `num_ops`
         if there is none.
     freed:     the first position at which the unsharded parameter is needed no more.
-    stretch:   number of barriers before those positions; a bucket is in one stretch.
+    segment:   number of barriers before those positions; a bucket is in one segment.
     is_copied_in:  whether a gather copies its shard even if that is sent alone: to another dtype,
         or because it is made in the graph.
     is_copied_out: whether its unsharded parameter is copied even if it arrives alone: shards along
@@ -36,12 +36,12 @@ class Item:
 
     name: str
     unit: str
-    carrier: str
+    bucket_class: str
     num_bytes: int
     ready: int
     used: int
     freed: int
-    stretch: int = 0
+    segment: int = 0
     is_copied_in: bool = False
     is_copied_out: bool = False
 
@@ -85,7 +85,7 @@ class Problem:
         """Bytes of the shards of the gradients in `made_bytes`, at each position."""
         made = [0] * (self.num_ops + 1)
         for item in self.reduces:
-            made[item.ready] += -(-item.num_bytes // self.costs.shards[item.carrier])
+            made[item.ready] += -(-item.num_bytes // self.costs.shards[item.bucket_class])
         return tuple(itertools.accumulate(made))
 
     @cached_property

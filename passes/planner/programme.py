@@ -1,4 +1,4 @@
-"""Find the best contiguous buckets of one carrier's gathers, exactly, where memory is no limit.
+"""Find the best contiguous buckets of gathers of one class, exactly, where memory is no limit.
 
 Items 0 to n - 1 are in order of first use; the ops between the first uses of item j and of item j +
 1 take c_j. A bucket of items i to j - 1 has crossed the link once all before it have; with copies,
@@ -37,7 +37,7 @@ class Programme:
 
 
 def best_buckets(problem: Problem, items: Sequence[Item], layout: str) -> Programme:
-    """Find the best buckets of one carrier's gathers, in order of first use, all in `layout`.
+    """Find the best buckets of gathers of one class, in order of first use, all in `layout`.
 
     Beyond `EFFORT` steps only bucket lengths of 1, 2, 3, 4, 6, 8, 12, ... are tried, from as many
     states an item as that many steps allow, and `is_exact` is False.
@@ -59,8 +59,8 @@ class _Table:
     """Prefix sums over items, and the formula that is made from them."""
 
     def __init__(self, problem: Problem, items: Sequence[Item], layout: str) -> None:
-        costs, carrier = problem.costs, items[0].carrier
-        (link,) = costs.links[carrier]
+        costs, bucket_class = problem.costs, items[0].bucket_class
+        (link,) = costs.links[bucket_class]
         self.count = len(items)
         self.alpha = link.alpha_us
         self.member = link.member_us if layout == GROUPED else 0.0
@@ -71,12 +71,12 @@ class _Table:
             self.bytes.append(self.bytes[-1] + item.num_bytes)
         self.crossing = [num_bytes * link.us_per_byte for num_bytes in self.bytes]
         self.sharing = [
-            costs.copy_in_us("gather", carrier, num_bytes) + costs.copy_out_us(num_bytes)
+            costs.copy_in_us("gather", bucket_class, num_bytes) + costs.copy_out_us(num_bytes)
             for num_bytes in self.bytes
         ]
         self.copying = [0.0]  # what is copied even where no memory is shared
         for item in items:
-            copied = costs.copy_in_us("gather", carrier, item.num_bytes * item.is_copied_in)
+            copied = costs.copy_in_us("gather", bucket_class, item.num_bytes * item.is_copied_in)
             copied += costs.copy_out_us(item.num_bytes * item.is_copied_out)
             self.copying.append(self.copying[-1] + copied)
         uses = [item.used for item in items] + [problem.num_ops]

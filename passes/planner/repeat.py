@@ -31,7 +31,7 @@ def repeat(
     """
     if not times:
         return problem
-    if any(item.stretch for item in (*problem.gathers, *problem.reduces)):
+    if any(item.segment for item in (*problem.gathers, *problem.reduces)):
         raise ValueError(f"the {problem.graph} graph has ops that no collective may cross")
     begin, middle, end = (_begin(problem, unit) for unit in units[:3])
     change = _change(problem, begin, middle, end, units)

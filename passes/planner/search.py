@@ -34,7 +34,7 @@ _Score = tuple[float, float, int]
 WORST: _Score = (math.inf, math.inf, 0)
 
 Cut = tuple[tuple[int, str], ...]
-"""Buckets of one carrier and stretch: where each ends, counted in items, and its layout."""
+"""Buckets of one class and segment: where each ends, counted in items, and its layout."""
 
 _Found = tuple[_Score, tuple[Cut, ...]]
 
@@ -93,10 +93,10 @@ class _Space:
         self.layouts = layouts
         self.groups: list[tuple[str, list[Item]]] = []
         for kind, items in (("gather", problem.gathers), ("reduce", problem.reduces)):
-            carriers: dict[tuple[int, str], list[Item]] = {}
+            bucket_classes: dict[tuple[int, str], list[Item]] = {}
             for item in items:
-                carriers.setdefault((item.stretch, item.carrier), []).append(item)
-            self.groups += [(kind, each) for each in carriers.values()]
+                bucket_classes.setdefault((item.segment, item.bucket_class), []).append(item)
+            self.groups += [(kind, each) for each in bucket_classes.values()]
         self.made: dict[tuple[int, int, int, str], Bucket] = {}
 
     def evaluate(

@@ -38,10 +38,10 @@ ROUNDING = 1e-9  # times that differ by less are equal
 
 @dataclass(frozen=True)
 class Bucket:
-    """Items of one carrier that share a collective, and the costs of that."""
+    """Items of one class that share a collective, and the costs of that."""
 
     kind: str  # "gather" or "reduce"
-    carrier: str
+    bucket_class: str
     items: tuple[Item, ...]
     layout: str
     num_bytes: int
@@ -61,15 +61,15 @@ class Bucket:
 
 
 def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str) -> Bucket:
-    """Make a bucket of `items`, which have one carrier."""
-    costs, carrier = problem.costs, items[0].carrier
+    """Make a bucket of `items`, which have one bucket class."""
+    costs, bucket_class = problem.costs, items[0].bucket_class
     num_bytes, count = sum(item.num_bytes for item in items), len(items)
     is_shared = costs.is_shared(kind, count, layout)
     copied_in = sum(item.num_bytes for item in items if is_shared or item.is_copied_in)
     copied_out = sum(item.num_bytes for item in items if is_shared or item.is_copied_out)
     return Bucket(
         kind=kind,
-        carrier=carrier,
+        bucket_class=bucket_class,
         items=tuple(items),
         layout=layout,
         num_bytes=num_bytes,
@@ -77,15 +77,16 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
         used=min(item.used for item in items),
         freed=max(item.freed for item in items),
         links=tuple(
-            (link.name, link.time_us(num_bytes, count, layout)) for link in costs.links[carrier]
+            (link.name, link.time_us(num_bytes, count, layout))
+            for link in costs.links[bucket_class]
         ),
-        copy_in_us=costs.call_us + costs.copy_in_us(kind, carrier, copied_in),
+        copy_in_us=costs.call_us + costs.copy_in_us(kind, bucket_class, copied_in),
         copy_out_us=(
             costs.copy_out_us(copied_out)
             if kind == "gather"
-            else costs.hand_out_us(carrier, num_bytes, layout)
+            else costs.hand_out_us(bucket_class, num_bytes, layout)
         ),
-        shard_bytes=-(-num_bytes // costs.shards[carrier]),
+        shard_bytes=-(-num_bytes // costs.shards[bucket_class]),
         twice_bytes=copied_out if kind == "gather" else copied_in,
     )
 

@@ -37,7 +37,7 @@ from autoshard.passes.planner.simulate import Bucket, Order, Timeline, make_buck
 from autoshard.passes.plans.drafts import (
     Draft,
     Span,
-    carrier_of,
+    bucket_class_of,
     first_use,
     info_of,
     markers_of,
@@ -180,8 +180,8 @@ class PricedGraph:
         markers = sorted((self.marker[id(item)] for item in bucket.items), key=param_of)
         units = list(dict.fromkeys(item.unit for item in bucket.items))
         unit = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
-        stretch = bucket.items[0].stretch
-        return Draft(unit, bucket.ready, bucket.used, stretch, markers, bucket.layout)
+        segment = bucket.items[0].segment
+        return Draft(unit, bucket.ready, bucket.used, segment, markers, bucket.layout)
 
 
 def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
@@ -189,11 +189,13 @@ def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
 
 
 def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
-    first = {_carrier(marker): marker for marker in markers}
+    first = {_bucket_class(marker): marker for marker in markers}
     topology = prices.topology
     return Costs(
         links={c: prices.links(kind_of(marker), group_of(marker)) for c, marker in first.items()},
-        shards={carrier: groups.shards(group_of(marker)) for carrier, marker in first.items()},
+        shards={
+            bucket_class: groups.shards(group_of(marker)) for bucket_class, marker in first.items()
+        },
         copy_us_per_byte=topology.copy_us_per_byte,
         contention=max(1.0, topology.contention),
         call_us=topology.call_us,
@@ -210,20 +212,20 @@ def _item(
     return Item(
         name=info.name,
         unit=info.unit,
-        carrier=_carrier(marker),
+        bucket_class=_bucket_class(marker),
         num_bytes=member.num_bytes,
         ready=span.ready,
         used=span.used,
         freed=1 + last.get(marker, span.used) if is_gather else span.used,
-        stretch=span.stretch,
+        segment=span.segment,
         is_copied_in=is_gather and (is_cast or is_made_here(marker)),
         is_copied_out=is_gather and member.dim != 0,
     )
 
 
-def _carrier(marker: fx.Node) -> str:
-    """Name of a marker's carrier (see `Item`): kind, group, dtype and place."""
-    return " ".join(map(str, (kind_of(marker), *carrier_of("", marker)[1:])))
+def _bucket_class(marker: fx.Node) -> str:
+    """Name of a marker's bucket class (see `Item`): kind, group, dtype and place."""
+    return " ".join(map(str, (kind_of(marker), *bucket_class_of("", marker)[1:])))
 
 
 PRICED: Key[PricedGraph] = Key("autoshard.priced")  # on a graph module: what it was planned from

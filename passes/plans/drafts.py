@@ -12,7 +12,7 @@ from torch import fx
 
 from autoshard.passes.ir.layout import read_members
 from autoshard.passes.ir.match import (
-    asked_of,
+    before_gather_of,
     group_of,
     is_barrier,
     is_marker,
@@ -32,7 +32,7 @@ from autoshard.passes.planner.costs import GROUPED, PACKED
 
 INNER = "inner"  # the axis of groups of neighbours, along the one that shards
 
-Key = Callable[[ParamInfo], str]
+BucketNamer = Callable[[ParamInfo], str]
 """The name of the bucket that a parameter goes to."""
 
 Positions = Mapping[fx.Node, int]
@@ -42,11 +42,11 @@ Positions = Mapping[fx.Node, int]
 @dataclass(frozen=True)
 class Span:
     """Positions between which a collective may be under way: launched at `ready` or later, waited
-    for at `used` or before. `stretch` counts the barriers before them."""
+    for at `used` or before. `segment` counts the barriers before them."""
 
     ready: int
     used: int
-    stretch: int
+    segment: int
 
 
 def spans(graph: fx.Graph, position: Positions) -> dict[fx.Node, Span]:
@@ -56,23 +56,23 @@ def spans(graph: fx.Graph, position: Positions) -> dict[fx.Node, Span]:
     found = {}
     for marker in filter(is_marker, graph.nodes):
         ready, used = ready_of(marker, position), first_use(marker, position, len(position))
-        stretch = bisect.bisect_left(barriers, used if is_unshard(marker) else ready)
-        if stretch:
-            ready = max(ready, 1 + barriers[stretch - 1])
-        if stretch < len(barriers):
-            used = min(used, barriers[stretch])
-        found[marker] = Span(ready, used, stretch)
+        segment = bisect.bisect_left(barriers, used if is_unshard(marker) else ready)
+        if segment:
+            ready = max(ready, 1 + barriers[segment - 1])
+        if segment < len(barriers):
+            used = min(used, barriers[segment])
+        found[marker] = Span(ready, used, segment)
     return found
 
 
 @dataclass
 class Draft:
-    """Bucket that is being filled. `ready`, `used`, `stretch`: see `Span`."""
+    """Bucket that is being filled. `ready`, `used`, `segment`: see `Span`."""
 
     unit: str
     ready: int
     used: int
-    stretch: int = 0
+    segment: int = 0
     markers: list[fx.Node] = field(default_factory=list)
     layout: str = PACKED
 
@@ -80,7 +80,7 @@ class Draft:
         """Add `marker`, whose span is `span`, to the bucket."""
         self.markers.append(marker)
         self.ready, self.used = max(self.ready, span.ready), min(self.used, span.used)
-        self.stretch = span.stretch
+        self.segment = span.segment
 
     def bucket(self) -> Bucket:
         infos = [info_of(marker) for marker in self.markers]
@@ -106,22 +106,22 @@ class Draft:
         return _is_stored(self.markers[0])
 
 
-def gather_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]:
+def gather_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> list[Draft]:
     """Draft the buckets of `graph`'s `unshard` markers, in order of first use."""
     where = spans(graph, position)
     drafts: dict[tuple[object, ...], Draft] = {}
     for marker in sorted(filter(is_unshard, graph.nodes), key=param_of):
         span = where[marker]
         name = key(info_of(marker))
-        carrier = (*carrier_of(name, marker), span.stretch)
-        draft = drafts.setdefault(carrier, Draft(name, ready=0, used=span.used))
+        bucket_class = (*bucket_class_of(name, marker), span.segment)
+        draft = drafts.setdefault(bucket_class, Draft(name, ready=0, used=span.used))
         draft.add(marker, span)
         if info_of(marker).layout == GROUPED:
             draft.layout = GROUPED
     return sorted(drafts.values(), key=lambda draft: draft.used)
 
 
-def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]:
+def reduce_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> list[Draft]:
     """Draft the buckets of `graph`'s `reduce_grad` markers, in order of readiness."""
     where = spans(graph, position)
     closed: list[Draft] = []
@@ -131,14 +131,14 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: Key) -> list[Draft]
     ):
         span = where[marker]
         name = key(info_of(marker))
-        carrier = carrier_of(name, marker)
-        draft = drafts.get(carrier)
+        bucket_class = bucket_class_of(name, marker)
+        draft = drafts.get(bucket_class)
         if draft is not None and draft.used < span.ready:
             # somebody reads it, or a barrier comes, before this one is there
-            closed.append(drafts.pop(carrier))
+            closed.append(drafts.pop(bucket_class))
             draft = None
         if draft is None:
-            draft = drafts[carrier] = Draft(name, ready=0, used=len(position))
+            draft = drafts[bucket_class] = Draft(name, ready=0, used=len(position))
         draft.add(marker, span)
     made = [*closed, *drafts.values()]
     for draft in made:
@@ -179,8 +179,8 @@ def _axis_of(marker: fx.Node) -> str:
     return info.reduce_axis
 
 
-def carrier_of(name: str, marker: fx.Node) -> tuple[object, ...]:
-    """Key of all that one collective can carry together: bucket name, group, dtype and place."""
+def bucket_class_of(name: str, marker: fx.Node) -> tuple[object, ...]:
+    """Make the key of what one collective can carry together: bucket, group, dtype and place."""
     (member,) = read_members(members_of(marker))
     is_gather = is_unshard(marker)
     place = Unshard.of(marker).options.host_device if is_gather else _is_stored(marker)
@@ -199,7 +199,7 @@ def ready_of(marker: fx.Node, position: Positions) -> int:
 def first_use(marker: fx.Node, position: Positions, end: int) -> int:
     """Position of the first compute node that reads `marker`, the results of its `before_gather`,
     or its copy on the host; `end` if there is none."""
-    asked = asked_of(marker.all_input_nodes[0])
+    asked = before_gather_of(marker.all_input_nodes[0])
     read = [marker, *(asked.users if asked is not None else filter(is_to_host, marker.users))]
     return min((position.get(user, end) for node in read for user in node.users), default=end)
 

@@ -185,13 +185,15 @@ def _explained(issued: Issued) -> Iterator[None]:
         ) from error
 
 
-Observer = Callable[[Issued], None]
+LaunchObserver = Callable[[Issued], None]
 
-_observers: list[tuple[Observer, Observer]] = []
+_observers: list[tuple[LaunchObserver, LaunchObserver]] = []
 
 
 @contextlib.contextmanager
-def observe(launched: Observer, waited: Observer = lambda issued: None) -> Iterator[None]:
+def observe(
+    launched: LaunchObserver, waited: LaunchObserver = lambda issued: None
+) -> Iterator[None]:
     """Call `launched` for every collective launched inside the block, eager and compiled, and
     `waited` for every one waited for there.
     """

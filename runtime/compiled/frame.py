@@ -33,7 +33,7 @@ from autoshard.passes.planner.costs import GROUPED, PACKED
 from autoshard.runtime.comm import transport
 from autoshard.runtime.compiled import extensions
 from autoshard.runtime.compiled.tables import Table, Tables
-from autoshard.runtime.eager import left_out, outside, unordered
+from autoshard.runtime.eager import outside, unmanaged, unordered
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.eager.saved import in_checkpoint, in_recomputation
 from autoshard.runtime.eager.unit_steps import describe_forward, steps_of, wait_for_optimizer
@@ -42,7 +42,7 @@ from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.extensions import has_methods
 from autoshard.runtime.unit.param import ShardedParam, find, resolve
 from autoshard.runtime.unit.unit import Unit, listed
-from autoshard.runtime.unit.unsharded import Whole
+from autoshard.runtime.unit.unsharded import Unsharded
 from autoshard.runtime.unit.uses import Use
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
@@ -96,7 +96,7 @@ class Frame:
         with fake.fake_mode:
             for number in self.stays:
                 param = self.params[number]
-                more[f"whole_{number}"] = _example_of_whole(param)
+                more[f"whole_{number}"] = _example_of_unsharded(param)
             more[TABLE] = torch.empty(1, dtype=torch.int64)
         before = list(self.inputs)
         with _torch.dynamo.more_inputs(self.gm.graph, more):
@@ -134,7 +134,7 @@ class Frame:
             else:
                 forward_order.take(describe_forward(root, what, units), mesh)
             wait_for_optimizer(root)
-            kept = _kept_whole([table[number] for number in stays])
+            kept = _kept_unsharded([table[number] for number in stays])
             params = [values[position] for position in positions]
             shards = _shards(params, extended, table, units)
             for position, shard in zip(positions, shards, strict=True):
@@ -377,13 +377,13 @@ def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _example_of_whole(param: ShardedParam) -> Tensor:
+def _example_of_unsharded(param: ShardedParam) -> Tensor:
     in_full = param.unit.asks_for_full_precision
     member = param.unit.gathered_member(param, in_full_precision=in_full)
     return torch.empty(member.size, dtype=member.dtype, device=param.device)
 
 
-def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
+def _kept_unsharded(params: list[ShardedParam]) -> list[Tensor]:
     """Return `params` unsharded: those that are kept, and others gathered now.
 
     The latter stay if their units are configured so.
@@ -392,7 +392,7 @@ def _kept_whole(params: list[ShardedParam]) -> list[Tensor]:
     for unit in units:
         unit.note_mode()
         if unit.kept is None or unit.kept.is_stale:
-            unit.kept = Whole(unit)
+            unit.kept = Unsharded(unit)
     whole = [unit.kept.tensors() for unit in units if unit.kept is not None]
     of = dict(zip(units, whole, strict=True))
     kept = [of[param.unit][param] for param in params]
@@ -480,8 +480,8 @@ class _LocalShards(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.use.end()
         for unit in ctx.table.units:
-            unit.shows_whole = False
-        left_out.note_backward()
+            unit.shows_unsharded = False
+        unmanaged.note_backward()
         steps_of(ctx.table.root).backward_ran = True
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
             sharded.check_unwritten(stamp)

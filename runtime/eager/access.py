@@ -43,7 +43,7 @@ PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: Sharde
 heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that head a unit."""
 
-whole_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+unsharded_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Heads of units inside `full_params()`: they have plain parameters there, and open no step."""
 
 _classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref.WeakKeyDictionary()
@@ -55,7 +55,7 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
     bound = module.__dict__.setdefault(PARAMS, {})
     bound[attribute] = param
     param.places.append((module, attribute))
-    param.tell_places()
+    param.describe_in_modules()
     _set_class(module, mixins=())
 
 
@@ -205,7 +205,7 @@ def _make_property(name: str) -> property:
         param = module._parameters[name]
         if not isinstance(param, DTensor):
             return param
-        asked = module._autoshard_asked[name]
+        asked = module._autoshard_marker_arguments[name]
         if asked is None:
             return _read_with_care(param, module.__dict__[PARAMS][name])
         members, group, keep, reduce = asked
@@ -223,7 +223,9 @@ def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
     That is one with tensor parallelism, or whose dtype follows eval mode.
     """
     in_full = sharded.follows_mode and sharded.unit.asks_for_full_precision
-    members, group, keep, reduce = sharded.asked_in_full if in_full else sharded.asked
+    members, group, keep, reduce = (
+        sharded.marker_arguments_in_full if in_full else sharded.marker_arguments
+    )
     whole = torch.ops.autoshard.unshard(param.to_local(), members, group, keep, -1, reduce=reduce)
     return whole if sharded.tp is None else sharded.tp.wrap(whole)
 
@@ -412,7 +414,7 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 @_torch.dynamo.disable
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if module in whole_heads:
+    if module in unsharded_heads:
         _refuse_training(module)
         return args, kwargs
     _close_late()
@@ -425,7 +427,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @_torch.dynamo.disable
 def _leave(module: nn.Module, output: Any) -> Any:
-    if module in whole_heads:
+    if module in unsharded_heads:
         return output
     unit: Unit = module.__dict__[UNIT]
     outside.explain(sys.exc_info()[1])  # of a forward that failed

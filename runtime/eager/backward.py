@@ -8,7 +8,7 @@ from autoshard import _torch
 from autoshard.runtime.eager.tokens import StepTokens
 from autoshard.runtime.eager.unit_steps import following, take_kept
 from autoshard.runtime.unit.unit import Unit
-from autoshard.runtime.unit.unsharded import Parts, Whole
+from autoshard.runtime.unit.unsharded import Parts, Unsharded
 
 
 class Backward:
@@ -22,7 +22,7 @@ class Backward:
 
     def __init__(self, owner: Unit, tokens: StepTokens) -> None:
         self.order: list[Unit] = []
-        self.gathered: dict[Unit, Whole] = {}
+        self.gathered: dict[Unit, Unsharded] = {}
         self.needed: set[Unit] = set()
         self.run_again: set[Unit] = set()
         self._owner, self._tokens = owner, tokens
@@ -38,7 +38,7 @@ class Backward:
         """Tell whether `unit` is gathered, and not just fetched ahead."""
         return unit in self._read
 
-    def gather(self, unit: Unit) -> Whole:
+    def gather(self, unit: Unit) -> Unsharded:
         """Gather `unit`, which is wanted now, and launch what is wanted next."""
         task = _torch.autograd.graph_task()
         # A unit that is not reduced has no end of its own: the next gather is it.
@@ -57,7 +57,7 @@ class Backward:
         """Start gathering `unit`, unless it is gathered or on its way."""
         if unit not in self.gathered:
             kept = take_kept(unit)
-            self.gathered[unit] = kept or Whole(unit, self._parts.pop(unit, None))
+            self.gathered[unit] = kept or Unsharded(unit, self._parts.pop(unit, None))
 
     def _will_reduce(self, unit: Unit) -> bool:
         """Tell whether this backward reduces `unit`.
@@ -73,7 +73,7 @@ class Backward:
             if each in self.needed:
                 self._launch(each)
             elif each in self.run_again and each.kept is None:
-                each.kept = Whole(each)  # that step finds it there
+                each.kept = Unsharded(each)  # that step finds it there
 
     def _ahead(self, unit: Unit | None) -> Sequence[Unit]:
         wanted = self.needed | self.run_again
@@ -88,7 +88,7 @@ class Backward:
             return coming[:limit]
         return following(at, given, coming, limit)
 
-    def keep_parts(self, unit: Unit, whole: Whole) -> None:
+    def keep_parts(self, unit: Unit, whole: Unsharded) -> None:
         """Cut `whole`, which forward is about to drop, to what backward gathers of it.
 
         That is for units that reshard to fewer ranks than they are sharded over.

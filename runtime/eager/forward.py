@@ -8,7 +8,7 @@ from autoshard.runtime.eager.backward import Backward
 from autoshard.runtime.eager.saved import Sources, in_checkpoint, in_recomputation
 from autoshard.runtime.eager.unit_steps import following, steps_of, take_kept
 from autoshard.runtime.unit.unit import Unit
-from autoshard.runtime.unit.unsharded import Whole
+from autoshard.runtime.unit.unsharded import Unsharded
 
 
 class Forward:
@@ -22,13 +22,13 @@ class Forward:
 
     def __init__(self, owner: Unit, backward: Backward, *, has_grad: bool) -> None:
         self.order = backward.order
-        self.gathered: dict[Unit, Whole] = {}
+        self.gathered: dict[Unit, Unsharded] = {}
         self.read: set[Unit] = set()
         self.sources = Sources()
         self._backward, self._has_grad = backward, has_grad
         self._expected = steps_of(owner).last_order  # what the step before gathered
 
-    def gather(self, unit: Unit) -> Whole:
+    def gather(self, unit: Unit) -> Unsharded:
         """Gather `unit`, which is read for the first time, and launch what is read next."""
         ahead = self.gathered.get(unit)
         if ahead is not None and ahead.is_stale:  # written to since, as a momentum encoder is
@@ -53,7 +53,7 @@ class Forward:
     def _launch(self, unit: Unit) -> None:
         """Start gathering `unit`, unless it is gathered or on its way."""
         if unit not in self.gathered:
-            self.gathered[unit] = take_kept(unit) or Whole(unit)
+            self.gathered[unit] = take_kept(unit) or Unsharded(unit)
 
     def _is_checkpointed(self, unit: Unit) -> bool:
         """Tell whether what reads `unit` seems to be in a checkpoint, to be read again.

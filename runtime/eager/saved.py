@@ -25,12 +25,12 @@ from autoshard.runtime.unit.param import ShardedParam, Stamp
 if TYPE_CHECKING:
     from autoshard.runtime.eager.step import Step
     from autoshard.runtime.unit.unit import Unit
-    from autoshard.runtime.unit.unsharded import Whole
+    from autoshard.runtime.unit.unsharded import Unsharded
 
 
 @dataclass(frozen=True)
 class Source:
-    """Owner of a storage's memory: the parameter, and which of its `Whole.sources` it is."""
+    """Owner of a storage's memory: the parameter, and which of its `Unsharded.sources` it is."""
 
     param: ShardedParam
     index: int
@@ -43,7 +43,7 @@ class Sources:
     def __init__(self) -> None:
         self._by_storage: dict[int, Source] = {}
 
-    def add(self, whole: Whole) -> None:
+    def add(self, whole: Unsharded) -> None:
         """Add the storages of `whole`, but for those of shards themselves (in a world of one)."""
         for param, tensors in whole.sources().items():
             own = {_torch.tensors.storage_id(each) for each in _plain_tensors(param.shard)}
@@ -52,7 +52,7 @@ class Sources:
                 if tensor.numel() and storage not in own:
                     self._by_storage[storage] = Source(param, index, tensor.dtype)
 
-    def remove(self, whole: Whole) -> None:
+    def remove(self, whole: Unsharded) -> None:
         for tensors in whole.sources().values():
             for tensor in tensors:
                 self._by_storage.pop(_torch.tensors.storage_id(tensor), None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.runtime.eager import left_out
+from autoshard.runtime.eager import unmanaged
 from autoshard.runtime.eager.backward import Backward
 from autoshard.runtime.eager.forward import Forward
 from autoshard.runtime.eager.reduces import Reduces
@@ -38,7 +38,7 @@ from autoshard.runtime.ranks.order import forward_order
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.unit import Unit, units_below
-from autoshard.runtime.unit.unsharded import Tensors, Whole
+from autoshard.runtime.unit.unsharded import Tensors, Unsharded
 
 _open = threading.local()
 
@@ -119,7 +119,7 @@ class Step:
             attached = self.tokens.of(param.unit, self).attach(param, data)
             return attached if param.tp is None else param.tp.wrap(attached)
 
-    def _in_forward(self, unit: Unit) -> Whole:
+    def _in_forward(self, unit: Unit) -> Unsharded:
         forward = self.forward
         if unit in forward.read:
             return forward.gathered[unit]
@@ -218,7 +218,7 @@ class Step:
         """Return the unsharded parameter, for a part of forward that a checkpoint runs again."""
         return self.attach(param, self.gather_again(param.unit).tensors()[param])
 
-    def gather_again(self, unit: Unit) -> Whole:
+    def gather_again(self, unit: Unit) -> Unsharded:
         """Gather `unit` for backward, or for what a checkpoint runs again."""
         if self.backward.has_read(unit):
             return self.backward.gathered[unit]
@@ -270,7 +270,7 @@ class Step:
                 _torch.autograd.in_nested_backward(),
             )
             steps_of(self.owner).backward_ran = True
-            left_out.note_backward()
+            unmanaged.note_backward()
 
     def finish_backward(self, *, waits: bool = True) -> None:
         """End the backward: launch what is left to reduce, and drop what was gathered for it.
@@ -287,7 +287,7 @@ class Step:
         self.has_ended = True
         units = units_below(owner)
         for unit in units:
-            unit.shows_whole = False
+            unit.shows_unsharded = False
         self.reduces.launch_what_waits(units)
         if waits and own.is_last_backward:
             finish_reduces(owner)

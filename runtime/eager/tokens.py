@@ -28,14 +28,14 @@ from autoshard import _torch
 from autoshard.runtime.eager.unit_steps import steps_of
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.unit import Unit
-from autoshard.runtime.unit.unsharded import Lent, Whole
+from autoshard.runtime.unit.unsharded import Lent, Unsharded
 from autoshard.runtime.unit.uses import Use
 
 if TYPE_CHECKING:
     from autoshard.runtime.eager.step import Step
 
 Grads = dict[ShardedParam, Tensor | None]
-"""Whole gradients of all trainable parameters of a unit; None where this rank has none."""
+"""Unsharded gradients of all trainable parameters of a unit; None where this rank has none."""
 
 
 class Tokens:
@@ -101,7 +101,7 @@ class StepTokens:
             self.trained.add(unit)
         return made
 
-    def lend(self, unit: Unit, whole: Whole) -> None:
+    def lend(self, unit: Unit, whole: Unsharded) -> None:
         """Have reads of `unit` outside of forward give unsharded parameters until backward."""
         tokens = self.made(unit)
         if tokens is not None:

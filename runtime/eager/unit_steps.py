@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.runtime.ranks.order import CollectiveOrder
 from autoshard.runtime.unit.reduce import Reduction, forget
 from autoshard.runtime.unit.unit import Unit, listed
-from autoshard.runtime.unit.unsharded import Whole
+from autoshard.runtime.unit.unsharded import Unsharded
 
 if TYPE_CHECKING:
     from autoshard.runtime.eager.saved import Held
@@ -81,7 +81,7 @@ def following(
     return order[start : start + limit]
 
 
-def take_kept(unit: Unit) -> Whole | None:
+def take_kept(unit: Unit) -> Unsharded | None:
     """Take out of `unit` what it keeps unsharded, if that is what a gather would give.
 
     In a unit that ranks run in no order it stays, for all of the step.

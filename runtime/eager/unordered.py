@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoshard.runtime.unit.unit import Unit, units_below
-from autoshard.runtime.unit.unsharded import Whole
+from autoshard.runtime.unit.unsharded import Unsharded
 
 
 def begin_forward(root: Unit) -> None:
@@ -33,7 +33,7 @@ def gather_all(root: Unit) -> None:
     """Begin to gather all units of `root`'s model that are not gathered; they stay so."""
     for unit in units_below(root):
         if unit.kept is None or unit.kept.is_stale:
-            unit.kept = Whole(unit)
+            unit.kept = Unsharded(unit)
 
 
 def drop_all(units: Iterable[Unit]) -> None:

@@ -23,7 +23,7 @@ from autoshard.runtime.eager import access, unit_steps
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.training import clip_grad_norm, full_params
 from autoshard.runtime.unit.unit import Unit, unit_of
-from autoshard.runtime.unit.unsharded import Whole
+from autoshard.runtime.unit.unsharded import Unsharded
 
 
 class UnshardHandle(fsdp.UnshardHandle):
@@ -78,8 +78,8 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """
         unit = _unit(self)
         if unit.kept is None or unit.kept.is_stale:
-            unit.kept = Whole(unit)
-        unit.is_unsharded_by_user = unit.shows_whole = True
+            unit.kept = Unsharded(unit)
+        unit.is_unsharded_by_user = unit.shows_unsharded = True
         unit.describe()
         handle = UnshardHandle(unit)
         if async_op:

@@ -38,7 +38,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     heads = [each for each in module.modules() if access.unit_of(each) is not None]
     # Compiled code gathers for itself, and would be traced anew over plain parameters.
     with torch.compiler.set_stance("force_eager"):
-        access.whole_heads.update(heads)
+        access.unsharded_heads.update(heads)
         _unsharded.update(params)
         for each in borrowed:
             each.put()
@@ -47,7 +47,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             yield
             failed = False
         finally:
-            access.whole_heads.difference_update(heads)
+            access.unsharded_heads.difference_update(heads)
             _unsharded.difference_update(params)
             problem = _give_back(borrowed, writeback)
             if problem is not None and not failed:  # else the block's own exception goes on
@@ -57,7 +57,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 def refuse_inside(module: nn.Module, what: str) -> None:
     """Raise RuntimeError if a parameter below `module` is unsharded by `full_params()` already."""
     for each in module.modules():
-        if each in access.whole_heads:
+        if each in access.unsharded_heads:
             raise RuntimeError(
                 f"{what} of {_name(module)} was called on rank {_rank()} inside full_params() of a "
                 f"model that {_name(each)} is in: leave that first; one full_params() of the "

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autoshard import _torch
 from autoshard.passes.ir.layout import part_of
 from autoshard.runtime.comm.mesh import world_size
-from autoshard.runtime.eager import access, left_out
+from autoshard.runtime.eager import access, unmanaged
 from autoshard.runtime.training.local_step import STEP, stand_in_of
 from autoshard.runtime.unit.param import ShardedParam, check_wanted, find, is_ignored, lent_by
 from autoshard.runtime.unit.reduce import is_waiting
@@ -60,7 +60,7 @@ def check_owners(
     like. Raised also for a parameter with gradient hooks, which would never run again.
     """
     for name, param in params.items():
-        left_out.unwatch(param)
+        unmanaged.unwatch(param)
         if _torch.autograd.hooks_of(param):
             raise RuntimeError(
                 f"parameter {name} has gradient hooks, which sharding can't move: call "
@@ -216,7 +216,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
                 has_sharded |= sharded.axes.num_ranks > 1
     if plain and world_size() > 1 and not _is_idle(optimizer):
         _check_plain(type(optimizer).__name__, plain)
-        left_out.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
+        unmanaged.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
 
 
 def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:

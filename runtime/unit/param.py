@@ -147,12 +147,13 @@ def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
     return Layout(mesh, (*own, *tp.placements), tp.size)
 
 
-Asked = tuple[str, str, bool, str]
+MarkerArguments = tuple[str, str, bool, str]
 """Arguments of a marker: members, group, keep and reduce, as `passes.ir.ops` has them."""
 
-ASKED = "_autoshard_asked"
-"""Module attribute: {parameter's attribute: `Asked`; None where there is more to ask}. Getters
-spell it out: Dynamo traces the reading of a name faster."""
+MARKER_ARGUMENTS = "_autoshard_marker_arguments"
+"""Module attribute: {parameter's attribute: `MarkerArguments`; None where there is more to ask}.
+
+Getters spell it out: Dynamo traces the reading of a name faster."""
 
 
 @dataclass(eq=False)
@@ -176,8 +177,8 @@ class ShardedParam:
     def __post_init__(self) -> None:
         # What the getter hands to the marker under torch.compile: constants to guard on. See
         # `describe()`.
-        self.asked: Asked = ("", "", False, "")
-        self.asked_in_full = self.asked
+        self.marker_arguments: MarkerArguments = ("", "", False, "")
+        self.marker_arguments_in_full = self.marker_arguments
         self.follows_mode = False  # the latter holds in eval mode
         self.is_extended = False  # its shard says what is gathered for it: see extensions.py
         self.number = next(_numbers)  # of this one alone: what it says is traced into its graph
@@ -200,20 +201,20 @@ class ShardedParam:
         """
         self.is_extended = is_extended(self.name, self.shard)
         self.follows_mode = self.unit.settings.mp.full_precision_in_eval
-        self.asked = self._description(in_full_precision=False)
-        self.asked_in_full = self._description(in_full_precision=True)
-        self.tell_places()
+        self.marker_arguments = self._description(in_full_precision=False)
+        self.marker_arguments_in_full = self._description(in_full_precision=True)
+        self.describe_in_modules()
 
-    def tell_places(self) -> None:
+    def describe_in_modules(self) -> None:
         """Write down in each module that reads it what its getter hands to the marker.
 
         None if the getter has to ask.
         """
-        asked = None if self.tp is not None or self.follows_mode else self.asked
+        asked = None if self.tp is not None or self.follows_mode else self.marker_arguments
         for module, attribute in self.places:
-            module.__dict__.setdefault(ASKED, {})[attribute] = asked
+            module.__dict__.setdefault(MARKER_ARGUMENTS, {})[attribute] = asked
 
-    def _description(self, *, in_full_precision: bool) -> Asked:
+    def _description(self, *, in_full_precision: bool) -> MarkerArguments:
         gathered = self.unit.gathered_member(self, in_full_precision=in_full_precision)
         reduced = self.unit.reduced_member(self, gathered.dtype)
         if reduced.dtype != self.member.dtype:

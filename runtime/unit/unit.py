@@ -21,7 +21,7 @@ from autoshard.runtime.unit.reduce import Reducer
 from autoshard.runtime.unit.settings import UnitSettings
 
 if TYPE_CHECKING:
-    from autoshard.runtime.unit.unsharded import Whole
+    from autoshard.runtime.unit.unsharded import Unsharded
     from autoshard.runtime.unit.uses import Use
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Unit:
     is_root: no other unit's module contains this one's; set by the enclosing call.
     kept: unsharded parameters beyond a step: asked for, or kept after backward.
     is_unsharded_by_user: from `unshard()` to `reshard()`.
-    shows_whole: to `parameters()`, from `unshard()` to the next backward.
+    shows_unsharded: to `parameters()`, from `unshard()` to the next backward.
     computes_in_full_precision: in the latest forward; see `note_mode`.
     uses: forwards that have read its parameters; see uses.py.
 
@@ -53,9 +53,9 @@ class Unit:
     is_root: bool = True
     params: list[ShardedParam] = field(default_factory=list)
     reducer: Reducer = field(default_factory=Reducer)
-    kept: Whole | None = None
+    kept: Unsharded | None = None
     is_unsharded_by_user: bool = False
-    shows_whole: bool = False
+    shows_unsharded: bool = False
     computes_in_full_precision: bool = False
     uses: weakref.WeakSet[Use] = field(default_factory=weakref.WeakSet)
     _gathers: dict[bool, str] = field(default_factory=dict)  # by computes_in_full_precision

@@ -35,7 +35,7 @@ _Piece = tuple[ShardedParam, int]
 """Tensor that is gathered for a parameter, by its number; all but extended ones have one."""
 
 
-class Whole:
+class Unsharded:
     """Gather of `unit`, from its launch to the drop of the unsharded parameters.
 
     Where parameters are not cut (a world of one, or replicas), nothing is launched.
@@ -160,7 +160,7 @@ class Whole:
 class Lent:
     """Unsharded parameters that stay between forward and backward, to be read."""
 
-    def __init__(self, whole: Whole) -> None:
+    def __init__(self, whole: Unsharded) -> None:
         self.tensors = dict(whole.tensors())
         self._versions = [] if whole.unit.world == 1 else list(whole._versions)
 

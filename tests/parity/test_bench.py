@@ -13,10 +13,10 @@ NAMES = [
     "DDP",
     "FSDP1",
     "FSDP2",
-    "FSDP2, roomy",
+    "FSDP2, kept",
     "autoshard, eager",
     "autoshard, compiled",
-    "autoshard, roomy",
+    "autoshard, kept",
 ]
 
 

@@ -34,7 +34,7 @@ ROUNDING = 1 + 1e-9  # sums of floats in other orders
 @st.composite
 def costs(draw: st.DrawFn) -> Costs:
     links = {
-        carrier: tuple(
+        bucket_class: tuple(
             Link(
                 name,
                 alpha_us=draw(st.sampled_from([0.0, 5.0, 40.0])),
@@ -43,7 +43,7 @@ def costs(draw: st.DrawFn) -> Costs:
             )
             for name in names
         )
-        for carrier, names in (
+        for bucket_class, names in (
             ("gather", ["node"]),
             ("reduce", draw(st.sampled_from([["node"], ["node", "network"], ["other"]]))),
         )

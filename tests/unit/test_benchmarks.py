@@ -72,20 +72,20 @@ def test_tables_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             "peak": {"allocated": peak, "reserved": 0},
         }
 
-    ours = ["autoshard, compiled", "autoshard, roomy"]
-    names = ["unsharded, compiled", *tables.RIVALS, "FSDP2, roomy", *ours]
+    ours = ["autoshard, compiled", "autoshard, kept"]
+    names = ["unsharded, compiled", *tables.RIVALS, "FSDP2, kept", *ours]
     entries = {name: entry(100.0 + 10 * at, 10**6) for at, name in enumerate(names)}
     entries["FSDP1"] = entry(190.0, 2 * 10**6)
-    entries["FSDP2, roomy"] = entry(100.0, 10**6)
-    entries["autoshard, roomy"] = entry(80.0, 3 * 10**6)
+    entries["FSDP2, kept"] = entry(100.0, 10**6)
+    entries["autoshard, kept"] = entry(80.0, 3 * 10**6)
     result = {"name": "m", "tokens": 13, "entries": entries, "collectives_ms": [50.0, 50.0]}
     results = tables.read([result])
     shown = "\n".join(tables.short(results))
     assert "| FSDP1 | 200 (200 to 250) |" in shown
     assert "| autoshard, compiled, of the fastest rival | **1.31** |" in shown  # 170 of 130
-    assert "| autoshard, roomy, of the fastest rival | **0.82** |" in shown  # 90 of 110
+    assert "| autoshard, kept, of the fastest rival | **0.82** |" in shown  # 90 of 110
     assert "computation and collectives alone | 1.07 |" in shown
-    assert "| autoshard, roomy | 3 |" in shown
+    assert "| autoshard, kept | 3 |" in shown
     assert "| m | FSDP1 | 200 | 200 to 250 | 200 to 250 | 90 | 65 | 2 | 1 |" in "\n".join(
         tables.long(results)
     )

@@ -63,7 +63,7 @@ def fives(count: int) -> list[nn.Module]:
     return [nn.Linear(5, 5) for _ in range(count)]
 
 
-class Asked:
+class MarkerArguments:
     """A policy of FSDP1's form that remembers what it was asked."""
 
     def __init__(self, policy: Callable[..., bool] = always_wrap_policy) -> None:
@@ -128,7 +128,7 @@ def test_a28_a_module_in_several_places_comes_after_all_around_it(policy: Policy
 def test_a28_and_d11_a_module_in_several_places_is_one_unit_and_is_asked_about_once() -> None:
     shared = nn.Linear(5, 5)
     model = Model(left=Model(layer=shared), right=Model(layer=shared, own=nn.Linear(5, 5)))
-    asked = Asked(partial(size_based_auto_wrap_policy, min_num_params=30))
+    asked = MarkerArguments(partial(size_based_auto_wrap_policy, min_num_params=30))
     assert found(model, asked) == ["left.layer", "right.own"]
     assert [(recurse, numel) for module, recurse, numel in asked.calls if module is shared] == [
         (True, 30),
@@ -253,7 +253,7 @@ def test_a36_any_of_several() -> None:
 def test_a37_size_based_counts_what_is_left() -> None:
     """Of 120 elements the inner 60 are one unit; then 60 are left, enough for their parent."""
     inner = nn.Sequential(*fives(2), nn.Sequential(*fives(2)))
-    asked = Asked(partial(size_based_auto_wrap_policy, min_num_params=40))
+    asked = MarkerArguments(partial(size_based_auto_wrap_policy, min_num_params=40))
     assert found(inner, asked) == ["2"]
     assert asked.calls[0] == (inner, True, 120)
     assert (inner, False, 60) not in asked.calls  # never the root
@@ -312,19 +312,19 @@ def test_a38_a_refusal_to_look_below_is_no_for_all_of_it() -> None:
 
 
 def test_a38_ignored_parameters_are_not_counted() -> None:
-    model = Model(stage=Model(kept=nn.Linear(5, 5), left_out=nn.Linear(5, 5)))
-    asked = Asked(partial(size_based_auto_wrap_policy, min_num_params=40))
+    model = Model(stage=Model(kept=nn.Linear(5, 5), unmanaged=nn.Linear(5, 5)))
+    asked = MarkerArguments(partial(size_based_auto_wrap_policy, min_num_params=40))
     assert found(model, asked) == ["stage"]
     asked.calls.clear()
-    assert found(model, asked, {model.stage.left_out}) == []
+    assert found(model, asked, {model.stage.unmanaged}) == []
     assert [numel for _, _, numel in asked.calls] == [30]
-    assert found(model, always_wrap_policy, {model.stage.kept, model.stage.left_out}) == []
+    assert found(model, always_wrap_policy, {model.stage.kept, model.stage.unmanaged}) == []
 
 
 def test_a38_a_tied_parameter_counts_once() -> None:
     model = Model(pair=Model(one=nn.Linear(5, 5), two=nn.Linear(5, 5)))
     model.pair.two.weight = model.pair.one.weight
-    asked = Asked(partial(size_based_auto_wrap_policy, min_num_params=30))
+    asked = MarkerArguments(partial(size_based_auto_wrap_policy, min_num_params=30))
     assert found(model, asked) == ["pair.one", "pair.two"]
     assert (model.pair, True, 35) in asked.calls
     assert (model.pair, False, 0) in asked.calls

@@ -114,7 +114,7 @@ def fsdp2_compiled_blocks(model: Any, setting: Setting, *, keeps: bool = False) 
     return fsdp2(model, setting, keeps=keeps)
 
 
-def fsdp2_roomy(model: Any, setting: Setting) -> Any:
+def fsdp2_kept(model: Any, setting: Setting) -> Any:
     """Shard as `fsdp2_compiled_blocks`, with all parameters unsharded from forward to backward."""
     return fsdp2_compiled_blocks(model, setting, keeps=True)
 
@@ -133,7 +133,7 @@ def autoshard_compiled(model: Any, setting: Setting) -> Any:
     return torch.compile(autoshard_eager(model, setting), backend="autoshard", options=options)
 
 
-def autoshard_roomy(model: Any, setting: Setting) -> Any:
+def autoshard_kept(model: Any, setting: Setting) -> Any:
     """Compile as `autoshard_compiled`, with memory for all parameters, as in `simple_fsdp`."""
     options = {"memory_budget": ROOMY, **setting.options}
     return autoshard_compiled(model, replace(setting, options=options))
@@ -229,11 +229,11 @@ CONTESTANTS: dict[str, Contestant] = {
     "FSDP1": fsdp1,
     "FSDP2": fsdp2,
     "FSDP2, blocks compiled": fsdp2_compiled_blocks,
-    "FSDP2, roomy": fsdp2_roomy,
+    "FSDP2, kept": fsdp2_kept,
     "SimpleFSDP scheme": simple_fsdp,
     "autoshard, eager": autoshard_eager,
     "autoshard, compiled": autoshard_compiled,
-    "autoshard, roomy": autoshard_roomy,
+    "autoshard, kept": autoshard_kept,
 }
 """The first computes, and communicates nothing."""
 

@@ -25,7 +25,7 @@ from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import shard
 
 if TYPE_CHECKING:
-    from autoshard.tools.parity import parting
+    from autoshard.tools.parity import bisection
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Report:
+class ParityReport:
     """Result of `parity`; the same on every rank, but for `losses`."""
 
     comparisons: tuple[Comparison, ...]
@@ -132,7 +132,7 @@ def parity(
     seed: int = 0,
     bisect: bool = False,
     **shard_arguments: Any,
-) -> Report:
+) -> ParityReport:
     """Train a model replicated, on the eager runtime, and compiled; compare after every step.
 
     build_model: called once a run, under the same seed; the model is trained in float32 or whatever
@@ -162,7 +162,7 @@ def parity(
     runs = {name: setup.run(name) for name in (REPLICATED, EAGER, COMPILED)}
     pairs = ((EAGER, REPLICATED), (COMPILED, EAGER), (COMPILED, REPLICATED))
     comparisons = tuple(_compare(runs, run, against, rtol) for run, against in pairs)
-    return Report(
+    return ParityReport(
         comparisons=comparisons,
         steps=len(batches),
         lowering=str(options["lowering"]),
@@ -235,7 +235,7 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
 
     With Inductor, runs that differ by no more than they may are left out.
     """
-    from autoshard.tools.parity import parting  # with all of the backend, which most never need
+    from autoshard.tools.parity import bisection  # with all of the backend, which most never need
 
     by_inductor = setup.options["lowering"] == "inductor"
     for comparison in comparisons:
@@ -245,9 +245,9 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
         # The run with a name for each op, or with fewer of them, says which one it is.
         one, other = (run, against) if run == COMPILED else (against, run)
         plain = dataclasses.replace(setup, options={**setup.options, "lowering": "eager"})
-        where = parting.first_unknown(_results(plain, one, step), _results(plain, other, step))
+        where = bisection.first_unknown(_results(plain, one, step), _results(plain, other, step))
         if where is None and by_inductor and run == COMPILED:
-            with parting.miscompiled(comparison.rtol) as found:
+            with bisection.miscompiled(comparison.rtol) as found:
                 for _ in itertools.islice(setup.steps(run), step + 1):
                     pass
             where = "; ".join(found) or None
@@ -255,12 +255,12 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
         yield f"{run} and {against} part in step {step} at {where}"
 
 
-def _results(setup: _Setup, name: str, last: int) -> list[parting.Result]:
+def _results(setup: _Setup, name: str, last: int) -> list[bisection.Result]:
     """Results of the ops of step `last`, forward and backward, in the run `name`."""
-    from autoshard.tools.parity import parting
+    from autoshard.tools.parity import bisection
 
-    kept: list[parting.Result] = []
-    with parting.nodes_of() if name == COMPILED else parting.ops_of() as found:
+    kept: list[bisection.Result] = []
+    with bisection.nodes_of() if name == COMPILED else bisection.ops_of() as found:
 
         def backward_ends() -> None:
             kept[:] = found

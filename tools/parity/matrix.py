@@ -291,7 +291,7 @@ def _train(model: _Model, call: Any, case: Case, *, replicated: bool = False) ->
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """Result of a case; `problem` is None if the runs are as like as they should be."""
 
     seed: int
@@ -303,7 +303,7 @@ class Outcome:
         return self.case.text()
 
 
-def try_case(seed: int) -> Outcome:
+def try_case(seed: int) -> CaseOutcome:
     """Train the case of `seed` on all ranks; every rank returns the same result."""
     ensure_process_group()
     case = draw(seed)
@@ -316,7 +316,7 @@ def try_case(seed: int) -> Outcome:
             problem = _compare_runs(case)
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return Outcome(seed, case, told_by_all(problem))
+    return CaseOutcome(seed, case, told_by_all(problem))
 
 
 def _compare_runs(case: Case) -> str | None:

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import _torch, passes
-from autoshard.compilation import Draft
+from autoshard.compilation import DryCompilation
 from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.repeat import repeat
@@ -150,7 +150,7 @@ class _Recorded(Exception):
     """Signal raised where a compiled step would run: there is nothing to run it on."""
 
 
-class _Recording(Draft):
+class _Recording(DryCompilation):
     """Compilation that keeps each graph in numbers, before anything is decided."""
 
     def __init__(

@@ -56,7 +56,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on the rank that has most, when it has most.
 
     parameters:  shards; and inputs that are no activations.
@@ -137,7 +137,7 @@ class Estimate:
     """
 
     configuration: Configuration
-    memory: Memory
+    memory: MemoryEstimate
     optimizer_us: float
     timelines: Mapping[str, Timeline]
     decisions: Mapping[str, Decision]
@@ -181,11 +181,14 @@ def estimate(
         if searched:
             found = _search(each.problem, known, budget)
             decisions[kind], timelines[kind] = found, found.timeline
-    peaks = [Memory(**lasting, **each.parts(timelines[kind].peak)) for kind, each in placed.items()]
+    peaks = [
+        MemoryEstimate(**lasting, **each.parts(timelines[kind].peak))
+        for kind, each in placed.items()
+    ]
     # The optimizer takes parameters one by one, as it does where they are DTensors.
     trained = params.trained_bytes(shards)
     peaks.append(
-        Memory(
+        MemoryEstimate(
             **lasting,
             gradients=trained,
             gathered=0,
@@ -264,8 +267,8 @@ class _Placed:
 
 
 def _without(items: Iterable[Item], others: Iterable[Item]) -> Iterable[Item]:
-    left_out = {item.name for item in others}
-    return (item for item in items if item.name not in left_out)
+    unmanaged = {item.name for item in others}
+    return (item for item in items if item.name not in unmanaged)
 
 
 def _until_freed(items: Iterable[Item], num_ops: int) -> tuple[int, ...]:
@@ -283,10 +286,12 @@ def _costs(problem: Problem, configuration: Configuration, topology: Topology) -
     per_node = topology.ranks_per_node
     near = (shards, min(shards, per_node))
     far = (replicas, min(replicas, max(1, per_node // shards)))
-    kinds = {item.carrier: "gather" for item in problem.gathers}
-    kinds |= {item.carrier: "reduce" for item in problem.reduces}
+    kinds = {item.bucket_class: "gather" for item in problem.gathers}
+    kinds |= {item.bucket_class: "reduce" for item in problem.reduces}
     return dataclasses.replace(
         problem.costs,
-        links={carrier: topology.links(kind, near, far) for carrier, kind in kinds.items()},
+        links={
+            bucket_class: topology.links(kind, near, far) for bucket_class, kind in kinds.items()
+        },
         shards=dict.fromkeys(kinds, shards),
     )

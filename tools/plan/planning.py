@@ -69,7 +69,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """Result of `plan`. estimates: those that fit, the best first; if none does, the best alone."""
 
     workload: Workload
@@ -86,7 +86,7 @@ class Report:
         return self.estimates[0].memory.first_beyond(self.topology.memory_bytes)
 
 
-def plan(workload: Workload, topology: Topology, gpus: int, choices: Choices) -> Report:
+def plan(workload: Workload, topology: Topology, gpus: int, choices: Choices) -> PlanReport:
     """Estimate all configurations that `choices` leaves open, the best of them with plans.
 
     Raises ValueError for a mesh that doesn't hold `gpus`, or a strategy that no mesh has;
@@ -114,7 +114,7 @@ def plan(workload: Workload, topology: Topology, gpus: int, choices: Choices) ->
     best.sort(key=rank)
     first = configurations[0]
     members = step(first.micro_batch, first.checkpointing).parameters.members
-    return Report(
+    return PlanReport(
         workload,
         topology,
         gpus,

@@ -10,13 +10,13 @@ from typing import Any
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.passes.planner.search import Decision
 from autoshard.passes.planner.simulate import Run
-from autoshard.tools.plan.estimate import Estimate, Memory
-from autoshard.tools.plan.planning import Report
+from autoshard.tools.plan.estimate import Estimate, MemoryEstimate
+from autoshard.tools.plan.planning import PlanReport
 
-CATEGORIES = tuple(field.name for field in dataclasses.fields(Memory))
+CATEGORIES = tuple(field.name for field in dataclasses.fields(MemoryEstimate))
 
 
-def text(report: Report, *, with_buckets: bool = False) -> str:
+def text(report: PlanReport, *, with_buckets: bool = False) -> str:
     """Format tables: the best configurations, then memory and time of the first.
 
     with_buckets: whether its buckets follow, a line for those of a unit.
@@ -62,7 +62,7 @@ def _configuration_rows(estimates: Sequence[Estimate]) -> Iterator[Sequence[str]
         )
 
 
-def _memory_rows(memory: Memory, limit: int) -> Iterator[Sequence[str]]:
+def _memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
     yield "memory at the peak", "bytes", "", "of the device"
     for name in (*CATEGORIES, "peak_bytes"):
         num_bytes = getattr(memory, name)
@@ -132,7 +132,7 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: PlanReport) -> dict[str, Any]:
     """Return the report as one object for JSON; times in microseconds, `planning_seconds` apart."""
     best = report.estimates[0]
     return {
@@ -150,7 +150,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _memory_json(memory: Memory) -> dict[str, int]:
+def _memory_json(memory: MemoryEstimate) -> dict[str, int]:
     return {name: getattr(memory, name) for name in ("peak_bytes", *CATEGORIES)}
 
 
