@@ -72,7 +72,12 @@ def _cut_after(hosts: list[tuple[str, str, str]], folder: Path, what: str) -> li
         command = [
             *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][1]}:29400"),
+            *(
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"{hosts[0][1]}:29400",
+            ),  # of its namespace
             *("--rdzv-conf", f"is_host={number == 0}"),  # its name does not say so in a namespace
             *("--local-addr", address, one_of_two_hosts.__file__, str(folder), what),
         ]
@@ -90,12 +95,9 @@ def _cut_after(hosts: list[tuple[str, str, str]], folder: Path, what: str) -> li
         _until(folder, "stepping")
         name, _, end = hosts[1]
         _ip("-n", name, "link", "set", end, "down")
-        cut = time.monotonic()
         _until(folder, "Error: ")
-        took_s = time.monotonic() - cut
     finally:
         _stop(processes)
-    assert took_s < 2 * one_of_two_hosts.TIMEOUT_S
     return [(folder / str(rank)).read_text().splitlines() for rank in range(4)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
@@ -106,15 +105,13 @@ def test_another_layer_left_out_by_each_rank(rank: int) -> None:
             net_loss(model, rank, 0).backward()
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=60.0)
 def test_ranks_that_wait_for_each_other_elsewhere(rank: int) -> None:
-    """Both say so within seconds, however long the group's timeout, and can go on."""
+    """Both say so long before the ten minutes that a compilation may take, and can go on."""
     mesh = default_mesh()
     here, there = (f"model {number}" for number in (rank, 1 - rank))
-    began = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         agreement.share(here, "", mesh)
-    assert time.monotonic() - began < 20
     assert f"rank {rank} waited for what the first rank planned for {here}" in str(raised.value)
     assert f"rank {1 - rank} waited for what the first rank planned for {there}" in str(
         raised.value

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -101,10 +100,9 @@ def test_a_group_that_works() -> None:
         assert "compiled = replicated bitwise" in lines[-1]
 
 
+@pytest.mark.timeout(100)
 def test_a_group_that_lacks_a_rank() -> None:
-    began = time.monotonic()
     ((status, text),) = _group(2, [0], 4.0)
     assert status == 1
     assert text.startswith("FAIL group       rank 0: ")
     assert "WORLD_SIZE the number of ranks started?" in text
-    assert time.monotonic() - began < 40
