@@ -5,50 +5,53 @@ Processes of their own, as they end.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import diverging
-from support.ranks import free_port
+from support.ranks import forks, free_port
 
 LIMIT_S = 60.0
 DONE = "done"
 
 
 def run(case: str, form: str, caches: Path) -> list[str]:
-    """How each rank ended."""
-    began, port = time.monotonic(), str(free_port())
-    processes = []
+    """How each rank ended; "" for one that has not said it."""
+    context, port = forks(), str(free_port())
+    pipes, processes = [], []
     for rank in range(2):
         environment = {
-            **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(caches / str(rank)),
         }
-        command = [sys.executable, diverging.__file__, case, form]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        )
+        here, there = context.Pipe(duplex=False)
+        arguments = (environment, case, form, there)
+        process = context.Process(target=diverging.run_rank, args=arguments, daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
     try:
-        ends = [
-            process.communicate(timeout=LIMIT_S - (time.monotonic() - began))[0]
-            for process in processes
-        ]
+        return [_end(pipe) for pipe in pipes]
     finally:
         for process in processes:
             process.kill()
-    return [(end.splitlines() or [""])[-1] for end in ends]
+            process.join()
+
+
+def _end(pipe: Any) -> str:
+    assert pipe.poll(LIMIT_S), f"no end within {LIMIT_S:.0f} s"
+    try:
+        return str(pipe.recv())
+    except EOFError:
+        return ""
 
 
 FORMS = ("eager", "compiled", "one line")

@@ -1,7 +1,4 @@
-"""One rank of two, of which the second does something else: `python diverging.py CASE FORM`.
-
-Prints how it ended, as the last line: "done", or the error.
-"""
+"""One rank of two, of which the second does something else."""
 
 from __future__ import annotations
 
@@ -89,10 +86,13 @@ def main(case: str, form: str) -> None:
             param.grad = None
 
 
-if __name__ == "__main__":
+def run_rank(environment: dict[str, str], case: str, form: str, pipe: Any) -> None:
+    """Send how it ended through `pipe`: "done", or the error; nothing if it just ends."""
+    os.environ.update(environment)
+    end = "done"
     try:
-        main(*sys.argv[1:])
-        print("done", flush=True)
+        main(case, form)
     except Exception as error:
-        print(f"{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+        end = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    pipe.send(end)
     os._exit(0)  # without waiting for the other one

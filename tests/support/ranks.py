@@ -63,7 +63,7 @@ def _without_rank(test: Callable[..., None]) -> Any:
 
 class _Pool:
     def __init__(self, world: int) -> None:
-        context = _forks() if world > 2 else multiprocessing.get_context("spawn")
+        context = forks() if world > 2 else multiprocessing.get_context("spawn")
         port = free_port()
         self._pipes, self._processes = [], []
         for rank in range(world):
@@ -121,8 +121,10 @@ def _pool(world: int) -> _Pool:
     return _pools[world]
 
 
-def _forks() -> Any:
-    """Processes of one that has imported torch: quick to start, but all with its hash seed."""
+def forks() -> Any:
+    """Context of processes that a process which has imported torch starts.
+
+    They are quick to start, and have its hash seed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_FIRST)
     with unittest.mock.patch.dict(os.environ, _ENVIRONMENT):
