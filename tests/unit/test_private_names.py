@@ -118,9 +118,9 @@ def test_private_names_are_in_their_place() -> None:
     trees = files()
     own, torchs = own_names(list(trees.values())), names_of_torch()
     found = [
-        f"{path.relative_to(path.parents[2])}:{line}: {text}"
+        f"{path.resolve().relative_to(PACKAGE.resolve().parent)}:{line}: {text}"
         for path, tree in trees.items()
-        for line, text in private_names(tree, own, torchs)
+        for line, text in sorted(private_names(tree, own, torchs))
     ]
     assert not found, "what is private to torch belongs in autoshard/_torch/:\n" + "\n".join(found)
 
