@@ -347,13 +347,13 @@ def _step_for_method(module: nn.Module, sharded: ShardedParam) -> steps.Step | N
     while frame is not None:
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(owner, nn.Module) and _is_method(owner, code):
+        if isinstance(owner, nn.Module):
             if reader is None and code is _torch.nn.CALL:
                 if not any(each is module for each in owner.modules()):
                     return None
                 reader, root = owner, root_of(sharded)
                 inside = set(root.modules())
-            if reader is not None and owner in inside:
+            if reader is not None and owner in inside and _is_method(owner, code):
                 outermost = frame
         frame = frame.f_back
     return None if outermost is None else _open_late(root, outermost)
