@@ -17,7 +17,6 @@ from autoshard.options import CompileSettings
 from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.compiled.frame import make_frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
-from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.agreement import (
     CompileOutcome,
     PlansDiffer,
@@ -26,6 +25,7 @@ from autoshard.runtime.ranks.agreement import (
     share,
 )
 from autoshard.runtime.unit.param import ShardedParam, find
+from autoshard.runtime.unit.unit import root_of
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]
     Otherwise parameters that several frames keep would add up, and no frame knows of the others.
     """
     own = {id(param.param) for param in params}
-    sharded = (each for each in access.root_of(params[0]).parameters() if find(each) is not None)
+    sharded = (each for each in root_of(params[0]).parameters() if find(each) is not None)
     return has_backward(example_inputs) and all(id(each) in own for each in sharded)
 
 

@@ -21,11 +21,11 @@ from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.runtime.compiled.frame import follow_replaced, sharded_parameters
 from autoshard.runtime.compiled.plans import record
-from autoshard.runtime.eager import access
 from autoshard.runtime.sharding import first_call
 from autoshard.runtime.sharding.adopt import adopt, plain_parameters
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.precision import cast_buffers
+from autoshard.runtime.unit.unit import root_of
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def _check_bucketing(settings: CompileSettings, param: ShardedParam) -> None:
     """Raise ValueError if a list of module names has one that the model of `param` lacks."""
     if isinstance(settings.bucketing, str):
         return
-    root = access.root_of(param)
+    root = root_of(param)
     valid = {name for name, _ in (*root.named_modules(), *root.named_parameters())}
     given = [
         name

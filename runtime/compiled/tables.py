@@ -15,9 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from autoshard.runtime.eager.access import root_of, unit_of
 from autoshard.runtime.unit.param import ShardedParam
-from autoshard.runtime.unit.unit import Unit, listed
+from autoshard.runtime.unit.unit import Unit, listed, root_of, unit_of
 
 _numbers = itertools.count()
 _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()

@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -31,17 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.errors import UsageTypeError
-from autoshard.runtime.eager import outside, reads
+from autoshard.runtime.eager import methods, outside, reads
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.unit import precision
 from autoshard.runtime.unit.param import ShardedParam, find
-from autoshard.runtime.unit.unit import UNIT, Unit
+from autoshard.runtime.unit.unit import UNIT, Unit, heads
 from autoshard.runtime.unit.unit import unit_of as unit_of
 
 PARAMS = "_autoshard_params"  # module attribute: {parameter's attribute: ShardedParam}
-
-heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that head a unit."""
 
 unsharded_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Heads of units inside `full_params()`: they have plain parameters there, and open no step."""
@@ -98,13 +92,6 @@ def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """List the names and parameters of `module` and below, each once, as optimizers train them."""
     with as_sharded():
         return list(module.named_parameters())
-
-
-def root_of(param: ShardedParam) -> nn.Module:
-    """Return the outermost sharded module that `param` is in."""
-    wanted = param.places[0][0]
-    around = [head for head in heads if any(each is wanted for each in head.modules())]
-    return max(around, key=lambda head: sum(1 for _ in head.modules()))
 
 
 def original_class(module: nn.Module) -> type:
@@ -254,148 +241,16 @@ def _read(module: nn.Module, name: str) -> Any:
         return step.read(sharded)
     if _torch.autograd.in_backward():
         return steps.step_in_backward(sharded.unit).read_in_backward(sharded)
-    late = _late_step(sharded.unit)
+    late = methods.step_open_for(sharded.unit)
     if late is not None:
         return late.read(sharded)
     if sharded.unit.is_unsharded_by_user:
         return reads.read_unsharded(sharded)
-    late = _step_for_method(module, sharded)
+    late = methods.open_step(module, sharded)
     if late is not None:
         return late.read(sharded)
     outside.note_read(sharded.name)
     return param
-
-
-@dataclass
-class _LateForward:
-    """Forward for which no hook has opened a step.
-
-    It had begun when its model was sharded, or modules of the model are called by another method
-    of it, or by themselves.
-
-    root: the unit that owns the step. units: those of its model.
-    """
-
-    frame: FrameType
-    root: Unit
-    units: frozenset[Unit]
-    step: steps.Step
-
-    def step_for(self, unit: Unit) -> steps.Step:
-        """Return the step that reads of `unit` belong to now: another one after each backward."""
-        if self.step.is_over_for(unit):
-            self.close()
-            self.step = _step_in(self.root, self.frame)
-        return self.step
-
-    def close(self) -> None:
-        """End the forward: only what backward needs stays."""
-        self.step.opened_in = None
-        self.step.close()
-
-
-_late: list[_LateForward] = []
-
-
-def began_before(root: nn.Module) -> bool:
-    """Have reads gather in a forward of `root` that began before `root` was sharded.
-
-    Returns whether there is such a forward. That is so when Dynamo gave up on the root's frame and
-    met the backend further in.
-    """
-    frame: FrameType | None = sys._getframe()
-    outermost = None
-    before_forward = _torch.nn.BEFORE_CALL  # calls what was compiled, first of all
-    while frame is not None:
-        if frame.f_locals.get("self") is root and frame.f_code is not before_forward:
-            outermost = frame
-        frame = frame.f_back
-    if outermost is None or unit_of(root) is None:
-        return False
-    _open_late(root, outermost)
-    return True
-
-
-def _open_late(root: nn.Module, frame: FrameType) -> steps.Step:
-    """Open a step for what `frame` reads of `root`, which heads a unit."""
-    unit = unit_of(root)
-    assert unit is not None
-    units = frozenset(filter(None, map(unit_of, root.modules())))
-    step = _step_in(unit, frame)
-    _late.append(_LateForward(frame, unit, units, step))
-    return step
-
-
-def _step_in(root: Unit, frame: FrameType) -> steps.Step:
-    step = steps.Step(root)
-    step.opened_in = frame
-    return step
-
-
-def _step_for_method(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
-    """Open a step for a read in a method other than the forward of what is sharded.
-
-    The read is in the forward of `module`, or of a module around it. The step stays open for as
-    long as the outermost method of the model runs. None where nothing computes, as in a function
-    that initialises.
-    """
-    reader = None
-    outermost = None
-    inside: set[nn.Module] = set()
-    root = module
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(owner, nn.Module):
-            if reader is None and code is _torch.nn.CALL:
-                if not any(each is module for each in owner.modules()):
-                    return None
-                reader, root = owner, root_of(sharded)
-                inside = set(root.modules())
-            if reader is not None and owner in inside and _is_method(owner, code):
-                outermost = frame
-        frame = frame.f_back
-    return None if outermost is None else _open_late(root, outermost)
-
-
-def _is_method(owner: nn.Module, code: CodeType) -> bool:
-    """Tell whether `code` is that of a method of `owner`, and not of a function that is given it.
-
-    As a training loop is, which is no forward. A method may have decorators, or be a property.
-    """
-    own: list[object] = list(vars(owner).values())
-    functions = (each for cls in type(owner).__mro__ for each in vars(cls).values())
-    return any(code in _codes(each) for each in itertools.chain(own, functions))
-
-
-def _codes(value: object) -> Iterator[CodeType]:
-    """Yield the code of a function, and of what it wraps."""
-    for name in ("fget", "func", "__func__"):  # a property, a cached one, a bound method
-        value = getattr(value, name, value)
-    while isinstance(value, FunctionType):
-        yield value.__code__
-        value = getattr(value, "__wrapped__", None)
-
-
-def _late_step(unit: Unit) -> steps.Step | None:
-    _close_late()
-    return next((late.step_for(unit) for late in _late if unit in late.units), None)
-
-
-def _close_late() -> None:
-    """Close the steps of late forwards whose frames have returned."""
-    if not _late:
-        return
-    frames = set()
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        frames.add(frame)
-        frame = frame.f_back
-    for late in list(_late):
-        if late.frame not in frames:
-            _late.remove(late)
-            late.close()
 
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -417,7 +272,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if module in unsharded_heads:
         _refuse_training(module)
         return args, kwargs
-    _close_late()
+    methods.close_returned()
     unit: Unit = module.__dict__[UNIT]
     unit.note_mode()
     steps.enter(unit)

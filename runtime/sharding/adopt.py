@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
-from autoshard.runtime.eager import access
+from autoshard.runtime.eager import access, methods
 from autoshard.runtime.sharding.shard import shard
 from autoshard.runtime.training.optimizers import check_owners, live_optimizers, rebind_optimizers
 from autoshard.runtime.unit.param import ShardedParam, find, is_ignored
@@ -78,7 +78,7 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     rebind_optimizers(optimizers, moved)
     for old, sharded in moved.items():
         _forward_late_gradient(old, sharded)
-    if not access.began_before(root):
+    if not methods.began_before(root):
         for old in moved:
             old.__class__ = _StaleParameter
     return True

@@ -22,6 +22,7 @@ from autoshard.runtime.eager import access, unmanaged
 from autoshard.runtime.training.local_step import STEP, stand_in_of
 from autoshard.runtime.unit.param import ShardedParam, check_wanted, find, is_ignored, lent_by
 from autoshard.runtime.unit.reduce import is_waiting
+from autoshard.runtime.unit.unit import heads
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
@@ -252,7 +253,7 @@ def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:
     kind: the optimizer's type, for the message.
     """
     uncalled = _names_of_params(uncalled_modules)
-    inside = _names_of_params(access.heads)
+    inside = _names_of_params(heads)
     for param in plain:
         if id(param) in uncalled:
             raise RuntimeError(

@@ -30,6 +30,9 @@ ROOT_NAME = "root"
 UNIT = "_autoshard_unit"  # module attribute: the unit that the module heads
 SHOWN = 3  # names in a list
 
+heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that head a unit."""
+
 
 @dataclass(eq=False)
 class Unit:
@@ -290,3 +293,10 @@ def units_below(unit: Unit) -> list[Unit]:
     """List `unit`, and the units that modules inside its own head, in the order of the modules."""
     found = {unit_of(each): None for module in unit.modules for each in module.modules()}
     return [each for each in found if each is not None]
+
+
+def root_of(param: ShardedParam) -> nn.Module:
+    """Return the outermost sharded module that `param` is in."""
+    wanted = param.places[0][0]
+    around = [head for head in heads if any(each is wanted for each in head.modules())]
+    return max(around, key=lambda head: sum(1 for _ in head.modules()))

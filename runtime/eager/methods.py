@@ -1,0 +1,154 @@
+"""Forwards that no hook sees: methods other than `forward`, and what began before sharding."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType, FunctionType, MethodType
+
+from torch import nn
+
+from autoshard import _torch
+from autoshard.runtime.eager import step as steps
+from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.unit import Unit, root_of, unit_of
+
+
+@dataclass
+class MethodForward:
+    """Forward for which no hook has opened a step, in `frame`.
+
+    It had begun when its model was sharded, or modules of the model are called by another method
+    of it, or by themselves.
+
+    root: the unit that owns the step. units: those of its model.
+    """
+
+    frame: FrameType
+    root: Unit
+    units: frozenset[Unit]
+    step: steps.Step
+
+    def step_for(self, unit: Unit) -> steps.Step:
+        """Return the step that reads of `unit` belong to now: another one after each backward."""
+        if self.step.is_over_for(unit):
+            self.close()
+            self.step = _step_in(self.root, self.frame)
+        return self.step
+
+    def close(self) -> None:
+        """End the forward: only what backward needs stays."""
+        self.step.opened_in = None
+        self.step.close()
+
+
+_open: list[MethodForward] = []
+
+
+def began_before(root: nn.Module) -> bool:
+    """Have reads gather in a forward of `root` that began before `root` was sharded.
+
+    Returns whether there is such a forward. That is so when Dynamo gave up on the root's frame and
+    met the backend further in.
+    """
+    frame: FrameType | None = sys._getframe()
+    outermost = None
+    before_forward = _torch.nn.BEFORE_CALL  # calls what was compiled, first of all
+    while frame is not None:
+        if frame.f_locals.get("self") is root and frame.f_code is not before_forward:
+            outermost = frame
+        frame = frame.f_back
+    if outermost is None or unit_of(root) is None:
+        return False
+    _open_in(root, outermost)
+    return True
+
+
+def _open_in(root: nn.Module, frame: FrameType) -> steps.Step:
+    """Open a step for what `frame` reads of `root`, which heads a unit."""
+    unit = unit_of(root)
+    assert unit is not None
+    units = frozenset(filter(None, map(unit_of, root.modules())))
+    step = _step_in(unit, frame)
+    _open.append(MethodForward(frame, unit, units, step))
+    return step
+
+
+def _step_in(root: Unit, frame: FrameType) -> steps.Step:
+    step = steps.Step(root)
+    step.opened_in = frame
+    return step
+
+
+def open_step(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
+    """Open a step for a read in a method other than the forward of what is sharded.
+
+    The read is in the forward of `module`, or of a module around it. The step stays open for as
+    long as the outermost method of the model runs. None where nothing computes, as in a function
+    that initialises.
+    """
+    reader = None
+    outermost = None
+    inside: set[nn.Module] = set()
+    root = module
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module):
+            if reader is None and code is _torch.nn.CALL:
+                if not any(each is module for each in owner.modules()):
+                    return None
+                reader, root = owner, root_of(sharded)
+                inside = set(root.modules())
+            if reader is not None and owner in inside and _is_method(owner, code):
+                outermost = frame
+        frame = frame.f_back
+    return None if outermost is None else _open_in(root, outermost)
+
+
+def _is_method(owner: nn.Module, code: CodeType) -> bool:
+    """Tell whether `code` is that of a method of `owner`, and not of a function that is given it.
+
+    As a training loop is, which is no forward. A method may have decorators, or be a property.
+    """
+    own: list[object] = list(vars(owner).values())
+    functions = (each for cls in type(owner).__mro__ for each in vars(cls).values())
+    return any(code in _codes(each) for each in itertools.chain(own, functions))
+
+
+def _codes(value: object) -> Iterator[CodeType]:
+    """Yield the code of a function, and of what it wraps."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    elif isinstance(value, MethodType):
+        value = value.__func__
+    while isinstance(value, FunctionType):
+        yield value.__code__
+        value = getattr(value, "__wrapped__", None)
+
+
+def step_open_for(unit: Unit) -> steps.Step | None:
+    """Return the step that reads of `unit` belong to, if such a forward is running."""
+    close_returned()
+    return next((late.step_for(unit) for late in _open if unit in late.units), None)
+
+
+def close_returned() -> None:
+    """Close the steps of forwards whose frames have returned."""
+    if not _open:
+        return
+    frames = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.add(frame)
+        frame = frame.f_back
+    for late in list(_open):
+        if late.frame not in frames:
+            _open.remove(late)
+            late.close()
