@@ -22,7 +22,7 @@ min_cut_rematerialization_partition: Callable[..., Any] = _partition
 
 def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark `call`, and return it, so that AOTAutograd gives it a list of inputs."""
-    call._boxed_call = True  # type: ignore[attr-defined]
+    call._boxed_call = True  # type: ignore[attr-defined]  # torch looks for it there
     return call
 
 

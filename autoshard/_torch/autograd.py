@@ -26,11 +26,12 @@ _APPLY_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call `function.apply(*args)`, which torch leaves untyped."""
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.apply(*args)  # type: ignore[no-untyped-call]  # as it says above
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward now running has finished."""
+    # The engine is put on the class at run time, where type checkers don't see it.
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 

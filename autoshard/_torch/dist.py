@@ -112,6 +112,7 @@ def symmetric_memory(
     """
     import torch.distributed._symmetric_memory as symmetric
 
+    # torch types the names that it knows; ours come from the user.
     set_backend: Callable[[str], None] = symmetric.set_backend  # type: ignore[assignment]
     set_backend(backend)
     dist.barrier(group=resolve_group(name))  # its communicator has to be there

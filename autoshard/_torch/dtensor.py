@@ -39,7 +39,7 @@ def spec_of(tensor: DTensor) -> Any:
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, without autograd."""
-    local = param._local_tensor  # type: ignore[attr-defined]
+    local = param._local_tensor  # type: ignore[attr-defined]  # a DTensor has it
     assert isinstance(local, torch.Tensor)
     return local
 

@@ -56,9 +56,11 @@ def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) ->
     state._fsdp_param_groups, state._fsdp_param_group = [group], group  # since 2.13; in 2.11
     state._state_ctx = SimpleNamespace(all_states=[state])
     states = module.__dict__.setdefault(STATE_KEY, {})
+    # A decorator of torch's has put it there, which its types don't say.
     states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
 def overlap_gathers(module: torch.nn.Module) -> None:
     """Have FSDP2's `module` go on while it gathers on a CPU, as it does on a GPU."""
+    # A method of FSDP2's; to type checkers, what a module lacks is a tensor or a module.
     module._set_unshard_async_op(True)  # type: ignore[operator]

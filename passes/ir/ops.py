@@ -90,6 +90,14 @@ def declare(schema: str) -> Callable[[Callable[..., Any]], Any]:
     return make
 
 
+# Schemas that two ops have.
+_OF_A_GRADIENT = (
+    "(Tensor grad, str members, str group, int param, *, Tensor? table=None, int[] outputs=[])"
+    " -> Tensor"
+)
+_ON_WITH_A_TICKET = "(Tensor ticket, str members, str group, int bucket) -> Tensor"
+
+
 # ---- markers
 
 
@@ -103,10 +111,7 @@ def unshard(
     return shard.new_empty(member.size, dtype=member.dtype, device=device)
 
 
-@declare(
-    "(Tensor grad, str members, str group, int param, *, Tensor? table=None, int[] outputs=[])"
-    " -> Tensor"
-)
+@declare(_OF_A_GRADIENT)
 def reduce_grad(
     grad: Tensor,
     members: str,
@@ -120,10 +125,7 @@ def reduce_grad(
     return _reduced(grad, members, group)[0]
 
 
-@declare(
-    "(Tensor grad, str members, str group, int param, *, Tensor? table=None, int[] outputs=[])"
-    " -> Tensor"
-)
+@declare(_OF_A_GRADIENT)
 def hold_grad(
     grad: Tensor,
     members: str,
@@ -194,13 +196,13 @@ def pack_grads(
     return _ticket(grads[0])
 
 
-@declare("(Tensor ticket, str members, str group, int bucket) -> Tensor")
+@declare(_ON_WITH_A_TICKET)
 def launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
     """Ticket of a reduce-scatter that has begun."""
     return _ticket(ticket)
 
 
-@declare("(Tensor ticket, str members, str group, int bucket) -> Tensor")
+@declare(_ON_WITH_A_TICKET)
 def all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
     """Ticket of an all-reduce over replicas that has begun."""
     return _ticket(ticket)

@@ -1,1 +1,1 @@
-"""What compiled code asks of the runtime: frames, kernels, tables of parameters."""
+"""Frames, kernels and tables of parameters, which compiled code asks for when it runs."""

@@ -42,7 +42,7 @@ from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.extensions import has_methods
 from autoshard.runtime.unit.param import ShardedParam, find, resolve
 from autoshard.runtime.unit.unit import Unit, listed
-from autoshard.runtime.unit.unsharded import Unsharded
+from autoshard.runtime.unit.unsharded import keep
 from autoshard.runtime.unit.uses import Use
 
 _UNSHARD = (torch.ops.autoshard.unshard, torch.ops.autoshard.unshard.default)
@@ -391,9 +391,8 @@ def _kept_unsharded(params: list[ShardedParam]) -> list[Tensor]:
     units = list(dict.fromkeys(param.unit for param in params))
     for unit in units:
         unit.note_mode()
-        if unit.kept is None or unit.kept.is_stale:
-            unit.kept = Unsharded(unit)
-    whole = [unit.kept.tensors() for unit in units if unit.kept is not None]
+        keep(unit)  # all are launched before one is waited for
+    whole = [keep(unit).tensors() for unit in units]
     of = dict(zip(units, whole, strict=True))
     kept = [of[param.unit][param] for param in params]
     for unit in units:

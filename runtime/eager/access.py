@@ -246,7 +246,7 @@ def _read(module: nn.Module, name: str) -> Any:
         return late.read(sharded)
     if sharded.unit.is_unsharded_by_user:
         return reads.read_unsharded(sharded)
-    late = methods.open_step(module, sharded)
+    late = methods.begin_step(module, sharded)
     if late is not None:
         return late.read(sharded)
     outside.note_read(sharded.name)
@@ -309,12 +309,13 @@ def watch_backward(unit: Unit, output: Any) -> None:
 def _watch_gradient(tensor: Tensor, function: Callable[[], object]) -> None:
     """Call `function` when the gradient of `tensor` is there; only once for a leaf, which stays."""
 
+    is_leaf = tensor.is_leaf
+
     def hook(grad: Tensor) -> None:
-        if tensor_is_leaf:
+        if is_leaf:
             handle.remove()
         function()
 
-    tensor_is_leaf = tensor.is_leaf
     handle = tensor.register_hook(hook)
 
 

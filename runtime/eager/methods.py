@@ -83,7 +83,7 @@ def _step_in(root: Unit, frame: FrameType) -> steps.Step:
     return step
 
 
-def open_step(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
+def begin_step(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
     """Open a step for a read in a method other than the forward of what is sharded.
 
     The read is in the forward of `module`, or of a module around it. The step stays open for as

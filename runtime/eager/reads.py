@@ -9,18 +9,17 @@ from autoshard import _torch
 from autoshard.runtime.eager.step import Step, open_step
 from autoshard.runtime.eager.unit_steps import steps_of
 from autoshard.runtime.unit.param import ShardedParam, lend
-from autoshard.runtime.unit.unsharded import Unsharded
+from autoshard.runtime.unit.unsharded import is_kept, keep
 
 
 def read_unsharded(param: ShardedParam) -> Tensor:
     """Return the unsharded parameter, outside of forward, between `unshard()` and `reshard()`."""
     unit = param.unit
-    if unit.kept is None or unit.kept.is_stale:
-        unit.kept = Unsharded(unit)
+    kept = keep(unit)
     step = steps_of(unit).reading
     if step is None or step.has_grad != torch.is_grad_enabled():
         step = steps_of(unit).reading = Step(unit)
-    return step.attach(param, unit.kept.tensors()[param])
+    return step.attach(param, kept.tensors()[param])
 
 
 def registered(param: ShardedParam) -> Tensor:
@@ -34,7 +33,7 @@ def registered(param: ShardedParam) -> Tensor:
     if open_step() is not None or _torch.autograd.in_backward() or param.param.grad is not None:
         return param.param
     if unit.is_unsharded_by_user:
-        is_there = unit.shows_unsharded and unit.kept is not None and not unit.kept.is_stale
+        is_there = unit.shows_unsharded and is_kept(unit)
         return lend(param, read_unsharded(param)) if is_there else param.param
     step = steps_of(unit).last_step
     lent = None if step is None else step.tokens.lent(unit)

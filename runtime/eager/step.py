@@ -38,7 +38,7 @@ from autoshard.runtime.ranks.order import forward_order
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.unit import Unit, units_below
-from autoshard.runtime.unit.unsharded import Tensors, Unsharded
+from autoshard.runtime.unit.unsharded import Tensors, Unsharded, is_kept
 
 _open = threading.local()
 
@@ -127,8 +127,7 @@ class Step:
             self._note_forward()
             wait_for_optimizer(self.owner)
         take_in_order(self.owner, "forward", unit.gather)
-        is_kept = unit.kept is not None and not unit.kept.is_stale
-        if unit.is_unordered and not is_kept and not _torch.autograd.in_backward():
+        if unit.is_unordered and not is_kept(unit) and not _torch.autograd.in_backward():
             gather_all(self.owner if self.owner.is_root else unit)
         outer = steps_of(unit).last_step if _torch.autograd.in_backward() else None
         if unit not in forward.order:
@@ -265,10 +264,8 @@ class Step:
         if not self._callback_queued and _torch.autograd.in_backward():
             _torch.autograd.queue_backward_callback(self.finish_backward)
             self._callback_queued = True
-            self._task, self._is_nested = (
-                _torch.autograd.graph_task(),
-                _torch.autograd.in_nested_backward(),
-            )
+            self._task = _torch.autograd.graph_task()
+            self._is_nested = _torch.autograd.in_nested_backward()
             steps_of(self.owner).backward_ran = True
             unmanaged.note_backward()
 
@@ -394,7 +391,7 @@ def enter(unit: Unit) -> None:
         step = _open.step = Step(unit)
         step.opened_in = _caller()
         step.has_hooks = push_hooks(step)
-        if unit.is_unordered and not _torch.autograd.in_backward():
+        if unit.is_unordered:
             begin_forward(unit)  # also on a rank that will read nothing
     step.running.append(unit)
 

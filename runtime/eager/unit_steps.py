@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.runtime.ranks.order import CollectiveOrder
 from autoshard.runtime.unit.reduce import Reduction, forget
 from autoshard.runtime.unit.unit import Unit, listed
-from autoshard.runtime.unit.unsharded import Unsharded
+from autoshard.runtime.unit.unsharded import Unsharded, is_kept
 
 if TYPE_CHECKING:
     from autoshard.runtime.eager.saved import Held
@@ -86,11 +86,10 @@ def take_kept(unit: Unit) -> Unsharded | None:
 
     In a unit that ranks run in no order it stays, for all of the step.
     """
-    kept = unit.kept
-    is_good = kept is not None and not kept.is_stale
-    if not (is_good and unit.is_unordered):
+    kept = unit.kept if is_kept(unit) else None
+    if kept is None or not unit.is_unordered:
         unit.kept = None
-    return kept if is_good else None
+    return kept
 
 
 def describe_forward(owner: Unit, what: str, units: Iterable[Unit]) -> str:

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autoshard import _torch
 from autoshard.runtime.unit.unit import Unit, units_below
-from autoshard.runtime.unit.unsharded import Unsharded
+from autoshard.runtime.unit.unsharded import keep
 
 
 def begin_forward(root: Unit) -> None:
-    """Begin a forward of `root`'s model: gather all of it."""
+    """Begin a forward of `root`'s model: gather all of it; not what a checkpoint runs again."""
+    if _torch.autograd.in_backward():
+        return
     for unit in units_below(root):
         for param in unit.params:
             param.is_updated_by_hook = False  # in a step in which this rank may not read it
@@ -32,8 +35,7 @@ def begin_forward(root: Unit) -> None:
 def gather_all(root: Unit) -> None:
     """Begin to gather all units of `root`'s model that are not gathered; they stay so."""
     for unit in units_below(root):
-        if unit.kept is None or unit.kept.is_stale:
-            unit.kept = Unsharded(unit)
+        keep(unit)
 
 
 def drop_all(units: Iterable[Unit]) -> None:

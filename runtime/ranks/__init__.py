@@ -1,1 +1,1 @@
-"""What ranks tell each other beside tensors: texts, what they agree on, and where they are."""
+"""Exchanges of ranks beside tensors: texts, what they agree on, and where each of them is."""

@@ -1,1 +1,1 @@
-"""From a model to a sharded one: units are found, parameters cut, modules given methods."""
+"""Sharding of a model: units are found, parameters cut, and modules given methods."""

@@ -23,7 +23,7 @@ from autoshard.runtime.eager import access, unit_steps
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.training import clip_grad_norm, full_params
 from autoshard.runtime.unit.unit import Unit, unit_of
-from autoshard.runtime.unit.unsharded import Unsharded
+from autoshard.runtime.unit.unsharded import keep
 
 
 class UnshardHandle(fsdp.UnshardHandle):
@@ -77,8 +77,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         Reads of its parameters then give unsharded ones. Returns a handle if `async_op`.
         """
         unit = _unit(self)
-        if unit.kept is None or unit.kept.is_stale:
-            unit.kept = Unsharded(unit)
+        keep(unit)
         unit.is_unsharded_by_user = unit.shows_unsharded = True
         unit.describe()
         handle = UnshardHandle(unit)
@@ -351,7 +350,6 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         unit = _unit(self)
         unit.reducer.reduce_scatter = comm
         unit.configure(allocates=None)
-        unit.describe()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Send this unit's parameters and gradients from, and to, memory of the process group's.
@@ -569,7 +567,6 @@ def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
         all_gather=None if is_ours else AllGatherIn(allocate, *prepare),
         allocates=None if is_ours else by,
     )
-    unit.describe()
 
 
 def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:

@@ -1,1 +1,1 @@
-"""What a training loop does beside forward and backward: optimizers, clipping, checkpoints."""
+"""Optimizers, clipping and checkpoints: a training loop beside forward and backward."""

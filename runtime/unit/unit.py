@@ -73,8 +73,6 @@ class Unit:
 
     def configure(self, **changes: Any) -> None:
         """Change settings by name, and what markers say of them."""
-        if all(getattr(self.settings, name) == value for name, value in changes.items()):
-            return
         self.settings = dataclasses.replace(self.settings, **changes)
         self.describe()
 

@@ -157,6 +157,18 @@ class Unsharded:
             limiter.dropped(next(iter(whole.values())).device)
 
 
+def is_kept(unit: Unit) -> bool:
+    """Tell whether `unit` keeps unsharded parameters, of the values that its shards have."""
+    return unit.kept is not None and not unit.kept.is_stale
+
+
+def keep(unit: Unit) -> Unsharded:
+    """Have `unit` keep its unsharded parameters, gathering them if need be, and return them."""
+    if unit.kept is None or unit.kept.is_stale:
+        unit.kept = Unsharded(unit)
+    return unit.kept
+
+
 class Lent:
     """Unsharded parameters that stay between forward and backward, to be read."""
 

@@ -449,6 +449,27 @@ def test_custom_communication(rank: int, form: str) -> None:
         other.set_symm_mem_for_comm()
 
 
+@on_ranks(4)
+def test_sums_that_wait_in_a_buffer_that_is_used_again(rank: int) -> None:
+    """Reduce-scattered gradients stay until they are all-reduced, in a later backward, though the
+    unit's buffer has received others by then."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grads = []
+    for make in (lambda: None, MyReduceScatter):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        for each in (*model, model):
+            fully_shard(each, mesh=mesh)
+            each.set_custom_reduce_scatter(make())
+        for micro in range(3):
+            model.set_requires_all_reduce(micro == 2)
+            inputs = torch.Generator().manual_seed(10 * micro + rank)
+            model(torch.randn(2, 4, generator=inputs)).square().sum().backward()
+        grads.append([param.grad.to_local() for param in model.parameters()])
+    for ours, own in zip(*grads, strict=True):
+        assert torch.equal(ours, own)
+
+
 @on_ranks(2)
 def test_custom_communication_of_single_parameters(rank: int) -> None:
     """A buffer that is used again is copied out of, also where a unit has but one parameter."""

@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.wrap import ModuleWrapPolicy
 
 
 class Branches(Net):
@@ -257,6 +258,29 @@ def optional(**options: Any) -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
+def shard_blocks(model: Any) -> Any:
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return autoshard.shard(model, policy=policy, strict_order=False)
+
+
+def assert_trained_alike(
+    model: Any, want: Any, rank: int, between: Callable[[], None] = lambda: None
+) -> None:
+    """Train both for some steps, `between` being called from forward to backward of `model`."""
+    for each in (want, model):
+        optimizer = adamw(each)
+        for step in range(len(RUNS)):
+            loss = optional_loss(each, rank, step)
+            if each is model:
+                between()
+            loss.backward()
+            if each is want:
+                average_gradients(want)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, want)
+
+
 def optional_loss(model: Any, rank: int, step: int) -> Tensor:
     model.runs = RUNS[step][rank]
     random = torch.Generator().manual_seed(10 * step + rank)
@@ -275,17 +299,8 @@ def test_a_rank_that_reaches_nothing(rank: int, case: str, form: str) -> None:
     for each in (want, model):
         each.stem.requires_grad_(False)
         each.head.requires_grad_(False)
-    autoshard.shard(model, policy=lambda m: isinstance(m, nn.Sequential), strict_order=False)
-    model = in_form(model, form)
-    for each in (want, model):
-        optimizer = adamw(each)
-        for step in range(len(RUNS)):
-            optional_loss(each, rank, step).backward()
-            if each is want:
-                average_gradients(want)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model, want)
+    model = in_form(shard_blocks(model), form)
+    assert_trained_alike(model, want, rank)
 
 
 @in_both_forms
@@ -293,21 +308,13 @@ def test_a_rank_that_reaches_nothing(rank: int, case: str, form: str) -> None:
 def test_resharded_in_between(rank: int, form: str) -> None:
     """Backward gathers the same again on all ranks, whatever each has reached."""
     want, model = optional(has_ends=True)
-    autoshard.shard(model, policy=lambda m: isinstance(m, nn.Sequential), strict_order=False)
-    model = in_form(model, form)
-    for each in (want, model):
-        optimizer = adamw(each)
-        for step in range(len(RUNS)):
-            loss = optional_loss(each, rank, step)
-            if each is model:
-                for block in model.blocks:
-                    block.reshard()
-            loss.backward()
-            if each is want:
-                average_gradients(want)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model, want)
+    model = in_form(shard_blocks(model), form)
+
+    def reshard() -> None:
+        for block in model.blocks:
+            block.reshard()
+
+    assert_trained_alike(model, want, rank, between=reshard)
 
 
 @in_both_forms
@@ -315,8 +322,7 @@ def test_resharded_in_between(rank: int, form: str) -> None:
 def test_gradients_are_not_returned(rank: int, form: str) -> None:
     """Not all ranks reach a parameter whose gradient one of them asks for."""
     _, model = optional(has_ends=True)
-    autoshard.shard(model, policy=lambda m: isinstance(m, nn.Sequential), strict_order=False)
-    model = in_form(model, form)
+    model = in_form(shard_blocks(model), form)
     params = list(model.parameters())
     with pytest.raises(NotImplementedError, match=r"autograd\.grad.*strict_order=False.*backward"):
         torch.autograd.grad(optional_loss(model, rank, 0), params, allow_unused=True)
@@ -325,7 +331,7 @@ def test_gradients_are_not_returned(rank: int, form: str) -> None:
 @on_ranks(2)
 def test_an_optimizer_in_backward(rank: int) -> None:
     want, model = optional(has_ends=True)
-    autoshard.shard(model, policy=lambda m: isinstance(m, nn.Sequential), strict_order=False)
+    shard_blocks(model)
     for param in model.parameters():
         own = torch.optim.SGD([param], lr=0.1)
 
