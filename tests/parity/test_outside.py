@@ -142,6 +142,48 @@ def test_a_loop_around_several_steps(rank: int, loop: str, name: str, form: str)
 
 
 @on_ranks(2)
+def test_a_method_that_writes_to_parameters_in_between(rank: int) -> None:
+    """Also where no backward comes between two reads."""
+    torch.manual_seed(0)
+    want, seen = Trainer(), []
+    torch.manual_seed(0)
+    model = autoshard.shard(Trainer(), policy=ModuleWrapPolicy({nn.Sequential}))
+
+    def step_of(model: Any, step: int) -> None:
+        with torch.no_grad():
+            seen.append(model.encode(ids_of(rank, 0)))
+            for param in model.parameters():
+                param.mul_(0.5)
+
+    want.fit(step_of)
+    model.fit(step_of)
+    assert len(seen) == 8
+    assert all(torch.equal(*pair) for pair in zip(seen[:4], seen[4:], strict=True))
+
+
+class Event:
+    """The end of an optimizer's step, on another stream."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        Event.waits += 1
+
+
+@on_ranks(2)
+def test_each_step_of_a_method_waits_for_the_optimizer(rank: int) -> None:
+    torch.manual_seed(0)
+    model: Any = autoshard.shard(Trainer(), policy=ModuleWrapPolicy({nn.Sequential}))
+
+    def step_of(model: Any, step: int) -> None:
+        encoded(model, rank, step).backward()
+        model.set_post_optim_event(Event())
+
+    model.fit(step_of)
+    assert Event.waits == 3
+
+
+@on_ranks(2)
 def test_a_registered_method_is_a_first_call(rank: int) -> None:
     """Also of what torch.compile gives back, and of a module that compiles itself."""
     want = build()
