@@ -71,10 +71,12 @@ def search(
     best, timeline = space.best_seed()
     generator = random.Random(0)
     hot = space.hot(timeline, best[1])
+    tried = {best[1]}  # of which none is better than the best
     for _ in range(min(steps, EFFORT // max(1, best[0][2])) if space.groups else 0):
         moved = space.move(best[1], generator, hot)
-        if moved is None:
+        if moved is None or moved in tried:
             continue
+        tried.add(moved)
         found = space.evaluate(moved, known=best[0])
         if found is not None and found[0] < best:
             best, timeline = found
