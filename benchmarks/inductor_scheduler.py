@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoshard import _torch
 from autoshard.passes.planner.costs import PACKED
 from autoshard.passes.planner.problem import Problem
-from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, replay
+from autoshard.passes.planner.simulate import SimulatedBucket, Timeline, make_bucket, replay
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -201,7 +201,7 @@ def _read(drawn: _Drawn, gm: fx.GraphModule) -> Timeline:
         reduces=tuple(sorted(reduces, key=lambda item: item.ready)),
     )
     position = 0
-    launched: dict[fx.Node, Bucket] = {}
+    launched: dict[fx.Node, SimulatedBucket] = {}
     events: list[tuple[str, fx.Node, int]] = []
     for node in gm.graph.nodes:
         position += node.name in drawn.op

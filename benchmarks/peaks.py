@@ -17,7 +17,7 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.passes.ir.layout import DTYPES
 from autoshard.tools.bench.contestants import CONTESTANTS
-from autoshard.tools.bench.step import ALONE, Result, bench_step
+from autoshard.tools.bench.step import ALONE, StepTimes, bench_step
 from autoshard.tools.bench.workloads import read_workloads
 from autoshard.tools.device import current_device
 
@@ -26,7 +26,7 @@ ROUNDS = 3
 SHARDED = {name: each for name, each in CONTESTANTS.items() if name not in (ALONE, "DDP")}
 
 
-def table(result: Result, ranks: int) -> str:
+def table(result: StepTimes, ranks: int) -> str:
     """MB of each contestant, a line each: allocated and reserved at the peak, and what it keeps
     between steps."""
     base = result.entries[BASE].peak.allocated

@@ -15,7 +15,7 @@ from typing import Any
 
 from autoshard.tools.bench.contestants import RIVALS
 from autoshard.tools.bench.peak_memory import Memory
-from autoshard.tools.bench.step import OURS, Entry, Result
+from autoshard.tools.bench.step import OURS, Entry, StepTimes
 
 AGAINST = {OURS: RIVALS, "autoshard, kept": (*RIVALS, "FSDP2, kept")}
 """With which rivals each form of ours is compared: one that takes more memory, with such, too."""
@@ -33,7 +33,7 @@ LONG = (
 )
 
 
-def read(measured: list[dict[str, Any]]) -> list[Result]:
+def read(measured: list[dict[str, Any]]) -> list[StepTimes]:
     """What was written, as it was."""
     results = []
     for result in measured:
@@ -41,20 +41,20 @@ def read(measured: list[dict[str, Any]]) -> list[Result]:
         for name, entry in result["entries"].items():
             memory = {key: Memory(**entry[key]) for key in ("kept", "peak")}
             entries[name] = Entry(**{**entry, **memory})
-        results.append(Result(**{**result, "entries": entries}))
+        results.append(StepTimes(**{**result, "entries": entries}))
     return results
 
 
-def median_ms(result: Result, name: str) -> float:
+def median_ms(result: StepTimes, name: str) -> float:
     return statistics.median(result.entries[name].step_ms)
 
 
-def of_fastest(result: Result, name: str) -> float:
+def of_fastest(result: StepTimes, name: str) -> float:
     """Of the fastest rival's median step."""
     return median_ms(result, name) / min(median_ms(result, rival) for rival in AGAINST[name])
 
 
-def short(results: list[Result]) -> Iterator[str]:
+def short(results: list[StepTimes]) -> Iterator[str]:
     """A column a model: milliseconds, ratios, and memory."""
     yield row(["ms", *(result.name for result in results)])
     yield rule(len(results) + 1)
@@ -78,7 +78,7 @@ def short(results: list[Result]) -> Iterator[str]:
         yield row([name, *(f"{peak:.0f}" for peak in peaks)])
 
 
-def long(results: list[Result]) -> Iterator[str]:
+def long(results: list[StepTimes]) -> Iterator[str]:
     """A line a model and contestant, with quartiles."""
     yield row(LONG)
     yield rule(len(LONG))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from autoshard.passes.planner.costs import PACKED
 from autoshard.passes.planner.problem import Item, Problem
-from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, replay
+from autoshard.passes.planner.simulate import SimulatedBucket, Timeline, make_bucket, replay
 
 
 def per_unit(problem: Problem) -> Timeline:
@@ -30,7 +30,7 @@ def per_unit(problem: Problem) -> Timeline:
     return replay(problem, gathers, reduces, order)
 
 
-def unit_buckets(problem: Problem) -> tuple[list[Bucket], list[Bucket]]:
+def unit_buckets(problem: Problem) -> tuple[list[SimulatedBucket], list[SimulatedBucket]]:
     """Buckets of gathers and of reduces: one a unit, bucket class and segment."""
     return (
         _by_unit(problem, "gather", problem.gathers),
@@ -38,7 +38,7 @@ def unit_buckets(problem: Problem) -> tuple[list[Bucket], list[Bucket]]:
     )
 
 
-def _by_unit(problem: Problem, kind: str, items: Iterable[Item]) -> list[Bucket]:
+def _by_unit(problem: Problem, kind: str, items: Iterable[Item]) -> list[SimulatedBucket]:
     units: dict[tuple[str, str, int], list[Item]] = {}
     for item in items:
         units.setdefault((item.unit, item.bucket_class, item.segment), []).append(item)

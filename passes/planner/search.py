@@ -21,7 +21,12 @@ from autoshard.passes.planner.bound import Bound, lower_bound
 from autoshard.passes.planner.costs import LAYOUTS
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
-from autoshard.passes.planner.simulate import Bucket, Timeline, make_bucket, simulate_unless_worse
+from autoshard.passes.planner.simulate import (
+    SimulatedBucket,
+    Timeline,
+    make_bucket,
+    simulate_unless_worse,
+)
 
 EFFORT = 100_000  # moves tried times buckets: less than a second
 STEPS = 2000  # moves tried at most
@@ -99,7 +104,7 @@ class _Space:
             for item in items:
                 bucket_classes.setdefault((item.segment, item.bucket_class), []).append(item)
             self.groups += [(kind, each) for each in bucket_classes.values()]
-        self.made: dict[tuple[int, int, int, str], Bucket] = {}
+        self.made: dict[tuple[int, int, int, str], SimulatedBucket] = {}
 
     def evaluate(
         self, cuts: tuple[Cut, ...], *, known: _Score = WORST
@@ -126,8 +131,8 @@ class _Space:
         return found
 
     def simulate(self, cuts: tuple[Cut, ...], known: _Score) -> Timeline | None:
-        gathers: list[Bucket] = []
-        reduces: list[Bucket] = []
+        gathers: list[SimulatedBucket] = []
+        reduces: list[SimulatedBucket] = []
         for group, cut in enumerate(cuts):
             into = gathers if self.groups[group][0] == "gather" else reduces
             begin = 0
@@ -140,7 +145,7 @@ class _Space:
             self.problem, gathers, reduces, budget_bytes=self.budget, known=known[:2]
         )
 
-    def _bucket(self, group: int, begin: int, end: int, layout: str) -> Bucket:
+    def _bucket(self, group: int, begin: int, end: int, layout: str) -> SimulatedBucket:
         key = (group, begin, end, layout)
         if key not in self.made:
             kind, items = self.groups[group]

@@ -37,7 +37,7 @@ ROUNDING = 1e-9  # times that differ by less are equal
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SimulatedBucket:
     """Items of one class that share a collective, and the costs of that."""
 
     kind: str  # "gather" or "reduce"
@@ -60,14 +60,14 @@ class Bucket:
         return len(self.links) > 1
 
 
-def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str) -> Bucket:
+def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str) -> SimulatedBucket:
     """Make a bucket of `items`, which have one bucket class."""
     costs, bucket_class = problem.costs, items[0].bucket_class
     num_bytes, count = sum(item.num_bytes for item in items), len(items)
     is_shared = costs.is_shared(kind, count, layout)
     copied_in = sum(item.num_bytes for item in items if is_shared or item.is_copied_in)
     copied_out = sum(item.num_bytes for item in items if is_shared or item.is_copied_out)
-    return Bucket(
+    return SimulatedBucket(
         kind=kind,
         bucket_class=bucket_class,
         items=tuple(items),
@@ -95,7 +95,7 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
 class Run:
     """Launch, wait and times of one bucket: positions, and microseconds from the graph's start."""
 
-    bucket: Bucket
+    bucket: SimulatedBucket
     number: int = -1  # gathers come first
     launch: int = -1
     wait: int = -1
@@ -162,8 +162,8 @@ Order = tuple[tuple[str, int, int], ...]
 
 def simulate(
     problem: Problem,
-    gathers: Sequence[Bucket],
-    reduces: Sequence[Bucket],
+    gathers: Sequence[SimulatedBucket],
+    reduces: Sequence[SimulatedBucket],
     *,
     budget_bytes: float,
 ) -> Timeline:
@@ -178,8 +178,8 @@ def simulate(
 
 def simulate_unless_worse(
     problem: Problem,
-    gathers: Sequence[Bucket],
-    reduces: Sequence[Bucket],
+    gathers: Sequence[SimulatedBucket],
+    reduces: Sequence[SimulatedBucket],
     *,
     budget_bytes: float,
     known: tuple[float, float],
@@ -195,7 +195,10 @@ def simulate_unless_worse(
 
 
 def replay(
-    problem: Problem, gathers: Sequence[Bucket], reduces: Sequence[Bucket], order: Order
+    problem: Problem,
+    gathers: Sequence[SimulatedBucket],
+    reduces: Sequence[SimulatedBucket],
+    order: Order,
 ) -> Timeline:
     """Time launches and waits that are placed already, in program order."""
     return _Following(problem, gathers, reduces, order).run()
@@ -209,7 +212,10 @@ class _Simulation(ABC):
     """State of a simulation at one position, and the effects of launches and waits on it."""
 
     def __init__(
-        self, problem: Problem, gathers: Sequence[Bucket], reduces: Sequence[Bucket]
+        self,
+        problem: Problem,
+        gathers: Sequence[SimulatedBucket],
+        reduces: Sequence[SimulatedBucket],
     ) -> None:
         self.problem = problem
         self.gathers = [Run(bucket) for bucket in gathers]
@@ -367,8 +373,8 @@ class _Placing(_Simulation):
     def __init__(
         self,
         problem: Problem,
-        gathers: Sequence[Bucket],
-        reduces: Sequence[Bucket],
+        gathers: Sequence[SimulatedBucket],
+        reduces: Sequence[SimulatedBucket],
         budget_bytes: float,
         known: tuple[float, float] = (math.inf, math.inf),
     ) -> None:
@@ -463,7 +469,7 @@ class _Placing(_Simulation):
             arrival = max(arrival, run.finish_us)
         return arrival
 
-    def _fits(self, bucket: Bucket) -> bool:
+    def _fits(self, bucket: SimulatedBucket) -> bool:
         """Tell whether there is room for `bucket` until its first use, and then until it is freed.
 
         Parameters that are freed by its first use make room for its copy. Gradients count until
@@ -497,8 +503,8 @@ class _Following(_Simulation):
     def __init__(
         self,
         problem: Problem,
-        gathers: Sequence[Bucket],
-        reduces: Sequence[Bucket],
+        gathers: Sequence[SimulatedBucket],
+        reduces: Sequence[SimulatedBucket],
         order: Order,
     ) -> None:
         super().__init__(problem, gathers, reduces)

@@ -33,7 +33,7 @@ from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import search
-from autoshard.passes.planner.simulate import Bucket, Order, Timeline, make_bucket, replay
+from autoshard.passes.planner.simulate import Order, SimulatedBucket, Timeline, make_bucket, replay
 from autoshard.passes.plans.drafts import (
     Draft,
     Span,
@@ -172,11 +172,11 @@ class PricedGraph:
         )
         return replay(self.problem, gathers, reduces, order)
 
-    def _bucket(self, draft: Draft) -> Bucket:
+    def _bucket(self, draft: Draft) -> SimulatedBucket:
         items = [self.items[marker] for marker in draft.markers]
         return make_bucket(self.problem, kind_of(draft.markers[0]), items, draft.layout)
 
-    def _draft(self, bucket: Bucket) -> Draft:
+    def _draft(self, bucket: SimulatedBucket) -> Draft:
         markers = sorted((self.marker[id(item)] for item in bucket.items), key=param_of)
         units = list(dict.fromkeys(item.unit for item in bucket.items))
         unit = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"

@@ -48,7 +48,7 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
     module._parameters[attribute] = param.param
     bound = module.__dict__.setdefault(PARAMS, {})
     bound[attribute] = param
-    param.places.append((module, attribute))
+    param.registrations.append((module, attribute))
     param.describe_in_modules()
     _set_class(module, mixins=())
 

@@ -507,7 +507,7 @@ def _first_names(container: nn.Module) -> str:
 
 
 def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
-    """Shard parameters below the unit's modules; tie places to those that are sharded already."""
+    """Shard parameters below the unit's modules; tie what is sharded already."""
     names = materialize.unsharded(unit.modules)
     inside = {each for module in unit.modules for each in module.modules()}
     for module in (each for top in unit.modules for each in top.modules()):
@@ -521,7 +521,7 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
                     names[param], param, unit.axes, dim, unit.settings.offload
                 )
                 unit.take(sharded)
-            if (module, attribute) not in sharded.places:
+            if (module, attribute) not in sharded.registrations:
                 access.bind(module, attribute, sharded)
     # A parameter that modules of two units read belongs to the unit around both, which
     # is this one: gathered once for both, and reduced once.
@@ -556,7 +556,7 @@ def _params_below(modules: Iterable[nn.Module]) -> list[ShardedParam]:
 
 def _reads_only_inside(sharded: ShardedParam, unit: Unit) -> bool:
     inside = {each for module in unit.modules for each in module.modules()}
-    return all(module in inside for module, _ in sharded.places)
+    return all(module in inside for module, _ in sharded.registrations)
 
 
 def _name_everything(modules: tuple[nn.Module, ...]) -> None:

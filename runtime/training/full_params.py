@@ -79,22 +79,22 @@ _ENTER_HINT = "entering full_params() gathers, so all ranks of the model's mesh 
 
 @dataclass
 class _Borrowed:
-    """Parameter that is unsharded in `full_params()`, and the places where it was put meanwhile."""
+    """Parameter that is unsharded in `full_params()`; `replaced`: where it was put meanwhile."""
 
     param: ShardedParam
     unsharded: nn.Parameter
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    replaced: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def put(self) -> None:
-        for module, attribute in self.param.places:
+        for module, attribute in self.param.registrations:
             if module._parameters.get(attribute) is self.param.param:
                 module._parameters[attribute] = self.unsharded
-                self.places.append((module, attribute))
+                self.replaced.append((module, attribute))
 
     def take_out(self) -> list[Tensor | None]:
         """Put the sharded one back; returns what stood there instead of the unsharded one."""
-        found = [module._parameters.get(attribute) for module, attribute in self.places]
-        for module, attribute in self.places:
+        found = [module._parameters.get(attribute) for module, attribute in self.replaced]
+        for module, attribute in self.replaced:
             # Registering anew, not setting: a deleted one comes back too.
             module._parameters[attribute] = self.param.param
         return [other for other in found if other is not self.unsharded]

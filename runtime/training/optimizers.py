@@ -231,7 +231,7 @@ def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
 
 
 def _is_out_of_place(sharded: ShardedParam) -> bool:
-    for module, attribute in sharded.places:
+    for module, attribute in sharded.registrations:
         stands_there = module._parameters.get(attribute)
         if stands_there is not None and stands_there is not sharded.param:
             return True

@@ -86,7 +86,7 @@ def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
     if wanted == 5:
         size = torch.Size(param.member.size)
         stride = torch.empty(size, device="meta").stride()
-        module = param.places[0][0]
+        module = param.registrations[0][0]
         given = (*given, size, stride, module, unit.settings.mp)
     elif wanted != 1:
         raise UsageTypeError(

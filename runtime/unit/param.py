@@ -158,11 +158,11 @@ Getters spell it out: Dynamo traces the reading of a name faster."""
 
 @dataclass(eq=False)
 class ShardedParam:
-    """Sharded parameter, in all places where it is registered.
+    """Sharded parameter, of all modules where it is registered.
 
     name:   from the outermost sharded module, "layers.3.mlp.w1"; the first name if tied.
-    places: every (module, attribute) that reads it; more than one if tied.
-    param:  the DTensor `nn.Parameter` that all places share.
+    registrations: every (module, attribute) where it is registered; more than one if tied.
+    param:  the DTensor `nn.Parameter` that all of them share.
     """
 
     name: str
@@ -172,7 +172,7 @@ class ShardedParam:
     layout: Layout
     tp: TensorParallel | None = None
     unit: Unit = field(init=False)
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    registrations: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # What the getter hands to the marker under torch.compile: constants to guard on. See
@@ -211,7 +211,7 @@ class ShardedParam:
         None if the getter has to ask.
         """
         asked = None if self.tp is not None or self.follows_mode else self.marker_arguments
-        for module, attribute in self.places:
+        for module, attribute in self.registrations:
             module.__dict__.setdefault(MARKER_ARGUMENTS, {})[attribute] = asked
 
     def _description(self, *, in_full_precision: bool) -> MarkerArguments:
@@ -288,7 +288,7 @@ class ShardedParam:
         """
         self.hooks.put_back()  # a backward may have broken off
         before = self.param, self.member.dtype, self.is_extended
-        for module, attribute in self.places:
+        for module, attribute in self.registrations:
             param = module._parameters.get(attribute)
             if param is not None and param is not self.param and isinstance(param, DTensor):
                 self._replace(param)
@@ -302,7 +302,7 @@ class ShardedParam:
         return self.param is not before[0] or (dtype, self.is_extended) != before[1:]
 
     def _replace(self, param: nn.Parameter) -> None:
-        """Take `param`, which was put in a module since, as the parameter of all places.
+        """Take `param`, which was put in a module since, as the parameter everywhere.
 
         Raises ValueError if it is not sharded as this one is.
         """
@@ -321,7 +321,7 @@ class ShardedParam:
             )
         remember_origin(self.param, self)  # so that an optimizer which holds it is told
         self.param = param
-        for module, attribute in self.places:
+        for module, attribute in self.registrations:
             module._parameters[attribute] = param
         remember(self)
 
@@ -476,7 +476,8 @@ def resolve(param: Tensor) -> ShardedParam | None:
     for _, known in list(_known.values()):
         candidate = known()
         if candidate is not None and any(
-            module._parameters.get(attribute) is wanted for module, attribute in candidate.places
+            module._parameters.get(attribute) is wanted
+            for module, attribute in candidate.registrations
         ):
             candidate.refresh()
             return candidate

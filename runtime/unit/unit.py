@@ -295,6 +295,6 @@ def units_below(unit: Unit) -> list[Unit]:
 
 def root_of(param: ShardedParam) -> nn.Module:
     """Return the outermost sharded module that `param` is in."""
-    wanted = param.places[0][0]
+    wanted = param.registrations[0][0]
     around = [head for head in heads if any(each is wanted for each in head.modules())]
     return max(around, key=lambda head: sum(1 for _ in head.modules()))

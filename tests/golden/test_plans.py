@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.passes.planner.topology import Topology
-from autoshard.tools.plan.planning import Choices, Workload, plan
+from autoshard.tools.plan.planning import Choices, PlannedModel, plan
 from autoshard.tools.plan.report import text
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -41,7 +41,7 @@ def llama3_8b() -> nn.Module:
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("fake_world", [1024], indirect=True)
 def test_llama3_8b(golden: Callable[[str, str], None]) -> None:
-    workload = Workload(
+    planned = PlannedModel(
         name="Llama-3 8B",
         build=llama3_8b,
         batch=None,
@@ -52,7 +52,7 @@ def test_llama3_8b(golden: Callable[[str, str], None]) -> None:
         lowering="inductor",
     )
     choices = Choices(strategy="full_shard", micro_batches=(1,), checkpointing=False)
-    report = plan(workload, Topology.load("h100"), 8, choices)
+    report = plan(planned, Topology.load("h100"), 8, choices)
     golden(f"plans/llama3_8b_8xh100_torch{VERSION}.txt", text(report, with_buckets=True))
 
 

@@ -6,7 +6,7 @@ import pytest
 from support.ranks import on_ranks
 
 from autoshard.tools.bench.contestants import CONTESTANTS, read_contestants
-from autoshard.tools.bench.step import Result, bench_step
+from autoshard.tools.bench.step import StepTimes, bench_step
 from autoshard.tools.bench.workloads import SIZES, Sizes, read_workloads
 
 NAMES = [
@@ -23,7 +23,7 @@ NAMES = [
 @on_ranks(2)
 def test_a_table(rank: int) -> None:
     sizes, SIZES["cpu"]["gpt2"] = SIZES["cpu"]["gpt2"], Sizes(64, 1, 1, 8)
-    told: list[Result] = []
+    told: list[StepTimes] = []
     try:
         (found,) = bench_step(
             read_workloads(["gpt2"], "cpu"),

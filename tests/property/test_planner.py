@@ -19,7 +19,7 @@ from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import search
 from autoshard.passes.planner.simulate import (
-    Bucket,
+    SimulatedBucket,
     Timeline,
     make_bucket,
     replay,
@@ -90,7 +90,9 @@ def problems(draw: st.DrawFn, *, max_items: int = 8, reduces: bool = True) -> Pr
 
 
 @st.composite
-def partitions(draw: st.DrawFn, problem: Problem, kind: str, items: Sequence[Item]) -> list[Bucket]:
+def partitions(
+    draw: st.DrawFn, problem: Problem, kind: str, items: Sequence[Item]
+) -> list[SimulatedBucket]:
     buckets, begin = [], 0
     while begin < len(items):
         end = draw(st.integers(begin + 1, len(items)))

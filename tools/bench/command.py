@@ -123,7 +123,7 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
     from autoshard.passes.ir.layout import DTYPES
     from autoshard.runtime.comm.mesh import device_type, ensure_process_group
     from autoshard.tools.bench.contestants import CONTESTANTS, read_contestants
-    from autoshard.tools.bench.step import Result, bench_step
+    from autoshard.tools.bench.step import StepTimes, bench_step
     from autoshard.tools.bench.workloads import read_workloads
 
     is_first = int(os.environ["RANK"]) == 0
@@ -138,7 +138,7 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
         print(f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {' '.join(arguments)}")
     results: list[dict[str, Any]] = []
 
-    def tell(result: Result) -> None:
+    def tell(result: StepTimes) -> None:
         if not is_first:
             return
         print(result.text(), flush=True)

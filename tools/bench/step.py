@@ -55,7 +55,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Result:
+class StepTimes:
     """Measurements of one model.
 
     collectives_ms: by round, of autoshard's own collectives of a step, one after another.
@@ -114,8 +114,8 @@ def bench_step(
     rounds: int = 20,
     dtype: torch.dtype = torch.float32,
     options: dict[str, Any] | None = None,
-    tell: Callable[[Result], None] = lambda result: None,
-) -> list[Result]:
+    tell: Callable[[StepTimes], None] = lambda result: None,
+) -> list[StepTimes]:
     """Measure `workloads`, models by name, on the ranks there are.
 
     options: of autoshard's backend, and of `shard()`.
@@ -135,7 +135,7 @@ def _bench_model(
     rounds: int,
     dtype: torch.dtype,
     options: dict[str, Any],
-) -> Result:
+) -> StepTimes:
     device = current_device()
     setting = Setting(device, work.blocks, dtype, options)
     batch = {key: value.to(device) for key, value in work.batch(dist.get_rank()).items()}
@@ -177,7 +177,7 @@ def _bench_model(
                     entry.optimizer_ms.append(optimizer_ms)
     models.clear()
     gc.collect()
-    return Result(name, work.tokens, entries, collectives_ms[WARM_UP:])
+    return StepTimes(name, work.tokens, entries, collectives_ms[WARM_UP:])
 
 
 def _backward(model: Any, batch: dict[str, Tensor]) -> None:

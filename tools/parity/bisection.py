@@ -36,7 +36,7 @@ _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 
 
 @dataclass(frozen=True)
-class Result:
+class OpResult:
     """Result of one op.
 
     where: the op and its module, in words.
@@ -52,7 +52,7 @@ class _Ops(_torch.tensors.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Result] = []
+        self.found: list[OpResult] = []
         self._modules: Any = ModuleTracker()
 
     def __enter__(self) -> _Ops:
@@ -71,21 +71,21 @@ class _Ops(_torch.tensors.TorchDispatchMode):
         if func.overloadpacket.__name__ not in _UNWRITTEN:
             module = max(self._modules.parents - {"Global"}, key=len, default="no module")
             phase = "backward" if self._modules.is_bw else "forward"
-            self.found.append(Result(f"{func} in {module}, {phase}", _digests(given)))
+            self.found.append(OpResult(f"{func} in {module}, {phase}", _digests(given)))
         return given
 
 
 @contextlib.contextmanager
-def ops_of() -> Iterator[list[Result]]:
+def ops_of() -> Iterator[list[OpResult]]:
     """Record the result of every op that runs inside, in order, of a run that is not compiled."""
     with _Ops() as ops:
         yield ops.found
 
 
 @contextlib.contextmanager
-def nodes_of() -> Iterator[list[Result]]:
+def nodes_of() -> Iterator[list[OpResult]]:
     """Record the result of every node of each planned graph that is compiled and run inside."""
-    found: list[Result] = []
+    found: list[OpResult] = []
 
     class Nodes(fx.Interpreter):
         kind: str
@@ -93,7 +93,7 @@ def nodes_of() -> Iterator[list[Result]]:
         def run_node(self, n: fx.Node) -> Any:
             given = super().run_node(n)
             if _is_op(n):
-                found.append(Result(f"{_name(n)}, {self.kind}", _digests(given)))
+                found.append(OpResult(f"{_name(n)}, {self.kind}", _digests(given)))
             return given
 
     def watcher(gm: fx.GraphModule, kind: str, call: Lowered, lower: Any) -> Lowered:
@@ -108,7 +108,7 @@ def nodes_of() -> Iterator[list[Result]]:
         yield found
 
 
-def first_unknown(results: Sequence[Result], known: Sequence[Result]) -> str | None:
+def first_unknown(results: Sequence[OpResult], known: Sequence[OpResult]) -> str | None:
     """Name the first of `results` with a tensor that none of `known` has, on any rank.
 
     Returns None if there is none. All ranks call this.

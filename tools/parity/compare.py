@@ -255,11 +255,11 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
         yield f"{run} and {against} part in step {step} at {where}"
 
 
-def _results(setup: _Setup, name: str, last: int) -> list[bisection.Result]:
+def _results(setup: _Setup, name: str, last: int) -> list[bisection.OpResult]:
     """Results of the ops of step `last`, forward and backward, in the run `name`."""
     from autoshard.tools.parity import bisection
 
-    kept: list[bisection.Result] = []
+    kept: list[bisection.OpResult] = []
     with bisection.nodes_of() if name == COMPILED else bisection.ops_of() as found:
 
         def backward_ends() -> None:

@@ -60,7 +60,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard plan`; exit status 1 if no configuration fits, 2 for what can't be read."""
-    from autoshard.tools.plan.planning import Choices, plan, read_gpus, read_mesh, read_workload
+    from autoshard.tools.plan.planning import Choices, plan, read_gpus, read_mesh, read_model
     from autoshard.tools.plan.report import as_json, text
 
     try:
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             if options.checkpointing is None
             else options.checkpointing == "full",
         )
-        report = plan(read_workload(options, load), topology, gpus, choices)
+        report = plan(read_model(options, load), topology, gpus, choices)
     except (ValueError, RuntimeError) as error:
         options.parser.error(str(error))
     if options.json:

@@ -119,7 +119,7 @@ def _chunk_bytes(member: Member, shards: int) -> int:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepGraphs:
     """Training step of a model: graphs for a microbatch, and what lies in memory meanwhile."""
 
     graphs: Mapping[str, Graph]
@@ -157,7 +157,7 @@ class Estimate:
 
 
 def estimate(
-    step: Step, configuration: Configuration, topology: Topology, *, searched: bool
+    step: StepGraphs, configuration: Configuration, topology: Topology, *, searched: bool
 ) -> Estimate:
     """Estimate time and memory of one step.
 
@@ -220,7 +220,7 @@ class _Placed:
     """Graph on a cluster: its problem, at the costs of a configuration."""
 
     def __init__(
-        self, graph: Graph, step: Step, configuration: Configuration, topology: Topology
+        self, graph: Graph, step: StepGraphs, configuration: Configuration, topology: Topology
     ) -> None:
         problem = graph.problem
         others = step.graphs["backward" if problem.graph == "forward" else "forward"].problem

@@ -29,7 +29,7 @@ from autoshard.tools.plan.estimate import (
     Configuration,
     Estimate,
     Parameters,
-    Step,
+    StepGraphs,
     estimate,
 )
 
@@ -41,7 +41,7 @@ Batch = Callable[[int, int], Any]
 
 
 @dataclass(frozen=True)
-class Workload:
+class PlannedModel:
     """Model to train, with its batches, dtypes and optimizer.
 
     build: makes the model; called with the meta device as torch's default.
@@ -72,7 +72,7 @@ class Choices:
 class PlanReport:
     """Result of `plan`. estimates: those that fit, the best first; if none does, the best alone."""
 
-    workload: Workload
+    model: PlannedModel
     topology: Topology
     gpus: int
     num_parameters: int
@@ -86,7 +86,7 @@ class PlanReport:
         return self.estimates[0].memory.first_beyond(self.topology.memory_bytes)
 
 
-def plan(workload: Workload, topology: Topology, gpus: int, choices: Choices) -> PlanReport:
+def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices) -> PlanReport:
     """Estimate all configurations that `choices` leaves open, the best of them with plans.
 
     Raises ValueError for a mesh that doesn't hold `gpus`, or a strategy that no mesh has;
@@ -98,8 +98,8 @@ def plan(workload: Workload, topology: Topology, gpus: int, choices: Choices) ->
         raise ValueError(f"strategy {choices.strategy!r} has no mesh of {gpus} ranks")
 
     @functools.cache
-    def step(micro_batch: int, recompute: bool) -> Step:
-        return _step(workload, topology, micro_batch, recompute)
+    def step(micro_batch: int, recompute: bool) -> StepGraphs:
+        return _step(planned, topology, micro_batch, recompute)
 
     def estimated(found: Configuration, *, searched: bool) -> Estimate:
         traced = step(found.micro_batch, found.checkpointing)
@@ -115,7 +115,7 @@ def plan(workload: Workload, topology: Topology, gpus: int, choices: Choices) ->
     first = configurations[0]
     members = step(first.micro_batch, first.checkpointing).parameters.members
     return PlanReport(
-        workload,
+        planned,
         topology,
         gpus,
         sum(math.prod(member.size) for member in members),
@@ -150,33 +150,35 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
     return [(gpus // each, each) for each in sorted(shards)]
 
 
-def _step(workload: Workload, topology: Topology, micro_batch: int, recompute: bool) -> Step:
+def _step(
+    planned: PlannedModel, topology: Topology, micro_batch: int, recompute: bool
+) -> StepGraphs:
     """Trace a step with few blocks, if that gives what all of them would, else with all."""
-    model = on_meta(workload)
+    model = on_meta(planned)
     parameters = _parameters(model)
     stacks = cut_stacks(model)
-    policy = policy_of(workload)
+    policy = policy_of(planned)
 
     def graphs(model: nn.Module) -> Any:
         return trace(
             model,
-            step_of(workload, model, micro_batch),
+            step_of(planned, model, micro_batch),
             mp_policy=policy,
             checkpointing=recompute,
-            lowering=workload.lowering,
+            lowering=planned.lowering,
             topology=topology,
         )
 
     try:
         found = grown(graphs(model), stacks)
     except ValueError:  # blocks that look alike are not computed alike
-        found = grown(graphs(on_meta(workload)), [])
-    return Step(found, parameters, workload.optimizer, policy.param_dtype is not None)
+        found = grown(graphs(on_meta(planned)), [])
+    return StepGraphs(found, parameters, planned.optimizer, policy.param_dtype is not None)
 
 
-def step_of(workload: Workload, model: nn.Module, micro_batch: int) -> Callable[[Any], None]:
+def step_of(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Callable[[Any], None]:
     """Return forward and backward, as a function, of what `model` is compiled to, with a batch."""
-    batch = _batch(workload, model, micro_batch)
+    batch = _batch(planned, model, micro_batch)
 
     def call(compiled: Any) -> None:
         args, kwargs = ((), batch) if isinstance(batch, dict) else (_as_tuple(batch), {})
@@ -185,17 +187,17 @@ def step_of(workload: Workload, model: nn.Module, micro_batch: int) -> Callable[
     return call
 
 
-def policy_of(workload: Workload) -> MixedPrecisionPolicy:
-    """Mixed precision of `workload`: gathers and compute in `dtype`, reduces in `param_dtype`."""
-    low, full = DTYPES[workload.dtype], DTYPES[workload.param_dtype]
+def policy_of(planned: PlannedModel) -> MixedPrecisionPolicy:
+    """Mixed precision of `planned`: gathers and compute in `dtype`, reduces in `param_dtype`."""
+    low, full = DTYPES[planned.dtype], DTYPES[planned.param_dtype]
     return MixedPrecisionPolicy(low, full) if low != full else MixedPrecisionPolicy()
 
 
-def on_meta(workload: Workload) -> nn.Module:
+def on_meta(planned: PlannedModel) -> nn.Module:
     """Build the unsharded model on the meta device, without memory."""
     with torch.device("meta"):
-        model = workload.build()
-    return model.to(DTYPES[workload.param_dtype])
+        model = planned.build()
+    return model.to(DTYPES[planned.param_dtype])
 
 
 def _parameters(model: nn.Module) -> Parameters:
@@ -210,10 +212,10 @@ def _as_tuple(batch: Any) -> tuple[Any, ...]:
     return batch if isinstance(batch, tuple) else (batch,)
 
 
-def _batch(workload: Workload, model: nn.Module, micro_batch: int) -> Any:
-    if workload.batch is not None:
-        return workload.batch(micro_batch, workload.seq)
-    ids = torch.zeros(micro_batch, workload.seq, dtype=torch.long)
+def _batch(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Any:
+    if planned.batch is not None:
+        return planned.batch(micro_batch, planned.seq)
+    ids = torch.zeros(micro_batch, planned.seq, dtype=torch.long)
     config = getattr(model, "config", None)
     if config is None:
         return ids
@@ -224,8 +226,8 @@ def _batch(workload: Workload, model: nn.Module, micro_batch: int) -> Any:
     return {"input_ids": ids, "labels": ids}
 
 
-def read_workload(options: Any, load: Callable[[str], Callable[..., Any]]) -> Workload:
-    """Read a workload from the command line's options.
+def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> PlannedModel:
+    """Read a model from the command line's options.
 
     load: returns the function at "package.module:name".
     Raises ValueError, naming the option, for what is not known.
@@ -242,7 +244,7 @@ def read_workload(options: Any, load: Callable[[str], Callable[..., Any]]) -> Wo
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number from 1 on")
     path = Path(options.model)
     is_file = path.suffix == ".json" or path.exists()
-    return Workload(
+    return PlannedModel(
         name=options.model,
         build=from_hugging_face(path) if is_file else load(options.model),
         batch=load(options.batch) if options.batch else None,

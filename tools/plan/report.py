@@ -21,10 +21,10 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
 
     with_buckets: whether its buckets follow, a line for those of a unit.
     """
-    work, topology, best = report.workload, report.topology, report.estimates[0]
+    model, topology, best = report.model, report.topology, report.estimates[0]
     lines = [
-        f"{work.name}: {_count(report.num_parameters)} parameters in {work.param_dtype}, computed "
-        f"with in {work.dtype}; {work.optimizer}; sequences of {work.seq}",
+        f"{model.name}: {_count(report.num_parameters)} parameters in {model.param_dtype}, "
+        f"computed with in {model.dtype}; {model.optimizer}; sequences of {model.seq}",
         f"{report.gpus} x {topology.name} ({topology.title}; "
         f"{show_bytes(topology.memory_bytes)} each)",
         "",
@@ -136,7 +136,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
     """Return the report as one object for JSON; times in microseconds, `planning_seconds` apart."""
     best = report.estimates[0]
     return {
-        "model": report.workload.name,
+        "model": report.model.name,
         "parameters": report.num_parameters,
         "gpus": report.gpus,
         "topology": report.topology.name,

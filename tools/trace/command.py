@@ -62,13 +62,13 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def traced(options: argparse.Namespace) -> list[Traced]:
     """Trace the step that `options` describe; exit status 2 for what can't be read or traced."""
-    from autoshard.tools.plan.planning import read_workload
-    from autoshard.tools.trace.tracing import trace_workload
+    from autoshard.tools.plan.planning import read_model
+    from autoshard.tools.trace.tracing import trace_model
 
     parser: argparse.ArgumentParser = options.parser
     try:
         given = {"dump": options.dump, **read_options(options.options)}
-        workload = read_workload(options, load)
-        return trace_workload(workload, options.ranks, options.micro_batch, given)
+        planned = read_model(options, load)
+        return trace_model(planned, options.ranks, options.micro_batch, given)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))

@@ -24,7 +24,7 @@ from autoshard.passes.ir.text import render
 from autoshard.passes.lowering.eager import lower_eagerly
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.tools.plan.dry_run import compile_only, pretend_ranks, shard_without_weights
-from autoshard.tools.plan.planning import Workload, on_meta, policy_of, step_of
+from autoshard.tools.plan.planning import PlannedModel, on_meta, policy_of, step_of
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ RESHARDS = {"full_shard": True, "shard_grad_op": False}
 """Strategies that can be traced: whether units reshard after forward."""
 
 TAKEN = ("lowering", "bucketing", "topology", "strategy", "dump")
-"""Options that `trace_workload` heeds."""
+"""Options that `trace_model` heeds."""
 
 
-def trace_workload(
-    workload: Workload, ranks: int, micro_batch: int, options: dict[str, Any]
+def trace_model(
+    planned: PlannedModel, ranks: int, micro_batch: int, options: dict[str, Any]
 ) -> list[Traced]:
     """Trace the forward and the backward graph of a step on rank 0 of `ranks`.
 
@@ -63,11 +63,11 @@ def trace_workload(
             f"not {others or given.strategy!r}"
         )
     pretend_ranks(ranks)
-    model = on_meta(workload)
+    model = on_meta(planned)
     shard_without_weights(
         model,
         mesh=init_device_mesh("cpu", (ranks,)),
-        mp_policy=policy_of(workload),
+        mp_policy=policy_of(planned),
         reshard_after_forward=RESHARDS[given.strategy],
     )
     found: list[Traced] = []
@@ -79,7 +79,7 @@ def trace_workload(
         compilation.compile()
         found.extend(compilation.traced)
 
-    compile_only(model, step_of(workload, model, micro_batch), compile_frame)
+    compile_only(model, step_of(planned, model, micro_batch), compile_frame)
     if not found:
         raise RuntimeError("no graph has a collective: is there a parameter that is trained?")
     return found
