@@ -1,6 +1,7 @@
 # `make demo` and `make test` each make their own environment in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= auto
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -15,7 +16,7 @@ demo: .venv/.installed  ## train a small Llama on two ranks, then check parity
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m autoshard.tools.demo
 
 test: .venv/.installed  ## run the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: .venv/.installed  ## ruff, mypy --strict, codespell, and that docs/features.md is true
 	$(BIN)/ruff check .

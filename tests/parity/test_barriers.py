@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support.caches import fresh_graphs
 from support.ranks import on_ranks
 from support.training import (
     adamw,
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType
 
 import autoshard
-from autoshard import _torch
 from autoshard.passes.lowering import inductor as lower_inductor
 
 LAYERS = 2
@@ -177,7 +177,7 @@ def test_order_of_lowered_code(rank: int, kind: str) -> None:
         lower_inductor_check(source, order)
 
     lower_inductor_check = lower_inductor.check_order
-    with _torch.inductor.fresh_cache(), mock.patch.object(lower_inductor, "check_order", check):
+    with fresh_graphs(), mock.patch.object(lower_inductor, "check_order", check):
         model, losses = compiled(
             lambda: Layers(kind), loss_of, make=sgd, lowering="inductor", bucketing="per_unit"
         )

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches import fresh_graphs
 from support.models import Net, tokens
 from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
 import autoshard
-from autoshard import _torch
 from autoshard.runtime.eager.access import PARAMS
 
 
@@ -82,7 +82,7 @@ def test_a_node_that_is_lowered_wrong(rank: int, op: str, like: str, kind: str) 
 
     wrong, right = (getattr(torch.ops.aten, name).default for name in (op, like))
     with (
-        _torch.inductor.fresh_cache(),
+        fresh_graphs(),
         unittest.mock.patch.dict(lowerings, {wrong: lowerings[right]}),
     ):
         report = compared(rank, "never", lowering="inductor")

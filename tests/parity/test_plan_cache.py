@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches import fresh_graphs
 from support.ranks import on_ranks
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ def train(**options: Any) -> tuple[list[str], list[float], int]:
 
 @on_ranks(2)
 def test_a_hit_has_its_plans(rank: int) -> None:
-    with _torch.inductor.fresh_cache():
+    with fresh_graphs():
         first = train()
         assert first[2] == 0
         assert train() == (*first[:2], 1)
@@ -57,7 +58,7 @@ def test_a_hit_has_its_plans(rank: int) -> None:
 
 @on_ranks(2)
 def test_other_options_are_no_hit(rank: int) -> None:
-    with _torch.inductor.fresh_cache():
+    with fresh_graphs():
         plans, losses, _ = train()
         others, same, hits = train(bucketing="none")
         assert hits == 0
@@ -70,7 +71,7 @@ def test_other_options_are_no_hit(rank: int) -> None:
 @on_ranks(2)
 def test_plans_that_are_gone(rank: int, ranks: tuple[int, ...], strict: bool) -> None:
     """The frame is compiled again, and the plans are there the next time."""
-    with _torch.inductor.fresh_cache(), warnings.catch_warnings():
+    with fresh_graphs(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="autoshard could not compile")
         plans, losses, _ = train(strict=strict)
         if rank in ranks:
@@ -83,7 +84,7 @@ def test_plans_that_are_gone(rank: int, ranks: tuple[int, ...], strict: bool) ->
 @on_ranks(2)
 def test_what_a_hit_depends_on(rank: int) -> None:
     """Functions in options have other addresses each time; some dtypes come from outside."""
-    with _torch.inductor.fresh_cache():
+    with fresh_graphs():
         for dtype, hits in ((torch.float32, 0), (torch.float64, 0), (torch.float64, 1)):
             torch.set_default_dtype(dtype)
             try:
@@ -94,9 +95,9 @@ def test_what_a_hit_depends_on(rank: int) -> None:
 
 @on_ranks(2)
 def test_one_rank_alone_has_a_cache(rank: int) -> None:
-    with _torch.inductor.fresh_cache():
+    with fresh_graphs():
         first = train()
-        with _torch.inductor.fresh_cache() if rank == 1 else contextlib.nullcontext():
+        with fresh_graphs() if rank == 1 else contextlib.nullcontext():
             again = train()
     assert again == (*first[:2], 1 if rank == 0 else 0)
 
@@ -104,7 +105,7 @@ def test_one_rank_alone_has_a_cache(rank: int) -> None:
 @on_ranks(2)
 def test_a_cache_that_the_user_has_turned_off(rank: int) -> None:
     with (
-        _torch.inductor.fresh_cache(),
+        fresh_graphs(),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         assert train() == train()

@@ -40,7 +40,7 @@ _ENVIRONMENT = {
 }
 
 
-def on_ranks(world: int = 2, *, timeout: float = 120.0) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(world: int = 2, *, timeout: float = 240.0) -> Callable[[Callable[..., None]], Any]:
     """Call the test on `world` ranks, as `test(rank, **parameters)`; `timeout` in seconds."""
 
     def decorate(test: Callable[..., None]) -> Any:

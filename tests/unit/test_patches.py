@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.caches import fresh_graphs
 from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -64,7 +65,7 @@ def test_a_cached_frame_has_no_names() -> None:
         return compiled[-1]
 
     with (
-        _torch.inductor.fresh_cache(),
+        fresh_graphs(),
         torch._functorch.config.patch(
             enable_autograd_cache=True, force_non_lazy_backward_lowering=True
         ),
