@@ -391,11 +391,11 @@ def fsdp2_problems(known: Collection[str]) -> list[str]:
 def _full_name(test: str) -> str:
     """Complete a test's name, as `claims` has it.
 
-    >>> _full_name("test_clip::test_dtypes"), _full_name("unit/test_wrap::test_two_stacks")
-    ('parity/test_clip.py::test_dtypes', 'unit/test_wrap.py::test_two_stacks')
+    >>> _full_name("unit/test_wrap::test_two_stacks")
+    'unit/test_wrap.py::test_two_stacks'
     """
     path, name = test.split("::")
-    return f"{path if '/' in path else 'parity/' + path}.py::{name}"
+    return f"{path}.py::{name}"
 
 
 def problems(rows: Collection[str], found: list[Claim]) -> list[str]:

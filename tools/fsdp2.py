@@ -18,37 +18,38 @@ _INIT: tuple[Row, ...] = (
     (
         "one call, one unit: the parameters that no nested call has",
         SAME,
-        "test_units::test_training",
+        "parity/unit/test_units::test_training",
     ),
     (
         "a list of modules is one unit",
         SAME,
-        "test_units::test_a_unit_of_several_modules_is_gathered_once",
+        "parity/unit/test_units::test_a_unit_of_several_modules_is_gathered_once",
     ),
     (
         "of a list, a forward may run some modules and others be called later",
         "a unit of several modules is let go of when each has run, or the root's forward ends",
-        "test_units::test_a_unit_of_several_modules_is_gathered_once",
+        "parity/unit/test_units::test_a_unit_of_several_modules_is_gathered_once",
     ),
     (
         "default mesh: all ranks, on the accelerator, or the CPU",
         SAME,
-        "test_init::test_sharding_sends_nothing",
+        "parity/sharding/test_init::test_sharding_sends_nothing",
     ),
     (
         "makes the default process group if there is none",
         "with no torchrun around, a world of one",
-        "test_units::test_one_process_needs_no_collective",
+        "parity/unit/test_units::test_one_process_needs_no_collective",
     ),
     (
         "1-D mesh shards; 2-D, named, replicates over its first axis",
         SAME,
-        "test_strategies::test_hybrid_on_four_ranks",
+        "parity/sharding/test_strategies::test_hybrid_on_four_ranks",
     ),
     (
         "a mesh of three axes, or of two without names, is refused",
         SAME,
-        "unit/test_errors::test_bad_input test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
+        "unit/test_errors::test_bad_input "
+        "parity/sharding/test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
     ),
     (
         "a container without forward is refused",
@@ -58,12 +59,12 @@ _INIT: tuple[Row, ...] = (
     (
         "a module is sharded once",
         SAME,
-        "test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
+        "parity/sharding/test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
     ),
     (
         "scalar parameters are refused",
         "trained: they stay whole in their unit, and are reduced with it",
-        "test_scalars::test_scalars_are_trained",
+        "parity/unit/test_scalars::test_scalars_are_trained",
     ),
     (
         "parameters that are not contiguous are refused",
@@ -73,12 +74,13 @@ _INIT: tuple[Row, ...] = (
     (
         "uneven rows on dim 0, also fewer rows than ranks",
         SAME,
-        "test_units::test_uneven_and_empty_shards",
+        "parity/unit/test_units::test_uneven_and_empty_shards",
     ),
     (
         "`shard_placement_fn`: another dim, which ranks must share evenly; negative dims",
         SAME,
-        "test_strategies::test_other_dims_on_two_ranks test_strategies::test_wrong_placements",
+        "parity/sharding/test_strategies::test_other_dims_on_two_ranks "
+        "parity/sharding/test_strategies::test_wrong_placements",
     ),
     (
         "`shard_placement_fn` may name another mesh (ShardPlacementResult, private)",
@@ -88,17 +90,18 @@ _INIT: tuple[Row, ...] = (
     (
         "parameters and buffers are moved to the mesh's device",
         SAME,
-        "test_strategies::test_what_is_moved_to_a_device",
+        "parity/sharding/test_strategies::test_what_is_moved_to_a_device",
     ),
     (
         "`ignored_params` are neither sharded, moved nor reduced",
         SAME,
-        "test_init::test_ignored_params",
+        "parity/sharding/test_init::test_ignored_params",
     ),
     (
         "meta parameters stay so; the user fills them",
         "`shard()` fills them itself, too",
-        "test_state::test_meta_init_and_conversion test_init::test_meta",
+        "parity/training/test_state::test_meta_init_and_conversion "
+        "parity/sharding/test_init::test_meta",
     ),
     (
         "meta parameters at the first forward are an error that names them",
@@ -108,52 +111,54 @@ _INIT: tuple[Row, ...] = (
     (
         "names in `named_parameters()` and state dicts stay",
         SAME,
-        "test_state::test_names",
+        "parity/training/test_state::test_names",
     ),
     (
         "the class is a subclass of the module's own",
         "of the same name, not `FSDP<name>`",
-        "test_units::test_class_and_attributes_stay_sane",
+        "parity/unit/test_units::test_class_and_attributes_stay_sane",
     ),
     (
         "`isinstance(module, FSDPModule)`",
         SAME,
-        "test_fsdp2_surface::test_fsdp_module",
+        "parity/sharding/test_fsdp2_surface::test_fsdp_module",
     ),
     (
         "a part of a container, by index, is of its own class",
         SAME,
-        "test_fsdp2_surface::test_fsdp_module",
+        "parity/sharding/test_fsdp2_surface::test_fsdp_module",
     ),
     (
         "`copy.deepcopy` is refused (AssertionError)",
         SAME,
-        "test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
+        "parity/sharding/test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
     ),
     (
         "ranks of one process group with gaps, or part of the world",
         SAME,
-        "test_init::test_a_group_of_its_own",
+        "parity/sharding/test_init::test_a_group_of_its_own",
     ),
     (
         "one root: a child called before it is an error later",
         "the root is who is called first, each time; nothing to refuse",
-        "test_autograd::test_the_root_is_who_is_called_first",
+        "parity/eager/test_autograd::test_the_root_is_who_is_called_first",
     ),
     (
         "tied parameters of two units are an error at the first forward",
         "they belong to the unit around both",
-        "test_mixes::test_tied_across_a_graph_break test_counts::test_eager",
+        "parity/compiled/test_mixes::test_tied_across_a_graph_break "
+        "parity/comm/test_counts::test_eager",
     ),
     (
         "tied parameters within a unit",
         SAME,
-        "test_units::test_training",
+        "parity/unit/test_units::test_training",
     ),
     (
         "an optimizer built before sharding trains nothing, in silence",
         "it is moved over by the one-line form, and refused at its step otherwise",
-        "test_state::test_optimizer_built_before_keeps_its_state unit/test_errors::test_bad_input",
+        "parity/training/test_state::test_optimizer_built_before_keeps_its_state "
+        "unit/test_errors::test_bad_input",
     ),
     (
         "`dp_mesh_dims`: the full mesh, of which names are data-parallel (since 2.13)",
@@ -161,28 +166,28 @@ _INIT: tuple[Row, ...] = (
             "the same; a gradient is the sum over those axes divided by their size, also where "
             "FSDP2 leaves one that is not partial as it is"
         ),
-        "test_tensor_parallel::test_a_model_on_one_mesh "
-        "test_tensor_parallel::test_axes_by_wrong_names",
+        "parity/sharding/test_tensor_parallel::test_a_model_on_one_mesh "
+        "parity/sharding/test_tensor_parallel::test_axes_by_wrong_names",
     ),
     (
         "`fully_shard` on tensor-parallel parameters: a DTensor over both meshes",
         SAME,
-        "test_tensor_parallel::test_placements_and_counts",
+        "parity/sharding/test_tensor_parallel::test_placements_and_counts",
     ),
     (
         "tensor-parallel, a unit of each kind in one model",
         SAME,
-        "test_tensor_parallel::test_beside_a_plain_model",
+        "parity/sharding/test_tensor_parallel::test_beside_a_plain_model",
     ),
     (
         "`contract`: torch's own `fully_shard` refuses a module that has it",
         "ours refuses what ours has sharded",
-        "test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
+        "parity/sharding/test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
     ),
     (
         "units without parameters, or all of them ignored",
         SAME,
-        "test_init::test_units_without_parameters",
+        "parity/sharding/test_init::test_units_without_parameters",
     ),
 )
 
@@ -190,39 +195,39 @@ _FORWARD: tuple[Row, ...] = (
     (
         "a gather before a unit's forward, a free after it",
         "the gather is at the first read of a parameter",
-        "test_counts::test_eager",
+        "parity/comm/test_counts::test_eager",
     ),
     (
         "`reshard_after_forward=None` is True, and False for the root",
         SAME,
-        "test_counts::test_eager",
+        "parity/comm/test_counts::test_eager",
     ),
     (
         "False keeps whole parameters until backward; one gather a step",
         SAME,
-        "test_counts::test_what_defines_a_strategy",
+        "parity/comm/test_counts::test_what_defines_a_strategy",
     ),
     (
         "an int: shards over that many neighbours after forward",
         SAME,
-        "test_strategies::test_shards_over_fewer_ranks_after_forward",
+        "parity/sharding/test_strategies::test_shards_over_fewer_ranks_after_forward",
     ),
     (
         "an int that is no factor, or no int, is a ValueError; 1 warns and is False",
         SAME,
-        "test_strategies::test_wrong_int_reshard",
+        "parity/sharding/test_strategies::test_wrong_int_reshard",
     ),
     (
         "between forward and backward an int registers DTensors of the smaller mesh",
         "the parameters stay the DTensors that optimizers train",
-        "test_strategies::test_shards_over_fewer_ranks_after_forward",
+        "parity/sharding/test_strategies::test_shards_over_fewer_ranks_after_forward",
     ),
     (
         "`parameters()` is whole between `unshard()` and `reshard()`",
         "they are attached to autograd, and no leaves: optimizers refuse them",
         (
-            "test_fsdp2_surface::test_parameters_follow_what_is_gathered "
-            "test_fsdp2_surface::test_whole_parameters_in_the_wrong_hands"
+            "parity/sharding/test_fsdp2_surface::test_parameters_follow_what_is_gathered "
+            "parity/sharding/test_fsdp2_surface::test_whole_parameters_in_the_wrong_hands"
         ),
     ),
     (
@@ -232,54 +237,54 @@ _FORWARD: tuple[Row, ...] = (
             "not for replicas; eager only; attributes of modules are sharded, as inputs of "
             "`torch.autograd.grad` have to be"
         ),
-        "test_fsdp2_surface::test_parameters_follow_what_is_gathered",
+        "parity/sharding/test_fsdp2_surface::test_parameters_follow_what_is_gathered",
     ),
     (
         "`parameters()` is whole inside of forward",
         "sharded there; reads of attributes give whole ones",
-        "test_units::test_class_and_attributes_stay_sane",
+        "parity/unit/test_units::test_class_and_attributes_stay_sane",
     ),
     (
         "`parameters()` of a plain module around sharded ones follows them",
         "sharded: call it on a sharded module",
-        "test_fsdp2_surface::test_parameters_follow_what_is_gathered",
+        "parity/sharding/test_fsdp2_surface::test_parameters_follow_what_is_gathered",
     ),
     (
         "after forward under `no_grad` a root that keeps stays whole",
         "it is let go of: no backward comes",
-        "test_counts::test_no_grad_gathers_once_and_keeps_nothing",
+        "parity/comm/test_counts::test_no_grad_gathers_once_and_keeps_nothing",
     ),
     (
         "gradients of what is computed from whole parameters reach the shards",
         SAME,
-        "test_fsdp2_surface::test_gradients_through_parameters",
+        "parity/sharding/test_fsdp2_surface::test_gradients_through_parameters",
     ),
     (
         "`zero_grad()` between forward and backward misses the shards",
         "it empties the gradients of the shards, gathered or not",
-        "test_fsdp2_surface::test_whole_parameters_in_the_wrong_hands",
+        "parity/sharding/test_fsdp2_surface::test_whole_parameters_in_the_wrong_hands",
     ),
     (
         "`unshard(async_op=True)` gives a handle; forward waits by itself",
         SAME,
-        "test_methods::test_unshard_and_reshard",
+        "parity/sharding/test_methods::test_unshard_and_reshard",
     ),
     (
         "`unshard()` works before the first forward",
         SAME,
-        "test_methods::test_unshard_and_reshard",
+        "parity/sharding/test_methods::test_unshard_and_reshard",
     ),
     (
         "`unshard()`, `reshard()` are not recursive",
         SAME,
-        "test_methods::test_unshard_and_reshard",
+        "parity/sharding/test_methods::test_unshard_and_reshard",
     ),
     (
         "`reshard()` between forward and backward frees; backward gathers again",
         "compiled code keeps what it saved for backward",
         (
-            "test_fsdp2_surface::test_reshard_between_forward_and_backward "
-            "test_fsdp2_surface::test_reshard_frees_memory"
+            "parity/sharding/test_fsdp2_surface::test_reshard_between_forward_and_backward "
+            "parity/sharding/test_fsdp2_surface::test_reshard_frees_memory"
         ),
     ),
     (
@@ -289,57 +294,57 @@ _FORWARD: tuple[Row, ...] = (
         ),
         "RuntimeError in backward, which would compute with other values",
         (
-            "test_fsdp2_surface::test_writes_after_reshard_are_found "
-            "test_units::test_weights_changed_between_forward_and_backward"
+            "parity/sharding/test_fsdp2_surface::test_writes_after_reshard_are_found "
+            "parity/unit/test_units::test_weights_changed_between_forward_and_backward"
         ),
     ),
     (
         "writes to whole parameters are lost in silence",
         "RuntimeError that names them",
         (
-            "test_methods::test_unshard_and_reshard "
-            "test_fsdp2_surface::test_writes_after_reshard_are_found"
+            "parity/sharding/test_methods::test_unshard_and_reshard "
+            "parity/sharding/test_fsdp2_surface::test_writes_after_reshard_are_found"
         ),
     ),
     (
         "`set_reshard_after_forward`, recursive by default; the root's rule ends",
         SAME,
-        "test_methods::test_reshard_after_forward_at_run_time",
+        "parity/sharding/test_methods::test_reshard_after_forward_at_run_time",
     ),
     (
         "on replicated modules it raises AssertionError",
         "it makes no difference",
-        "test_strategies::test_replicate",
+        "parity/sharding/test_strategies::test_replicate",
     ),
     (
         "`set_modules_to_forward_prefetch` gathers those ahead",
         "compiled, the plan decides",
-        "test_methods::test_forward_prefetch",
+        "parity/sharding/test_methods::test_forward_prefetch",
     ),
     (
         "elements that are not sharded are a ValueError",
         SAME,
-        "test_methods::test_forward_prefetch",
+        "parity/sharding/test_methods::test_forward_prefetch",
     ),
     (
         "implicit forward overlap: one gather beside compute",
         "one unit ahead, in the order of the step before",
-        "test_methods::test_forward_prefetch",
+        "parity/sharding/test_methods::test_forward_prefetch",
     ),
     (
         "`register_fsdp_forward_method`",
         "`autoshard.register_forward_method`",
-        "test_methods::test_methods_other_than_forward",
+        "parity/sharding/test_methods::test_methods_other_than_forward",
     ),
     (
         "inputs are cast to `param_dtype`, outputs to `output_dtype`",
         SAME,
-        "test_precision::test_dtypes",
+        "parity/unit/test_precision::test_dtypes",
     ),
     (
         "inputs in dataclasses and other containers",
         "containers that pytrees know",
-        "test_precision::test_containers_that_need_no_cast_are_passed_on",
+        "parity/unit/test_precision::test_containers_that_need_no_cast_are_passed_on",
     ),
     (
         "inputs are moved to the device",
@@ -349,42 +354,43 @@ _FORWARD: tuple[Row, ...] = (
     (
         "an output that is a view, written to in place, drops a hook (it warns)",
         "nothing hangs on outputs; autograd has its say",
-        "test_autograd::test_writes_to_views_that_units_return",
+        "parity/eager/test_autograd::test_writes_to_views_that_units_return",
     ),
     (
         "several outputs, or none that needs a gradient",
         SAME,
-        "test_autograd::test_several_outputs test_autograd::test_gradients_of_the_input_alone",
+        "parity/eager/test_autograd::test_several_outputs "
+        "parity/eager/test_autograd::test_gradients_of_the_input_alone",
     ),
     (
         "a module used twice in a forward",
         SAME,
-        "test_counts::test_module_used_twice",
+        "parity/comm/test_counts::test_module_used_twice",
     ),
     (
         "several forwards before one backward",
         "as in the replicated model",
-        "test_mixes::test_two_forwards_before_one_backward",
+        "parity/compiled/test_mixes::test_two_forwards_before_one_backward",
     ),
     (
         "parameters used outside of their module's forward: mixed with DTensors",
         "read in a forward, they are gathered",
-        "test_methods::test_methods_other_than_forward",
+        "parity/sharding/test_methods::test_methods_other_than_forward",
     ),
     (
         "`torch.func.functional_call`",
         SAME,
-        "test_units::test_functional_call",
+        "parity/unit/test_units::test_functional_call",
     ),
     (
         "inference mode, then training",
         SAME,
-        "test_autograd::test_inference_mode_then_training",
+        "parity/eager/test_autograd::test_inference_mode_then_training",
     ),
     (
         "evaluation between steps",
         SAME,
-        "test_methods::test_eval_between",
+        "parity/sharding/test_methods::test_eval_between",
     ),
     (
         "`set_post_optim_event`, waited for once",
@@ -394,7 +400,7 @@ _FORWARD: tuple[Row, ...] = (
     (
         "`_set_unshard_async_op` (private)",
         "not offered: gathers never run where compute does",
-        "test_fsdp2_surface::test_fsdp_module",
+        "parity/sharding/test_fsdp2_surface::test_fsdp_module",
     ),
     (
         "`set_keep_unsharded_storage` (2.15): data pointers that stay",
@@ -407,90 +413,91 @@ _BACKWARD: tuple[Row, ...] = (
     (
         "a unit is gathered again in backward, once",
         SAME,
-        "test_counts::test_eager",
+        "parity/comm/test_counts::test_eager",
     ),
     (
         "backward prefetch: the unit before, in the order of forward",
         SAME,
-        "test_methods::test_backward_prefetch",
+        "parity/sharding/test_methods::test_backward_prefetch",
     ),
     (
         "`set_modules_to_backward_prefetch`; an empty list is the default",
         "compiled, the plan decides",
-        "test_methods::test_backward_prefetch",
+        "parity/sharding/test_methods::test_backward_prefetch",
     ),
     (
         "`set_unshard_in_backward(False)`",
         "what backward asks for all the same is gathered then",
-        "test_methods::test_wrong_flags test_autograd::test_no_gather_for_a_frozen_first_block",
+        "parity/sharding/test_methods::test_wrong_flags "
+        "parity/eager/test_autograd::test_no_gather_for_a_frozen_first_block",
     ),
     (
         "gradients are reduce-scattered, and averaged",
         SAME,
-        "test_units::test_training",
+        "parity/unit/test_units::test_training",
     ),
     (
         "with replicas all-reduced after that",
         SAME,
-        "test_strategies::test_hybrid_on_four_ranks",
+        "parity/sharding/test_strategies::test_hybrid_on_four_ranks",
     ),
     (
         "one reduce-scatter in flight at most",
         SAME,
-        "test_fsdp2_surface::test_reduces_in_flight",
+        "parity/sharding/test_fsdp2_surface::test_reduces_in_flight",
     ),
     (
         "`set_reduce_scatter_max_input_buffers`; TypeError, ValueError",
         "compiled, the plan decides",
-        "test_fsdp2_surface::test_reduces_in_flight",
+        "parity/sharding/test_fsdp2_surface::test_reduces_in_flight",
     ),
     (
         "`set_separate_reduce_scatter_group`",
         "compiled, too",
         (
-            "test_fsdp2_surface::test_separate_group_for_reduces "
-            "test_fsdp2_surface::test_separate_groups_beside_replicas"
+            "parity/sharding/test_fsdp2_surface::test_separate_group_for_reduces "
+            "parity/sharding/test_fsdp2_surface::test_separate_groups_beside_replicas"
         ),
     ),
     (
         "on replicated modules it raises AssertionError",
         "it makes no difference",
-        "test_fsdp2_surface::test_separate_groups_beside_replicas",
+        "parity/sharding/test_fsdp2_surface::test_separate_groups_beside_replicas",
     ),
     (
         "`set_custom_all_gather`",
         "one call a dtype; compiled, gathered when a graph begins, and kept until its backward",
-        "test_fsdp2_surface::test_custom_communication",
+        "parity/sharding/test_fsdp2_surface::test_custom_communication",
     ),
     (
         "`set_custom_reduce_scatter`",
         "op is always SUM: division is ours; compiled, too",
-        "test_fsdp2_surface::test_custom_communication",
+        "parity/sharding/test_fsdp2_surface::test_custom_communication",
     ),
     (
         "a custom buffer may be used again",
         SAME,
-        "test_fsdp2_surface::test_custom_communication_of_single_parameters",
+        "parity/sharding/test_fsdp2_surface::test_custom_communication_of_single_parameters",
     ),
     (
         "`set_allocate_memory_from_process_group_for_comm`; plain memory where there is none",
         SAME,
-        "test_fsdp2_surface::test_memory_of_the_process_group",
+        "parity/sharding/test_fsdp2_surface::test_memory_of_the_process_group",
     ),
     (
         "`set_symm_mem_for_comm`",
         "ValueError at once where the mesh has no CUDA devices; not yet run on some",
-        "test_fsdp2_surface::test_memory_of_the_process_group",
+        "parity/sharding/test_fsdp2_surface::test_memory_of_the_process_group",
     ),
     (
         "both raise AssertionError after custom communication",
         SAME,
-        "test_fsdp2_surface::test_custom_communication",
+        "parity/sharding/test_fsdp2_surface::test_custom_communication",
     ),
     (
         "`set_all_reduce_hook`, after the reduce-scatter or the all-reduce",
         "it sees the mean, 1-D",
-        "test_methods::test_all_reduce_hook",
+        "parity/sharding/test_methods::test_all_reduce_hook",
     ),
     (
         "a stream for that hook, refused with replicas",
@@ -500,130 +507,132 @@ _BACKWARD: tuple[Row, ...] = (
     (
         "`set_gradient_divide_factor`, not recursive",
         SAME,
-        "test_strategies::test_divide_factor",
+        "parity/sharding/test_strategies::test_divide_factor",
     ),
     (
         "`set_reduce_scatter_divide_factor`, deprecated",
         SAME,
-        "test_fsdp2_surface::test_former_names",
+        "parity/sharding/test_fsdp2_surface::test_former_names",
     ),
     (
         "`set_force_sum_reduction_for_comms`",
         "collectives always sum, and division is beside them",
-        "test_strategies::test_division_factors",
+        "parity/sharding/test_strategies::test_division_factors",
     ),
     (
         "`set_reduce_scatter_unused_params`",
         "ranks that use different parameters are right without it",
         (
-            "test_methods::test_unused_parameters_get_zeros_if_asked_for "
-            "test_ranks_differ::test_each_rank_has_gradients_of_its_own_experts"
+            "parity/sharding/test_methods::test_unused_parameters_get_zeros_if_asked_for "
+            "parity/ranks/test_ranks_differ::test_each_rank_has_gradients_of_its_own_experts"
         ),
     ),
     (
         "parameters without a gradient on any rank get none",
         SAME,
-        "test_optimizers::test_none_is_not_zero",
+        "parity/training/test_optimizers::test_none_is_not_zero",
     ),
     (
         "float16 sums are divided before and after",
         SAME,
-        "test_strategies::test_large_and_small_half_precision_gradients",
+        "parity/sharding/test_strategies::test_large_and_small_half_precision_gradients",
     ),
     (
         "`set_requires_gradient_sync(False)`: no collective, whole gradients wait",
         "`.grad` has zeros meanwhile, and who zeroes it drops what waits",
-        "test_accumulation::test_no_sync test_accumulation::test_zero_grad_drops_what_waits",
+        "parity/eager/test_accumulation::test_no_sync "
+        "parity/eager/test_accumulation::test_zero_grad_drops_what_waits",
     ),
     (
         "they are accumulated in `reduce_dtype`",
         SAME,
-        "test_accumulation::test_accumulates_in_the_reduce_dtype",
+        "parity/eager/test_accumulation::test_accumulates_in_the_reduce_dtype",
     ),
     (
         "`set_requires_all_reduce(False)`: reduce-scattered sums wait",
         SAME,
-        "test_accumulation::test_sums_that_wait_for_their_all_reduce",
+        "parity/eager/test_accumulation::test_sums_that_wait_for_their_all_reduce",
     ),
     (
         "a step while gradients wait trains with half of them",
         "RuntimeError",
-        "test_accumulation::test_step_while_gradients_wait",
+        "parity/eager/test_accumulation::test_step_while_gradients_wait",
     ),
     (
         "`set_reshard_after_backward(False)`",
         SAME,
-        "test_accumulation::test_parameters_kept_after_backward",
+        "parity/eager/test_accumulation::test_parameters_kept_after_backward",
     ),
     (
         "`set_is_last_backward(False)`: backward ends before its reduces",
         SAME,
-        "test_waits::test_only_a_backward_that_is_not_the_last_ends_before_its_reduces",
+        "parity/comm/test_waits::test_only_a_backward_that_is_not_the_last_ends_before_its_reduces",
     ),
     (
         "`set_manual_backward_finalization`, `finalize_backward` (2.15), with a handle",
         SAME,
-        "test_fsdp2_surface::test_backward_finalized_by_hand",
+        "parity/sharding/test_fsdp2_surface::test_backward_finalized_by_hand",
     ),
     (
         "torch.distributed.pipelining tells stages when to reduce",
         SAME,
-        "test_fsdp2_surface::test_stages_of_a_pipeline",
+        "parity/sharding/test_fsdp2_surface::test_stages_of_a_pipeline",
     ),
     (
         "`share_comm_ctx`",
         "streams are shared in any case",
-        "test_fsdp2_surface::test_shared_streams",
+        "parity/sharding/test_fsdp2_surface::test_shared_streams",
     ),
     (
         "`reset_iter_state` after an exception, on the root",
         SAME,
-        "test_methods::test_reset_after_an_exception",
+        "parity/sharding/test_methods::test_reset_after_an_exception",
     ),
     (
         "post-accumulate-grad hooks see the reduced shard: an optimizer in backward",
         SAME,
-        "test_accumulation::test_optimizer_in_backward",
+        "parity/eager/test_accumulation::test_optimizer_in_backward",
     ),
     (
         "of hooks on parameters, post-accumulate-grad ones alone run",
         "gradient hooks run, too, once, with the reduced shard",
-        "test_accumulation::test_hooks_run_once_with_the_reduced_gradient",
+        "parity/eager/test_accumulation::test_hooks_run_once_with_the_reduced_gradient",
     ),
     (
         "`torch.autograd.grad` of sharded parameters",
         "it gives reduced shards, and leaves `.grad` alone",
-        "test_ranks_differ::test_autograd_grad",
+        "parity/ranks/test_ranks_differ::test_autograd_grad",
     ),
     (
         "double backward fails in the middle",
         "refused with a message",
-        "test_accumulation::test_gradients_of_gradients",
+        "parity/eager/test_accumulation::test_gradients_of_gradients",
     ),
     (
         "two backwards through one graph",
         "as in the replicated model",
-        "test_accumulation::test_two_backwards_through_one_graph",
+        "parity/eager/test_accumulation::test_two_backwards_through_one_graph",
     ),
     (
         "activation checkpointing, both kinds, around and inside of units",
         SAME,
-        "test_autograd::test_nested_units_checkpointed_twice_forward test_counts::test_eager",
+        "parity/eager/test_autograd::test_nested_units_checkpointed_twice_forward "
+        "parity/comm/test_counts::test_eager",
     ),
     (
         "frozen parameters beside trainable ones: only the latter are sent",
         SAME,
-        "test_wrap::test_a40_frozen_and_trainable_parameters_in_one_unit",
+        "parity/sharding/test_wrap::test_a40_frozen_and_trainable_parameters_in_one_unit",
     ),
     (
         "units frozen in whole are gathered and not reduced",
         SAME,
-        "test_counts::test_frozen_units",
+        "parity/comm/test_counts::test_frozen_units",
     ),
     (
         "freezing and unfreezing between steps",
         SAME,
-        "test_methods::test_frozen_and_unfrozen",
+        "parity/sharding/test_methods::test_frozen_and_unfrozen",
     ),
     (
         "no `record_stream`: memory is the same in each step",
@@ -633,12 +642,12 @@ _BACKWARD: tuple[Row, ...] = (
     (
         "peak memory",
         "not above FSDP2's",
-        "test_memory::test_not_above_fsdp2",
+        "parity/compiled/test_memory::test_not_above_fsdp2",
     ),
     (
         "ranks that differ in order hang",
         "RuntimeError that says who waits for what",
-        "test_ranks_differ::test_ranks_that_wait_for_each_other_elsewhere",
+        "parity/ranks/test_ranks_differ::test_ranks_that_wait_for_each_other_elsewhere",
     ),
 )
 
@@ -646,77 +655,80 @@ _STATE: tuple[Row, ...] = (
     (
         "parameters are DTensors of the whole size",
         SAME,
-        "test_state::test_values_are_true_global_dtensors",
+        "parity/training/test_state::test_values_are_true_global_dtensors",
     ),
     (
         "`state_dict()` reshards first",
         "it has the shards whatever is gathered, and reshards nothing",
-        "test_checkpoint::test_shards_after_any_forward",
+        "parity/training/test_checkpoint::test_shards_after_any_forward",
     ),
     (
         "torch.distributed.checkpoint, sharded and full state dicts",
         SAME,
-        "test_checkpoint::test_sharded_state_dicts test_checkpoint::test_full_state_dicts",
+        "parity/training/test_checkpoint::test_sharded_state_dicts "
+        "parity/training/test_checkpoint::test_full_state_dicts",
     ),
     (
         "checkpoints of one load into the other",
         SAME,
-        "test_checkpoint::test_checkpoints_of_fsdp2",
+        "parity/training/test_checkpoint::test_checkpoints_of_fsdp2",
     ),
     (
         "another number of ranks",
         SAME,
-        "test_checkpoint::test_another_number_of_ranks",
+        "parity/training/test_checkpoint::test_another_number_of_ranks",
     ),
     (
         "`load_state_dict(assign=True)` with DTensors",
         SAME,
-        "test_state::test_assigned_parameters_are_used_at_once",
+        "parity/training/test_state::test_assigned_parameters_are_used_at_once",
     ),
     (
         "assigned plain tensors are taken, and fail later",
         "they are refused in `load_state_dict`",
-        "test_checkpoint::test_assigned_plain_tensors_are_an_error",
+        "parity/training/test_checkpoint::test_assigned_plain_tensors_are_an_error",
     ),
     (
         "a state dict kept from before shares memory with the shards",
         SAME,
-        "test_checkpoint::test_cached_state_dict",
+        "parity/training/test_checkpoint::test_cached_state_dict",
     ),
     (
         "`model.to(dtype)` after sharding",
         SAME,
-        "test_checkpoint::test_conversion_in_mid_training",
+        "parity/training/test_checkpoint::test_conversion_in_mid_training",
     ),
     (
         "`model.to()` reshards first",
         "what was gathered is stale after it, and gathered anew",
-        "test_checkpoint::test_conversion_in_mid_training",
+        "parity/training/test_checkpoint::test_conversion_in_mid_training",
     ),
     (
         "`torch.nn.utils.clip_grad_norm_` on DTensors",
         "and one collective for all: `model.clip_grad_norm_`",
-        "test_clip::test_equals_replicated test_tutorial::test_only_the_import_line_changes",
+        "parity/training/test_clip::test_equals_replicated "
+        "parity/test_tutorial::test_only_the_import_line_changes",
     ),
     (
         "norms of plain, replicated and sharded parameters together",
         SAME,
-        "test_clip::test_plain_parameters_count_once test_clip::test_axes_that_replicate",
+        "parity/training/test_clip::test_plain_parameters_count_once "
+        "parity/training/test_clip::test_axes_that_replicate",
     ),
     (
         "GradScaler: an inf on one rank skips the step on all",
         SAME,
-        "test_optimizers::test_scaler_skips_on_all_ranks",
+        "parity/training/test_optimizers::test_scaler_skips_on_all_ranks",
     ),
     (
         "foreach and fused optimizers",
         SAME,
-        "test_optimizers::test_foreach_and_fused",
+        "parity/training/test_optimizers::test_foreach_and_fused",
     ),
     (
         "the tutorial, start to end",
         SAME,
-        "test_tutorial::test_only_the_import_line_changes",
+        "parity/test_tutorial::test_only_the_import_line_changes",
     ),
 )
 
@@ -724,77 +736,78 @@ _PRECISION: tuple[Row, ...] = (
     (
         "`param_dtype`: gathers and compute; shards in their own dtype",
         SAME,
-        "test_precision::test_dtypes",
+        "parity/unit/test_precision::test_dtypes",
     ),
     (
         "`reduce_dtype`: by default that of the gradient (to 2.13), the parameter's (2.15)",
         "that of the gradient, on every version",
-        "test_precision::test_dtypes",
+        "parity/unit/test_precision::test_dtypes",
     ),
     (
         "parameters of several dtypes in a unit: AssertionError to 2.13, for those that train",
         "one collective a dtype",
-        "test_precision::test_dtypes_mixed_in_one_unit",
+        "parity/unit/test_precision::test_dtypes_mixed_in_one_unit",
     ),
     (
         "`cast_forward_inputs=False`",
         SAME,
-        "test_precision::test_dtypes",
+        "parity/unit/test_precision::test_dtypes",
     ),
     (
         "buffers are not cast",
         "unless `buffer_dtype` says so",
-        "test_precision::test_buffers",
+        "parity/unit/test_precision::test_buffers",
     ),
     (
         "`param_dtype_override_fn` (2.15)",
         "not offered: make what is to stay a unit of its own",
-        "test_precision::test_batch_norm_stays_in_full_precision",
+        "parity/unit/test_precision::test_batch_norm_stays_in_full_precision",
     ),
     (
         "norm layers in float32 as units of their own",
         SAME,
-        "test_precision::test_batch_norm_stays_in_full_precision",
+        "parity/unit/test_precision::test_batch_norm_stays_in_full_precision",
     ),
     (
         "torch's `MixedPrecisionPolicy` and `CPUOffloadPolicy` are taken",
         SAME,
-        "test_precision::test_torchs_own_policy",
+        "parity/unit/test_precision::test_torchs_own_policy",
     ),
     (
         "casts are repeated where a checkpoint runs forward again",
         SAME,
-        "test_precision::test_casts_are_repeated_when_a_checkpoint_runs_again",
+        "parity/unit/test_precision::test_casts_are_repeated_when_a_checkpoint_runs_again",
     ),
     (
         "`CPUOffloadPolicy`: shards, gradients and optimizer states on the host",
         SAME,
-        "test_autograd::test_offload",
+        "parity/eager/test_autograd::test_offload",
     ),
     (
         "gradients that wait, beside offload",
         SAME,
-        "test_accumulation::test_accumulation_beside_offload",
+        "parity/eager/test_accumulation::test_accumulation_beside_offload",
     ),
     (
         "`fsdp_pre_all_gather`, `fsdp_post_all_gather` of tensor subclasses",
         SAME,
-        "test_extensions::test_a_subclass_equals_fsdp2",
+        "parity/unit/test_extensions::test_a_subclass_equals_fsdp2",
     ),
     (
         "one of the two alone, or other arguments: AssertionError",
         SAME,
-        "test_extensions::test_errors test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
+        "parity/unit/test_extensions::test_errors "
+        "parity/sharding/test_fsdp2_surface::test_errors_are_also_those_of_fsdp2",
     ),
     (
         "uneven shards must send padded rows",
         "they are padded for it",
-        "test_extensions::test_uneven_shards_equal_the_replicated_model",
+        "parity/unit/test_extensions::test_uneven_shards_equal_the_replicated_model",
     ),
     (
         "extensions and an int `reshard_after_forward` are refused",
         SAME,
-        "test_extensions::test_resharding_to_fewer_ranks_is_refused",
+        "parity/unit/test_extensions::test_resharding_to_fewer_ranks_is_refused",
     ),
 )
 
@@ -802,37 +815,37 @@ _REPLICATE: tuple[Row, ...] = (
     (
         "`replicate`: whole parameters, one all-reduce a unit",
         SAME,
-        "test_strategies::test_replicate",
+        "parity/sharding/test_strategies::test_replicate",
     ),
     (
         "a 1-D mesh, or another is refused",
         "(replicate, 1) is taken, too",
-        "test_strategies::test_replicate_meshes",
+        "parity/sharding/test_strategies::test_replicate_meshes",
     ),
     (
         "`device_id`",
         SAME,
-        "test_strategies::test_replicate_device_id",
+        "parity/sharding/test_strategies::test_replicate_device_id",
     ),
     (
         "replicated and sharded units in one model, in any order",
         SAME,
-        "test_strategies::test_orders_of_composition",
+        "parity/sharding/test_strategies::test_orders_of_composition",
     ),
     (
         "`ignored_params`",
         SAME,
-        "test_strategies::test_replicate_ignores_parameters",
+        "parity/sharding/test_strategies::test_replicate_ignores_parameters",
     ),
     (
         "a child alone, then the root",
         SAME,
-        "test_strategies::test_a_child_alone_then_the_root",
+        "parity/sharding/test_strategies::test_a_child_alone_then_the_root",
     ),
     (
         "`isinstance(module, ReplicateModule)`",
         "not offered: they are `FSDPModule`s",
-        "test_fsdp2_surface::test_fsdp_module",
+        "parity/sharding/test_fsdp2_surface::test_fsdp_module",
     ),
 )
 
@@ -840,27 +853,28 @@ _COMPILE: tuple[Row, ...] = (
     (
         "torch.compile of blocks, each with hooks around it",
         "hooks are traced; collectives are in the graph",
-        "test_mixes::test_compiled_blocks_in_an_eager_model",
+        "parity/compiled/test_mixes::test_compiled_blocks_in_an_eager_model",
     ),
     (
         "torch.compile of the model breaks the graph at each unit",
         "one graph",
-        "test_counts::test_compiled",
+        "parity/comm/test_counts::test_compiled",
     ),
     (
         "`fullgraph=True` on the model fails",
         "it works",
-        "test_fsdp2_surface::test_one_full_graph",
+        "parity/sharding/test_fsdp2_surface::test_one_full_graph",
     ),
     (
         "compiled equals eager",
         "bit for bit, without Inductor",
-        "test_matrix::test_every_combination_compiled",
+        "parity/test_matrix::test_every_combination_compiled",
     ),
     (
         "FSDP2MemTracker, which asks for its state",
         "not offered: NotImplementedError; `autoshard plan` predicts memory",
-        "test_fsdp2_surface::test_fsdp_module test_predicted_memory::test_by_category",
+        "parity/sharding/test_fsdp2_surface::test_fsdp_module "
+        "parity/tools/test_predicted_memory::test_by_category",
     ),
 )
 

@@ -52,7 +52,7 @@ def _donating_nothing() -> contextlib.AbstractContextManager[object]:
              default torch compiles backward when it first runs, and fails if a later one retains
              what the first did not. `donated_buffer=False`, set while a graph is compiled, is no
              way: backward asks for the setting again, and then refuses.
-    Tests:   `test_torch_refuses_a_second_backward`, needed; in tests/parity/test_repeated.py
+    Tests:   `test_torch_refuses_a_second_backward`, needed; in tests/parity/eager/test_repeated.py
              `test_two_losses_over_one_forward`, works.
     """
     return mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])

@@ -19,7 +19,7 @@ def look_behind(method: Callable[..., dict[str, Any]]) -> None:
 
     Patched: `torch.distributed.checkpoint.state_dict._patched_state_dict`, a set.
     Why:     it takes the prefix of torch.compile off by itself, and fails if it finds none.
-    Tests:   `test_checkpoints_take_the_prefix_off`, needed; in tests/parity/test_state.py
+    Tests:   `test_checkpoints_take_the_prefix_off`, needed; in tests/parity/training/test_state.py
              `test_names`, works.
     """
     _checkpoint._patched_state_dict.add(method)

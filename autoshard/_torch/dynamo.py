@@ -129,7 +129,7 @@ def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], A
     Why:     a backend is called for a graph. torch has no hook for "this was compiled with backend
              X", and a model of which Dynamo captures nothing would train unsharded.
     Tests:   `test_a_backend_is_called_for_graphs_only`, needed; in
-             tests/parity/test_composition.py `test_methods_before_the_first_call`, works.
+             tests/parity/sharding/test_composition.py `test_methods_before_the_first_call`, works.
     """
     from torch._dynamo.eval_frame import OptimizeContext
 

@@ -22,8 +22,8 @@ def enter_contract(module: torch.nn.Module) -> None:
 
     Patched: `module`'s entry in the registry of torch's composable functions, in its `__dict__`.
     Why:     the registry is torch's own; DDP around a unit takes its shards for parameters.
-    Tests:   `test_ddp_takes_shards_for_parameters`, needed; in tests/parity/test_composition.py
-             `test_ddp_around_a_unit`, works.
+    Tests:   `test_ddp_takes_shards_for_parameters`, needed; in
+             tests/parity/sharding/test_composition.py `test_ddp_around_a_unit`, works.
     """
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     for name in DATA_PARALLEL:
@@ -46,7 +46,7 @@ def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) ->
     Why:     pipelining takes every `FSDPModule` for one of torch's own. Since 2.14 it calls
              methods, as `FSDPModule` has them.
     Tests:   `test_pipelines_look_for_the_state_of_fsdp2`, needed; in
-             tests/parity/test_fsdp2_surface.py `test_stages_of_a_pipeline`, works.
+             tests/parity/sharding/test_fsdp2_surface.py `test_stages_of_a_pipeline`, works.
     """
     from torch.distributed._composable.contract import STATE_KEY
     from torch.distributed.fsdp import fully_shard

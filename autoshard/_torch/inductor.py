@@ -80,7 +80,7 @@ def _noting_names(names: list[str]) -> contextlib.AbstractContextManager[object]
 
     Patched: `torch._inductor.output_code.CompiledFxGraph.post_compile`, which runs for each.
     Why:     on a hit, AOTAutograd's cache runs nothing of ours, and what it returns has no names.
-    Tests:   `test_a_cached_frame_has_no_names`, needed; in tests/parity/test_plan_cache.py
+    Tests:   `test_a_cached_frame_has_no_names`, needed; in tests/parity/compiled/test_plan_cache.py
              `test_a_hit_has_its_plans`, works.
     """
     from torch._inductor.output_code import CompiledFxGraph

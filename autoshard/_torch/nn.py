@@ -34,7 +34,7 @@ def replaced_methods(
     Patched: `_apply` and `_load_from_state_dict`, of the subclass alone.
     Why:     both put other tensors into parameters that units know. torch's own hooks on loading
              run before a parameter is assigned; on conversion there are none.
-    Tests:   in tests/parity/test_state.py `test_meta_init_and_conversion` and
+    Tests:   in tests/parity/training/test_state.py `test_meta_init_and_conversion` and
              `test_assigned_parameters_are_used_at_once`, work.
     """
     return {"_apply": convert, "_load_from_state_dict": load}
@@ -58,8 +58,8 @@ def replaced_weights(read: Callable[[Any], list[Any]]) -> dict[str, property]:
 
     Patched: `_flat_weights`, of the subclass alone.
     Why:     the list would keep what forward has read unsharded.
-    Tests:   `test_recurrent_modules_keep_what_they_read`, needed; in tests/parity/test_mixes.py
-             `test_modules_that_cache_parameters`, works.
+    Tests:   `test_recurrent_modules_keep_what_they_read`, needed; in
+             tests/parity/compiled/test_mixes.py `test_modules_that_cache_parameters`, works.
     """
 
     def ignore(rnn: Any, value: list[Any]) -> None:

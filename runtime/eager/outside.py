@@ -57,7 +57,7 @@ def explain_uncaught() -> None:
     Patched: `sys.excepthook`; the one that was there is called.
     Why:     C++ raises the error, in a call that has no frame of ours, on torch 2.11 to 2.15.
     Tests:   in tests/unit/test_patches.py `test_torch_gives_no_advice_on_mixed_tensors`, needed; in
-             tests/parity/test_outside.py `test_an_error_that_nobody_catches`, works.
+             tests/parity/eager/test_outside.py `test_an_error_that_nobody_catches`, works.
     """
     before = sys.excepthook
 

@@ -23,7 +23,7 @@ def keep_names(optimized: nn.Module) -> None:
     Why:     a hook would run for torch.distributed.checkpoint, too, which takes the prefix off by
              itself (`_torch.checkpoint.look_behind`), on torch 2.11 to 2.15.
     Tests:   in tests/unit/test_patches.py `test_checkpoints_take_the_prefix_off`, needed; in
-             tests/parity/test_state.py `test_names`, works.
+             tests/parity/training/test_state.py `test_names`, works.
     """
     # Set on the wrapper itself: its own __setattr__ hands everything on to the module.
     object.__setattr__(optimized, "state_dict", _StateDict(optimized))

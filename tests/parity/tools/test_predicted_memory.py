@@ -44,14 +44,14 @@ class Tower(nn.Module):
 def predicted(checkpointing: str) -> dict[str, int]:
     command = [
         *(sys.executable, "-m", "autoshard.tools.cli", "plan", "--json"),
-        *("--model", "parity.test_predicted_memory:Tower", "--micro-batch", "4"),
+        *("--model", "parity.tools.test_predicted_memory:Tower", "--micro-batch", "4"),
         *("--seq", str(LENGTH)),
         *("--gpus", "2", "--topology", "gloo", "--strategy", "full_shard"),
         *("--dtype", "f32", "--lowering", "eager", "--checkpointing", checkpointing),
     ]
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    tests = Path(__file__).resolve().parent.parent
+    tests = Path(__file__).resolve().parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests)])
     done = subprocess.run(
         command, env=environment, check=True, capture_output=True, text=True, timeout=100
