@@ -324,7 +324,6 @@ NOT_COMPILED: dict[str, str] = {
     **dict.fromkeys(rows_in(_PLANNED), "eager only: in a graph the plan says what runs when"),
     "A53": "a prediction: no step is run",
     "D-8": "no step is involved",
-    "D-17": _TORCH + "gives what it saved to backward, which may run once",
     "D-23": _TORCH + "refuses create_graph=True with an error of its own",
     "D-24": _TORCH + "copies what forward writes to",
     "D-28": "eager only: what is read outside of forward is in no graph",

@@ -179,7 +179,7 @@ class TwoLosses(nn.Module):
 @pytest.mark.parametrize("form", ["eager", "compiled", "inductor"])
 @on_ranks(2)
 def test_two_losses_over_one_forward(rank: int, form: str, retains_later: bool) -> None:
-    """`retain_graph=True`, from the first step on, or after one that did without.
+    """D-17: `retain_graph=True`, from the first step on, or after one that did without.
 
     Each backward is reduced, as with DDP, so that a rank's gradients are averaged one by one.
     """

@@ -1,9 +1,16 @@
 """A user's script under torchrun: five lines, and 20 steps equal to training by hand."""
 
+from __future__ import annotations
+
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from support.ranks import on_ranks
+from torch.distributed.tensor import DTensor
 
 SCRIPT = """
 import os, torch, torch.distributed as dist
@@ -83,3 +90,14 @@ def test_script(tmp_path: Path) -> None:
     worst = dict(line.split() for line in done.stdout.splitlines())
     assert float(worst["eager"]) == 0
     assert float(worst["inductor"]) <= 1e-5
+
+
+@on_ranks(2)
+def test_the_script_of_the_readme(rank: int) -> None:
+    """It trains, and has sharded the model."""
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    (script,) = re.findall(r"```python\n(# train\.py\n.*?)```", readme, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(script, names)
+    assert 1.5 < names["loss"].item() < 3
+    assert all(isinstance(param, DTensor) for param in names["model"].parameters())
