@@ -1,4 +1,4 @@
-"""Compilations whose plans all ranks share: they compare what they found, and follow one plan."""
+"""Compile frames so that all ranks have the same plans: ranks compare plans, and follow one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class Attempt:
-    """Compilation of a frame, done or failed.
+    """Compilation of one frame, done when the attempt is made; failures are kept, not raised.
 
-    reason: why it can't be used, here or on another rank; None if it can.
+    compilation: missing if Dynamo's graph could not be made a frame.
+    compiled: the compiled frame; missing after a failure.
+    failure: the exception on this rank; Dynamo's RestartAnalysis alone is raised.
+    reason: why the result can't be used, here or on another rank; None if it can.
+    plans: of the graphs with collectives; none after a failure.
     """
 
     compilation: Compilation
@@ -65,7 +69,7 @@ class Attempt:
 
     @property
     def outcome(self) -> CompileOutcome:
-        """Outcome of the compilation, for the other ranks."""
+        """Outcome that ranks compare: the reason, the digests of plans, the settings as text."""
         return CompileOutcome(
             self.reason,
             tuple(plan.digest for plan in self.plans),
@@ -73,7 +77,11 @@ class Attempt:
         )
 
     def explained(self, error: PlansDiffer, name: str, mesh: DeviceMesh) -> PlansDiffer:
-        """Add the first collective that differs to `error`; all ranks of `mesh` call this."""
+        """Return a copy of `error` that says in which collective ranks differ first.
+
+        All ranks of `mesh` call this, as they exchange lists of their collectives.
+        name: of the frame, the same on every rank.
+        """
         lines = [line for plan in self.plans for line in plan.launches()]
         difference = first_difference(name, lines, error.ranks[0], mesh)
         return PlansDiffer(f"{error}. Collective {difference}", error.ranks)
@@ -90,10 +98,19 @@ def agreed_attempt(
     """Compile a frame so that all ranks have the same plans, or none can use the result.
 
     A search for plans depends on the batch at hand, which may differ from rank to rank, or in a
-    later call on one rank alone. So plans that ranks have agreed on are kept for the frame; and if
-    ranks found different ones, all trace the frame again and follow the first rank's. The same
-    holds for the parameters that are kept for backward, which are chosen once, before anything
-    else.
+    later call on one rank alone. So plans that ranks have agreed on are kept for the frame, and
+    later compilations follow them. If searches on ranks found different plans, all ranks trace the
+    frame again and follow the first rank's plans. For a frame that is a whole step, under a memory
+    budget, the first rank chooses the parameters to keep unsharded for backward, once and before
+    anything else.
+
+    params: the sharded parameters that the frame reads, one or more.
+    code: name of the frame, the same on every rank.
+
+    Returns an attempt with a `reason` if any rank failed.
+    Raises TraceAgain to have Dynamo trace the frame again; PlansDiffer if plans differ without a
+    search, or though the first rank's were followed; RuntimeError if a rank has other options or
+    does not answer in time.
     """
     unit = params[0].unit
     name, mesh = f"{unit.identity}/{code}", unit.axes.mesh
@@ -132,9 +149,10 @@ def agreed_attempt(
 
 
 def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]) -> bool:
-    """Tell whether a frame with these inputs has a backward, and all parameters of the model.
+    """Tell whether a frame has a backward, and reads all sharded parameters of its model.
 
-    Otherwise parameters that several frames keep would add up, and no frame knows of the others.
+    Otherwise what several frames keep for backward would add up, and no frame knows of the others.
+    params: the sharded parameters that the frame reads.
     """
     own = {id(param.param) for param in params}
     sharded = (each for each in root_of(params[0]).parameters() if find(each) is not None)
@@ -146,7 +164,7 @@ def _worth_keeping(
 ) -> Sequence[str]:
     """Names of the parameters that forward should keep unsharded for backward.
 
-    Predicted by this rank alone. `gm` is used up.
+    Predicted by this rank alone; empty if the prediction fails. `gm` can't be compiled afterwards.
     """
     drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:

@@ -42,12 +42,17 @@ def autoshard(
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured; Dynamo finds this function by the entry point.
 
-    A model that is not sharded yet is sharded here, in place, on its first graph.
+    Returns a function with the inputs and outputs of `gm`. Dynamo is made to trace the frame again
+    if anything changes first: a model that is not sharded yet is sharded here, in place; parameters
+    that were replaced after sharding are followed; buffers are cast as mixed precision says.
+    Parameters that the user left out of sharding are a warning, and not sharded.
+
     mode: one of Inductor's, "max-autotune" for instance.
     options: see `CompileOptions`.
     Raises ValueError for a wrong option; RuntimeError if ranks have other options, or compile
-    other collectives. Anything else that goes wrong in tracing, a pass or the lowering is raised
-    only with `strict`: otherwise it is one warning, and the frame runs on the eager runtime.
+    other collectives, or if a model can't be sharded here. Anything else that goes wrong in
+    tracing, a pass or the lowering, on any rank, is raised only with `strict`: otherwise it is one
+    warning, and the frame runs on the eager runtime.
     """
     given = CompileOptions.read(options)
     plain = plain_parameters(example_inputs)
@@ -76,6 +81,11 @@ def _compile(
     mode: str | None,
     params: Sequence[ShardedParam],
 ) -> Callable[..., Any]:
+    """Compile a frame, and record its plans; `params` are the sharded parameters that it reads.
+
+    Ranks agree on the plans, unless the frame reads no sharded parameter or has `strict_order` off.
+    Raises SkipFrame after a failure, so that the frame runs eagerly; with `strict`, the failure.
+    """
     code = _torch.dynamo.traced_code()
     if params and params[0].unit.is_unordered:  # no collective in it, but who compiled it is told
         attempt, name = Attempt(gm, example_inputs, settings, mode), code
@@ -102,9 +112,10 @@ def _compile(
 
 
 def _warn_beyond_budget(attempt: Attempt, code: str) -> None:
-    """Warn once if the plan exceeds the memory budget.
+    """Warn once if a plan is predicted to exceed the memory budget; only with bucketing "auto".
 
-    That is so if no plan keeps to it, or a batch is larger than the one a plan was found with.
+    That is so if no plan keeps to the budget, or if the batch is larger than the one that a plan
+    was found with.
     """
     compilation = attempt.compilation
     prices = compilation.prices
@@ -124,7 +135,10 @@ def _warn_beyond_budget(attempt: Attempt, code: str) -> None:
 
 
 def _check_bucketing(settings: CompileSettings, param: ShardedParam) -> None:
-    """Raise ValueError if a list of module names has one that the model of `param` lacks."""
+    """Raise ValueError if `bucketing` lists a name that the model of `param` lacks.
+
+    Names of modules and of parameters are valid.
+    """
     if isinstance(settings.bucketing, str):
         return
     root = root_of(param)

@@ -44,17 +44,21 @@ Lowered = Callable[[list[Any]], Any]
 """A lowered graph: it takes its inputs as a list."""
 
 Watcher = Callable[[fx.GraphModule, str, Lowered, Callable[[fx.GraphModule], Lowered]], Lowered]
-"""Function that gives what is to run in place of a lowered graph.
+"""watcher(gm, graph, call, lower) returns what is to run in place of `call`, a lowered graph.
 
-It takes the planned graph, its kind, what it was lowered to, and what lowers a part of it that has
-the same inputs."""
+gm: the planned graph; graph: its kind, "forward" for instance; call: what `gm` was lowered to;
+lower: lowers a graph that is a part of `gm` and has the same inputs.
+"""
 
 _watchers: list[Watcher] = []
 
 
 @contextlib.contextmanager
 def watch_lowered(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher` with every graph that is compiled in the context; none comes from a cache."""
+    """Call `watcher` with every graph that is compiled in the context; none comes from a cache.
+
+    What the watcher returns runs in the graph's place, also after the context.
+    """
     _watchers.append(watcher)
     try:
         yield
@@ -73,8 +77,10 @@ def _watched(
 class Compilation:
     """Compilation of one frame: its graphs share a table of parameters and settings.
 
-    known: plans that "auto" follows where one is of such a graph.
+    mode: one of Inductor's, or None; unused by the eager lowering.
+    known: plans that "auto" follows: each graph the first plan that fits it.
     kept: names of parameters that are kept unsharded for backward, however their units reshard.
+    plans: of the graphs with collectives, in the order in which they were compiled.
     """
 
     _numbers = itertools.count()
@@ -108,7 +114,8 @@ class Compilation:
     def _prices(self) -> Prices | None:
         """Prices to plan with, from sizes, options and the kind of device: the same on every rank.
 
-        None if no topology is known.
+        None if no topology is known. Their budget is what gradients and two optimizer states of the
+        frame's trained shards leave of the memory budget.
         """
         topology, budget = self.settings.topology, self.settings.budget_bytes
         if topology is None:
@@ -119,7 +126,11 @@ class Compilation:
         return Prices(topology, self.settings.lowering == "inductor", budget)
 
     def compile(self) -> Callable[..., Any]:
-        """Compile the frame's graph to a callable with the same inputs and outputs."""
+        """Compile the frame's graph to a callable with the same inputs and outputs.
+
+        Raises TraceAgain if torch's caches have the graphs, but their plans are gone; otherwise
+        whatever goes wrong in AOTAutograd, a pass or the lowering.
+        """
         code = _torch.dynamo.traced_code()
         begins = progress(code, self._num_graphs())
         with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
@@ -151,6 +162,7 @@ class Compilation:
         return compiled
 
     def _compile_inductor(self) -> Callable[..., Any]:
+        """Compile with Inductor; on a hit of AOTAutograd's cache, load the plans of its graphs."""
         is_lowered = False
 
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -191,9 +203,10 @@ class Compilation:
         return call
 
     def _cache_key(self) -> str | None:
-        """Key of the frame in AOTAutograd's cache: all that passes depend on.
+        """Digest, for AOTAutograd's cache, of all that passes depend on besides the graph.
 
-        None if passes have to run.
+        None if the cache must not be used, as passes have to run: for a watcher or a dump, after
+        plans were lost, and for frames with tensor-parallel parameters or without sharded ones.
         """
         params = self.frame.params
         if _watchers or not (self.is_cached and params and _torch.aot.caches_frames()):
@@ -232,9 +245,10 @@ class Compilation:
         )
 
     def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Run the joint passes on `gm`, which is about to be partitioned, in place.
+        """Run the joint passes on `gm`, which is about to be partitioned, and return it.
 
-        In place, as the partitioner's caller holds this very module.
+        They run in place, as the partitioner's caller holds this very module.
+        Raises PassError if a pass fails, or a gradient has no table of parameters.
         """
         kept = {number for number, info in enumerate(self.table) if info.name in self.kept}
         for transform in passes.joint(kept):
@@ -248,11 +262,16 @@ class Compilation:
     def lower_inductor(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Any:
-        """Lower `gm`, whose passes have run, by Inductor."""
+        """Lower `gm`, whose passes have run, by Inductor; `kwargs` are its `inner_compile`'s."""
         return lower_inductor(gm, example_inputs, **kwargs)
 
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
-        """Run the pipeline over one of the frame's graphs, and log its plan."""
+        """Run the pipeline over a copy of one of the frame's graphs, and return it.
+
+        Its plan, if it has collectives, is logged and added to `plans`.
+        graph: "forward", "backward" or "inference".
+        Raises PassError if a pass fails, or leaves a marker.
+        """
         self._begins(graph)
         transforms = passes.pipeline(
             self.table,
@@ -287,6 +306,10 @@ class Compilation:
             )
 
     def _dump(self, gm: fx.GraphModule, graph: str) -> Dump | None:
+        """Write `gm` as it is before passes, and return an observer that writes it after each pass.
+
+        Does nothing, and returns None, without the option `dump`.
+        """
         if self.settings.dump is None:
             return None
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -297,14 +320,18 @@ class Compilation:
 
 
 class DryCompilation(Compilation):
-    """Compilation for its plans only; the code that it makes gives the right numbers, slowly."""
+    """Compilation that is done for predictions: it fills `priced`, and leaves `plans` empty.
+
+    Nothing is logged, or taken from a cache. Its graphs are lowered eagerly: what they compute is
+    right, and slow.
+    """
 
     is_cached = False
 
     def worth_keeping(self) -> tuple[str, ...]:
         """Names of the parameters that are worth keeping unsharded for backward.
 
-        None without a budget, or if nothing is gathered again.
+        Called after `compile`. Empty without a budget, or if backward gathers nothing again.
         """
         forward, backward = self.priced.get("forward"), self.priced.get("backward")
         if forward is None or backward is None or forward.budget_bytes is None:
@@ -324,7 +351,7 @@ class DryCompilation(Compilation):
 
 @contextlib.contextmanager
 def _old_objects_stay() -> Iterator[None]:
-    """Have Python look for garbage among young objects only, and rarely, in this context.
+    """Keep Python's garbage collector from old objects in this context, and have it run rarely.
 
     Graphs are many objects that live, and Python scans all of them again whenever they have
     grown by a quarter: that is a twentieth of a compilation, and more for more layers. Young
@@ -339,14 +366,20 @@ def _old_objects_stay() -> Iterator[None]:
 
 
 def _hints(value: object) -> list[int]:
-    """Current sizes of a graph's input, also where they are symbolic."""
+    """Sizes of a tensor, or the value of a size, among a graph's inputs; empty for other inputs.
+
+    Symbolic sizes are given by their hints, the sizes that were traced.
+    """
     if isinstance(value, torch.Tensor):
         return list(map(hint_of, value.shape))
     return [hint_of(value)] if isinstance(value, torch.SymInt) else []
 
 
 def has_backward(inputs: Sequence[Any]) -> bool:
-    """Tell whether a graph with these inputs will have a backward, in the present mode."""
+    """Tell whether a graph with these inputs will have a backward.
+
+    It will if gradients are enabled now, and one of the tensors requires one.
+    """
     tensors = (value for value in inputs if isinstance(value, torch.Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

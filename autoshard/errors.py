@@ -6,7 +6,7 @@ AssertionError or NotImplementedError that code written for FSDP2 may expect.
 
 
 class UsageError(ValueError, AssertionError):
-    """Error for a wrong value, or for what is done at a wrong time."""
+    """Error for a wrong value, or for a call at a wrong time."""
 
 
 class UsageTypeError(TypeError, AssertionError):

@@ -30,7 +30,10 @@ def frame_key(facts: Sequence[object]) -> str:
 
 
 def sources() -> list[Path]:
-    """List the files that a plan depends on, in the same order wherever they are installed."""
+    """List the package's source files that plans depend on: all but the tools.
+
+    Their order is the same wherever the package is installed.
+    """
     here = Path(__file__).parent
     folders = ("_torch", "passes", "runtime")
     inside = [(here / folder).resolve() for folder in folders]  # rglob needs no links
@@ -49,7 +52,11 @@ def _digest_of_sources() -> str:
 
 
 def save(graph_key: str, plan: Plan | None) -> None:
-    """Store `plan` for the graph with the key `graph_key`; if that fails, `load` finds no plan."""
+    """Store `plan` for the graph with the key `graph_key`.
+
+    plan: None, or a plan without buckets, is stored as "no collectives".
+    If the file can't be written, nothing is stored or raised, and `load` will return None.
+    """
     text = plan.to_json() if plan is not None and plan.buckets else NO_PLAN
     try:
         path = _path(graph_key)
@@ -65,9 +72,10 @@ def save(graph_key: str, plan: Plan | None) -> None:
 
 
 def load(graph_keys: Sequence[str]) -> list[Plan] | None:
-    """Load the plans of the graphs of these keys, those without collectives left out.
+    """Load the plans of the graphs with these keys, in order.
 
-    None if the file of one is missing, or can't be read.
+    A graph without collectives adds no plan. Returns None if the file of any graph is missing, or
+    can't be read.
     """
     plans = []
     for graph_key in graph_keys:

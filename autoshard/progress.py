@@ -17,9 +17,10 @@ INTERVAL = 10.0  # seconds between lines; a compilation shorter than that has no
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Log a line on rank 0 now and then: `compiling <what>: backward, 2 of 2, 30 s elapsed`.
+    """Log a line on rank 0 every `INTERVAL`: `compiling <what>: backward, 2 of 2, 30 s elapsed`.
 
-    Yields a function to call with the name of each graph of `total`, when its turn comes.
+    total: number of graphs.
+    Yields a function to call with the name of each graph when its compilation begins.
     """
     begun: list[str] = []
     is_over = threading.Event()

@@ -31,13 +31,14 @@ from autoshard.passes.use_kept import use_kept as use_kept
 
 
 def joint(kept: Collection[int] = ()) -> tuple[Pass, ...]:
-    """Passes over the joint graph, forward and backward in one, before it is partitioned.
+    """List the passes over the joint graph, forward and backward in one, before it is partitioned.
 
-    kept: numbers of parameters that stay unsharded for backward, whatever their units say.
+    kept: numbers, in the table of parameters, of those to keep unsharded from forward to backward
+        although their units reshard; `keep_gathered` says which of them can't be kept.
     """
     return (
         use_kept,  # what is there already is not gathered, nor recomputed
-        merge_markers,  # first: a tag below must hold for every use of a parameter
+        merge_markers,  # before the tags: one must hold for every use of a parameter
         partial(keep_gathered, params=kept),  # a tag below says so to the partitioner
         cut_smaller,  # a tag below keeps what it cuts
         give_table,  # backward is to have it among its inputs
@@ -54,7 +55,12 @@ def pipeline(
     prices: Prices | None = None,
     known: Sequence[Plan] = (),
 ) -> tuple[Pass, ...]:
-    """Passes over one graph after partitioning; `graph` is "forward", "backward" or "inference"."""
+    """List the passes over one graph after partitioning, from markers to collectives.
+
+    table: facts about the parameters, indexed by the numbers that markers carry.
+    graph: "forward", "backward" or "inference".
+    bucketing, prices, known: see `plan_buckets`.
+    """
     decide = partial(plan_buckets, graph=graph, bucketing=bucketing, prices=prices, known=known)
     return (
         *preparation(table),
@@ -64,7 +70,10 @@ def pipeline(
 
 
 def preparation(table: Sequence[ParamInfo]) -> tuple[Pass, ...]:
-    """Passes of `pipeline` that run before buckets and their schedule are decided."""
+    """List the passes of `pipeline` that run before buckets and their schedule are decided.
+
+    table: see `pipeline`.
+    """
     return (
         use_kept,  # an inference graph comes here without having been through joint()
         merge_markers,  # nor has it been through this

@@ -17,8 +17,9 @@ after:
     %to_host_default: f32[4] = autoshard.to_host(%dw)
     return [%y, %to_host_default]
 
-Each copy runs as it stands, and is waited for at once. Copies beside a gather or a reduce are later
-launched and waited for as the plan says, like collectives (`insert_collectives`).
+In this form a graph waits for each copy where it stands. `insert_collectives` turns the copies next
+to markers into launches and waits, placed by the plan. Copies whose marker is dropped, as its group
+has one rank, stay as they are.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ from autoshard.passes.ir.match import (
 
 
 def copy_shards(gm: fx.GraphModule) -> fx.GraphModule:
-    """Insert copies before the markers of host shards, and after those of their gradients.
+    """Insert `to_device` before each `unshard` of a host shard, and `to_host` after its gradient.
 
+    An `unshard` gets no copy if it reads one already, or if it is backward's gather over a smaller
+    group, whose shard is on the device. A `reduce_grad` is followed by a copy if its member is
+    `on_host`; it then loses that flag, as its own result is on the device.
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):
@@ -56,6 +60,7 @@ def copy_shards(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _copy_in(marker: fx.Node, device: str) -> None:
+    """Have `marker` read a copy of its shard on `device`."""
     shard = marker.all_input_nodes[0]
     with marker.graph.inserting_before(marker):
         copied = marker.graph.call_function(ops.to_device, (shard, device))
@@ -64,6 +69,10 @@ def _copy_in(marker: fx.Node, device: str) -> None:
 
 
 def _copy_out(marker: fx.Node, members: str) -> None:
+    """Have all readers of `marker`, a `reduce_grad`, read a copy on the host.
+
+    members: its new argument, for a result on the device.
+    """
     grad, _, *rest = marker.args
     marker.args = (grad, members, *rest)
     with marker.graph.inserting_after(marker):

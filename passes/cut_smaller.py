@@ -20,8 +20,8 @@ after:
     %dy: f32[7] = aten.mul.Tensor(%tangents_1, %unshard_default)
     return [%y, %dy]
 
-The partitioner is made to save `p` and to recompute w'' (`tag_recompute`). In the forward graph the
-two markers of the parameter are merged again, as any two are (`merge_markers`).
+`tag_recompute` makes the partitioner save the `cut`, and put the second marker into the backward
+graph. In the forward graph `merge_markers` merges the two markers again, as any two of a parameter.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ from autoshard.passes.ir.match import (
 
 
 def cut_smaller(gm: fx.GraphModule) -> fx.GraphModule:
-    """Insert a `cut`, and a marker over fewer ranks, after each marker whose unit asks for them.
+    """Insert a `cut` and a second `unshard` after each `unshard` that has a `smaller_group`.
 
-    A graph without a backward is left as it is.
+    The `cut` takes this rank's part of the unsharded parameter over that group, and the second
+    `unshard` gathers the parts. All other readers of the first marker then read the second one.
+    A graph without tangents among its inputs has no backward, and is left as it is.
     Numerics: unchanged, bit for bit.
     """
     if len(forward_inputs(gm.graph)) == len(gm.graph.find_nodes(op="placeholder")):

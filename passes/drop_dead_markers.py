@@ -21,7 +21,7 @@ from autoshard.passes.ir.match import is_preparation, is_unshard
 
 
 def drop_dead_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove `unshard` markers without users, and the ops that prepare them alone.
+    """Remove `unshard` markers without users, and the `before_gather` of such markers alone.
 
     A gradient's reduce is never dropped here: it is an output of the graph, and another rank would
     wait for it.

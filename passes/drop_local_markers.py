@@ -1,4 +1,4 @@
-"""Remove markers over groups of one rank, where the shard is the parameter.
+"""Remove markers over groups of one rank, whose shard is the whole parameter.
 
 before:
     in %w: f32[7]
@@ -29,8 +29,10 @@ _CAST = torch.ops.prims.convert_element_type.default  # Inductor lowers no aten 
 
 
 def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove the markers that reach no other rank; a cast takes their place where they would cast.
+    """Replace each marker over a group of one rank by its input, cast if the marker would cast.
 
+    Two kinds of markers stay: those over a group with the user's settings (`groups.is_custom`), and
+    gradients with `outputs`, as the runtime has to say whether there is such a gradient.
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):

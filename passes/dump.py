@@ -12,9 +12,13 @@ from autoshard.passes.ir.text import render
 
 
 class Dump:
-    """Observer for `run()`: writes `<folder>/<pass>.txt` after a pass, and the plan.
+    """Observer for `run()`: writes the graph to `<folder>/<pass>.txt` after each pass.
 
-    A pass that leaves the text as it was has no file. A pipeline has a pass once.
+    A pass that leaves the graph's text as it was gets no file. The plan, once there is one, goes to
+    `<folder>/plan.txt`. Files are overwritten; a pipeline has each pass once.
+
+    folder: made if missing.
+    axes: process group name -> mesh axis, printed in its place.
     """
 
     def __init__(self, folder: Path, axes: Mapping[str, str]) -> None:
@@ -24,6 +28,7 @@ class Dump:
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, name: str, gm: fx.GraphModule) -> None:
+        """Write what pass `name` has made of `gm`."""
         text = render(gm.graph, axes=self._axes)
         if text != self._last:
             (self._folder / f"{name}.txt").write_text(f"# after {name}\n{text}")

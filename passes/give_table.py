@@ -15,8 +15,8 @@ after:
 
 The ops are `reduce_grad`, `hold_grad` and `before_gather`, which look their parameter up in it.
 
-The table is then among what is saved for backward, as the shards are. It is the last input of a
-frame's graph; AOTAutograd keeps inputs in their order.
+Once an op of backward reads the table, the partitioner saves it for backward, as it saves shards.
+The table is the last input of a frame's graph, and AOTAutograd keeps inputs in their order.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from autoshard.passes.ir.match import forward_inputs, is_before_gather, is_gradi
 def give_table(gm: fx.GraphModule) -> fx.GraphModule:
     """Set the `table` of every `reduce_grad`, `hold_grad` and `before_gather` that has none yet.
 
+    The table is the last input of forward. If that is no i64[1], or if other ops read it, too, the
+    graph is left as it is, without an error.
     Numerics: unchanged, bit for bit.
     """
     inputs = forward_inputs(gm.graph)
@@ -45,6 +47,7 @@ def _looks_up(node: fx.Node) -> bool:
 
 
 def _is_table(node: fx.Node) -> bool:
+    """Tell whether `node` is an i64[1] that only ops with a `table` read."""
     value = node.meta.get("val")
     return (
         isinstance(value, torch.Tensor)

@@ -17,7 +17,8 @@ after:
 
 A gather can be launched no earlier than its shard exists. Shards are inputs, or views of inputs, so
 nothing keeps them from existing at the top. A `before_gather` stays: its results take memory, and
-`insert_collectives` puts it right before the launch.
+`insert_collectives` puts it right before the launch. A copy from the host stays, too: the plan
+places it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from autoshard.passes.ir.match import is_preparation, is_unshard
 
 
 def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
-    """Move the calls between an input and an `unshard` right after the inputs.
+    """Move the calls that make the shard of each `unshard` right after the inputs.
 
+    A copy to the device or a `before_gather`, and the calls from there to the `unshard`, stay.
     Numerics: unchanged, bit for bit.
     """
     body = next((node for node in gm.graph.nodes if node.op != "placeholder"), None)

@@ -26,7 +26,9 @@ after:
     return [%y]
 
 The markers of a bucket, a gather's or a reduce's, become one launch and one wait, both where the
-plan says, and one `getitem` a member. Right before a reduce is launched, its gradients are packed.
+plan says, and one `getitem` a member. Right before a reduce is launched, its gradients are packed;
+with replicas, an all-reduce stands between its launch and its wait. Copies from and to the host
+become one launch and one wait a bucket, too.
 """
 
 from __future__ import annotations
@@ -64,9 +66,10 @@ _RESULT = {"gather": "whole", "reduce": "grad"}
 
 
 def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
-    """Insert the plan's collectives, and remove the markers. A graph without a plan, or without
-    markers, is left as it is.
+    """Insert the launches, waits and copies of the graph's plan, and remove the markers.
 
+    A graph without a plan, or without markers, is left as it is. Fails with AssertionError if the
+    plan's buckets do not have exactly the graph's markers.
     Metadata: reads PLAN; writes SOURCE on what it inserts.
     Numerics: unchanged, bit for bit.
     """
@@ -109,7 +112,10 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _prepare(members: list[fx.Node], before: fx.Node) -> None:
-    """Move the `before_gather` of each member, with its results, right before its first launch."""
+    """Move the `before_gather` of each member, with its results, right before node `before`.
+
+    It stays where a launch takes one of its results already. Members without one are skipped.
+    """
     for member in members:
         asked = before_gather_of(member.all_input_nodes[0])
         if asked is not None and not _has_launch(asked):
@@ -122,6 +128,11 @@ def _has_launch(asked: fx.Node) -> bool:
 
 
 def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
+    """Insert the launch of `bucket`, for a reduce after its pack. Returns the node of the ticket.
+
+    number: of the bucket in the plan.
+    members: its markers.
+    """
     inputs = [member.args[0] for member in members]
     arguments: tuple[Any, ...] = (inputs, bucket.members, group_of(members[0]), number)
     table = table_of(members[0])
@@ -144,13 +155,17 @@ def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]
 
 
 def _follow(graph: fx.Graph, op: Any, ticket: fx.Node, name: str, bucket: Bucket) -> fx.Node:
-    """Insert a call of `op` on `ticket`, which returns another ticket."""
+    """Insert a call of `op`, which takes `ticket` and gives another one. Returns its node.
+
+    The members, group and bucket number are those of the call that gave `ticket`.
+    """
     follower = _call(graph, op, (ticket, *ticket.args[1:4]), name, bucket)
     follower.meta["val"] = ticket.meta["val"].new_empty(1)
     return follower
 
 
 def _wait(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.Node]) -> None:
+    """Insert the wait for a collective; readers of its markers, `members`, read its results."""
     waited = _call(
         graph, _WAIT[bucket.kind], (ticket, *ticket.args[1:4]), f"wait_{bucket.kind}", bucket
     )
@@ -158,6 +173,7 @@ def _wait(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.Nod
 
 
 def _load(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
+    """Insert the launch of the copies to the device that `members` read. Returns its node."""
     copies = [member.all_input_nodes[0] for member in members]
     shards, device = [copy.args[0] for copy in copies], copies[0].args[1]
     ticket = _call(graph, ops.launch_load, (shards, device, number), "launch_load", bucket)
@@ -166,6 +182,7 @@ def _load(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) 
 
 
 def _loaded(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.Node]) -> None:
+    """Insert the wait for the copies that `members` read, and erase their `to_device` nodes."""
     waited = _call(graph, ops.wait_load, (ticket, *ticket.args), "wait_load", bucket)
     copies = [member.all_input_nodes[0] for member in members]
     _unpack(waited, copies, bucket, "loaded")
@@ -174,6 +191,7 @@ def _loaded(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.N
 
 
 def _store(graph: fx.Graph, number: int, bucket: Bucket, copies: list[fx.Node]) -> fx.Node:
+    """Insert the launch of `copies`, `to_host` nodes, as one. Returns its node."""
     grads = [copy.args[0] for copy in copies]
     ticket = _call(graph, ops.launch_store, (grads, number), "launch_store", bucket)
     ticket.meta["val"] = copies[0].meta["val"].new_empty(1, dtype=torch.uint8, device="cpu")
@@ -181,6 +199,7 @@ def _store(graph: fx.Graph, number: int, bucket: Bucket, copies: list[fx.Node]) 
 
 
 def _stored(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, copies: list[fx.Node]) -> None:
+    """Insert the wait for `copies`, and erase these `to_host` nodes."""
     waited = _call(graph, ops.wait_store, (ticket, *ticket.args), "wait_store", bucket)
     _unpack(waited, copies, bucket, "stored")
     for copy in copies:
@@ -194,7 +213,10 @@ def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], name: str, bucket: Bu
 
 
 def _unpack(waited: fx.Node, values: list[fx.Node], bucket: Bucket, prefix: str) -> None:
-    """Replace `values` by what `waited` returns, one tensor for each member."""
+    """Have readers of each of `values` read the tensor at its index in the list `waited` returns.
+
+    Inserts a `getitem` for each, named by `prefix` and the parameter. `values` stay in the graph.
+    """
     graph = waited.graph
     waited.meta["val"] = [value.meta["val"] for value in values]
     for index, (value, name) in enumerate(zip(values, bucket.names, strict=True)):

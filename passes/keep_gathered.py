@@ -23,8 +23,11 @@ from autoshard.passes.ir.ops import Unshard
 
 
 def keep_gathered(gm: fx.GraphModule, *, params: Collection[int]) -> fx.GraphModule:
-    """Set `keep` of the `unshard` markers of `params`, by number, where they can be kept.
+    """Set the argument `keep` of the `unshard` markers of `params` to True.
 
+    params: numbers in the table of parameters. Left alone are those that backward does not gather
+        as forward does (see `Unshard.can_be_kept`): over a smaller group, from the host, or by an
+        all-gather extension.
     Numerics: unchanged, bit for bit.
     """
     for node in gm.graph.nodes:

@@ -44,8 +44,12 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Merge equal `unshard` markers, equal `before_gather` calls, and sums of two `reduce_grad`, or
-    `hold_grad`, of one parameter.
+    """Merge the markers of each parameter: gathers into the first, reduces into one of their sum.
+
+    `unshard` markers of one parameter are merged whatever their other arguments; so are its
+    `before_gather` calls, and the markers of each of their results. Two `reduce_grad`, or two
+    `hold_grad`, of one parameter are merged if an `aten.add` without `alpha` sums them, and nothing
+    else reads them. Others stay.
 
     Shapes:   unchanged.
     Numerics: reassociates the sum of a shared parameter's gradients over ranks and uses.
@@ -57,6 +61,7 @@ def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _merge_unshards(graph: fx.Graph) -> None:
+    """Merge the `unshard` markers, and `before_gather` calls, of a parameter into its first one."""
     first: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if is_unshard(node):
@@ -79,6 +84,7 @@ def _merge_unshards(graph: fx.Graph) -> None:
 
 
 def _merge_one_sum(graph: fx.Graph) -> bool:
+    """Merge one sum of two reduced, or held, gradients. Returns whether there was one."""
     for add in graph.find_nodes(op="call_function", target=_ADD):
         left, right = add.args[:2]
         if not (_is_summand(left) and _is_summand(right) and not add.kwargs):

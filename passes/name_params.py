@@ -33,9 +33,13 @@ from autoshard.passes.ir.meta import PARAM, SOURCE, ParamInfo
 
 
 def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphModule:
-    """Look each marker's parameter up in `table`, indexed by the marker's last argument.
+    """Look up the parameter of each marker, `hold_grad` and `before_gather`, and rename inputs.
 
-    Metadata: writes PARAM and SOURCE on markers.
+    An input that is a shard gets the parameter's name, as an identifier; an input that is the
+    runtime's table gets the name "table".
+
+    table: facts about the parameters, indexed by the last argument of markers.
+    Metadata: writes PARAM and SOURCE on these nodes, and SOURCE on copies to the device.
     Numerics: unchanged, bit for bit.
     """
     for node in gm.graph.nodes:

@@ -31,8 +31,8 @@ from autoshard.passes.ir.match import is_gradient, tangents
 def note_outputs(gm: fx.GraphModule) -> fx.GraphModule:
     """Set `outputs` of every `reduce_grad` and `hold_grad` that some tangents reach, but not all.
 
-    A gradient that no tangent reaches is left alone: it is there whenever backward runs.
-
+    It lists the numbers of these tangents, counted in the order of the graph's inputs. A gradient
+    that no tangent reaches is left alone: it is there whenever backward runs.
     Numerics: unchanged, bit for bit.
     """
     number_of = {node: number for number, node in enumerate(tangents(gm.graph))}

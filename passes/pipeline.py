@@ -19,7 +19,7 @@ PassObserver = Callable[[str, fx.GraphModule], None]
 
 
 class PassError(RuntimeError):
-    """Error of a pass that met a graph it can't take, or left one that is not valid."""
+    """Error for a graph that passes have left broken, or unfinished."""
 
 
 def run(
@@ -29,7 +29,8 @@ def run(
 
     After every pass the graph is linted and verified. Print, time or dump in
     `after_each`: passes carry no logging of their own.
-    Raises PassError, naming the pass, if a pass breaks the graph.
+    Raises PassError, naming the pass, if a pass breaks the graph; what a pass itself raises is
+    passed on.
     """
     gm = _copy(gm)
     for transform in passes:
@@ -43,7 +44,9 @@ def run(
 def run_one(gm: fx.GraphModule, transform: Pass) -> fx.GraphModule:
     """Return `transform(gm)`, checked by FX's lint, `verify` and `verify_changed`.
 
-    Raises PassError naming `transform` if the graph that it returns is broken.
+    `gm` is not copied: a pass changes it in place. It is not recompiled, either.
+    Raises PassError naming `transform` if the graph that it returns is broken; what `transform`
+    itself raises is passed on.
     """
     before = arguments(gm.graph)
     # A caller's mode: values of the graph have their own.
@@ -64,8 +67,10 @@ def pass_name(transform: Pass) -> str:
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy `gm`: new nodes, same weights, inputs first, as AOTAutograd makes an effect's token
-    before them. `copy.deepcopy(gm)` would clone every parameter."""
+    """Copy `gm`: new nodes, same weights. `copy.deepcopy(gm)` would clone every parameter.
+
+    In the copy all placeholders come first: AOTAutograd puts the token of an effect before them.
+    """
     copied = _torch.fx.graph_module(gm, copy.deepcopy(gm.graph))
     body = next((node for node in copied.graph.nodes if node.op != "placeholder"), None)
     for each in copied.graph.find_nodes(op="placeholder"):

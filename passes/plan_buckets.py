@@ -19,17 +19,18 @@ after:
     forward    launch(1) launch(2) wait(1) ops of 1 | launch(3) wait(2) ops of 2 | ...
     backward   the same for gathers;  ... last gradient of 3 | wait(r4) launch(r3) ...
 
-Each unit has one bucket for each group and dtype. A gather is launched one unit ahead of its first
-use, so that it runs while the unit before computes, and is waited for at its first use. A reduce is
-launched as soon as its last gradient is there; if the pointwise ops that come next free a value, it
-is launched after them, as they take next to no time. It is waited for right before the next reduce
-is launched: any later, one more send buffer would be held while the next one is packed. With
-replicas, a reduce is all-reduced when the next one is launched, beside that one's reduce-scatter,
-and waited for right before the one after that is launched.
+Each unit has one bucket for each group, dtype and segment. A unit's gathers are launched at the
+first use of the unit before, so that they run while that unit computes; each is waited for at its
+own first use. A reduce is launched as soon as its last gradient is there; if the pointwise ops that
+come next free a value, it is launched after them, as they take next to no time. It is waited for
+right before the next reduce is launched: any later, one more send buffer would be held while the
+next one is packed. With replicas, the all-reduce of a bucket is launched right before the next
+reduce, beside whose reduce-scatter it runs, and waited for right before the reduce after that one;
+where parameters are not cut, there is no reduce-scatter, and the all-reduce is launched at once.
 
 For shards that live on the host, the copies to the device are launched one unit before their
-gather. Gradients are copied back as soon as they are reduced, and these copies are waited for where
-the gradients are read.
+gather, and waited for right before it is launched. Gradients are copied back as soon as they are
+reduced, and these copies are waited for where the gradients are read.
 
 With "auto", `plans/auto_buckets.py` decides all of this by predicted costs.
 """
@@ -52,7 +53,8 @@ from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.roofline import is_fusible, is_view
 
 Bucketing = str | Sequence[str | Sequence[str]]
-"""`"per_unit"`, `"none"`, `"auto"`, or lists of module names."""
+"""`"per_unit"`, `"none"`, `"auto"`, or a list whose entries are buckets: module names, or lists of
+module names."""
 
 
 def plan_buckets(
@@ -63,16 +65,20 @@ def plan_buckets(
     prices: Prices | None = None,
     known: Sequence[Plan] = (),
 ) -> fx.GraphModule:
-    """Write the plan of `gm` into its metadata; no node is moved or inserted. No markers, no plan.
+    """Write the plan of `gm` into its metadata; no node is moved or inserted.
+
+    A graph without markers gets no plan.
 
     graph: "forward", "backward" or "inference", for the plan's text.
-    bucketing: "per_unit", one bucket a unit, group and dtype; "none", one a parameter; lists of
-        module names, one bucket a list, and parameters that no list names by unit; "auto", the
-        buckets with the least simulated time. Without prices, with copies from and to the host, or
-        with gradients that the graph itself reads, "auto" is "per_unit".
+    bucketing: "per_unit", one bucket a unit; "none", one a parameter; a list, one bucket an entry,
+        a module name or a list of them (the longest name that fits a parameter counts), and one a
+        unit for parameters that fit none; "auto", the buckets with the least simulated time. Each
+        of these is split by group, dtype and segment, the part of a graph between two barriers.
+        Without prices, with copies from and to the host, or with gradients that the graph itself
+        reads, "auto" is "per_unit".
     prices: costs from which the plan's figures are predicted; without them it has none.
-    known: earlier plans. "auto" follows the first that is of such a graph, for other shapes or by
-        another rank: ranks must launch alike, whatever batches they see.
+    known: earlier plans. "auto" follows the first one that fits this graph, made for other shapes
+        or by another rank: ranks must launch alike, whatever batches they see.
     Metadata: reads PARAM; writes PLAN on the module, and PRICED.
     Numerics: unchanged, bit for bit.
     """
@@ -109,6 +115,11 @@ def plan_buckets(
 
 
 def _bucket_class(bucketing: Bucketing) -> BucketNamer:
+    """Return the function that maps a parameter to the name of its bucket.
+
+    That is its own name for "none", the modules of its entry joined by "+" for a list, else its
+    unit's name.
+    """
     if isinstance(bucketing, str):
         return _by_name if bucketing == "none" else _by_unit
     prefixes: dict[str, str] = {}
@@ -133,10 +144,14 @@ def _by_name(info: ParamInfo) -> str:
 
 
 _Placed = tuple[tuple[int, int, int], Event]
-"""An event and its place: position, reduces before gathers, then rank among its kind."""
+"""Sort key and event. The key: position; 0 for a reduce, 1 for a gather; order within the kind."""
 
 
 def _gather_events(drafts: list[Draft]) -> list[_Placed]:
+    """Make the events of gathers, and of copies from the host before them, each with its sort key.
+
+    drafts: in order of first use; neighbors of one unit and segment are launched together.
+    """
     placed: list[_Placed] = []
     numbers = range(len(drafts))
     runs = [
@@ -168,11 +183,15 @@ def _gather_events(drafts: list[Draft]) -> list[_Placed]:
 def _behind_what_frees(
     graph: fx.Graph, ops: Sequence[fx.Node], drafts: list[Draft], gathered: list[_Placed]
 ) -> list[int]:
-    """Positions at which to launch the reduces, one for each of `drafts`.
+    """Return positions at which to launch the reduces, one for each of `drafts`.
 
-    A launch packs gradients, which are then in memory twice: it is moved behind views and pointwise
-    ops that free values. No launch moves past another one: what is freed, and when, may differ by
-    rank.
+    A launch packs gradients, which are then in memory twice. So it moves from where its last
+    gradient is there past the views and pointwise ops that follow, up to the last one that lowers
+    the number of live values; an op that raises it ends the search. No launch moves past another
+    launch, so that ranks launch in the same order.
+
+    ops: the compute nodes of `graph`.
+    gathered: events of the graph's gathers.
     """
     if not drafts:
         return []
@@ -194,7 +213,11 @@ def _behind_what_frees(
 
 
 def _reduce_events(drafts: list[Draft], launched: list[int], *, first: int) -> list[_Placed]:
-    """Events of reduces, each with its place. launched: position of each draft's launch."""
+    """Make the events of reduces, and of copies to the host after them, each with its sort key.
+
+    launched: position of each draft's launch.
+    first: bucket number of the first draft.
+    """
     placed: list[_Placed] = []
 
     def put(what: str, number: int, position: int, rank: int) -> None:

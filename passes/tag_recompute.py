@@ -32,12 +32,17 @@ from autoshard.passes.ir.match import is_barrier, is_before_gather, is_unshard
 from autoshard.passes.ir.ops import Unshard
 
 REGION = 100_000
-"""The `ac_graph_id` of our tags, above any checkpointed region's. The partitioner saves
-a value that leaves its region for one with a higher id; ours never does."""
+"""The `ac_graph_id` of our tags, higher than that of any checkpointed region. The partitioner saves
+a value that a region with a higher id reads, and none has a higher id than ours."""
 
 
 def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
-    """Tag `unshard` markers, what makes their shards, and what is computed from them alone.
+    """Tag what the partitioner has to recompute in backward, and what it has to save.
+
+    MUST_RECOMPUTE: each `unshard` whose parameter is not kept, the calls that make its shard, and
+        ops whose inputs are all computed from such markers alone. Not tagged are random ops,
+        barriers, at which ranks would meet once more, and what is computed from either.
+    MUST_SAVE: each `unshard` whose parameter is kept, and each `cut`.
 
     Metadata: writes FX's `recompute` and `ac_graph_id`.
     Numerics: unchanged, bit for bit.
@@ -69,7 +74,10 @@ def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _tag_way_to(marker: fx.Node) -> None:
-    """Tag the calls between an input, or a `cut`, and its marker."""
+    """Tag MUST_RECOMPUTE the calls from an input, or from a `cut`, to `marker`.
+
+    Neither end is tagged. Of a call with several inputs, the first is followed.
+    """
     node = marker.args[0]
     while isinstance(node, fx.Node) and node.op == "call_function" and node.all_input_nodes:
         if node.target is ops.cut:

@@ -17,8 +17,8 @@ after:
     %y: f32[7] = aten.relu(%primals_2)
     return [%y]
 
-These inputs stand before the last one, which is the table of parameters, in the order of the
-numbers of their parameters. Their gradients are reduced as usual.
+The kept parameters are the inputs of forward right before the last one, which is the table, in the
+order of their numbers in the table. Their gradients are reduced as usual.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from autoshard.passes.ir.ops import Unshard
 
 
 def use_kept(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace the markers of parameters that stay unsharded by the inputs that hold these.
+    """Replace each `unshard` flagged "stay" by the input that holds its parameter unsharded.
 
+    A graph without such markers is left as it is. Raises ValueError if there are fewer inputs than
+    such parameters, or if an input's shape is not that of its parameter.
     Numerics: unchanged, bit for bit.
     """
     unshards = filter(is_unshard, gm.graph.nodes)

@@ -14,13 +14,20 @@ BATCH = (
 
 
 def add_command(commands: Any, name: str, example: str, **texts: str) -> Any:
-    """Add a command whose help ends with `example`, as it is written."""
+    """Add a command whose help ends with `example`, line by line as it is; return its parser.
+
+    commands: subparsers to add it to.
+    texts: `help` and `description`.
+    """
     formatter = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(name, epilog=example, formatter_class=formatter, **texts)
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Read the backend's options from `--options`. Raises ValueError for what is no JSON object."""
+    """Read the backend's options from the text of `--options`.
+
+    Raises ValueError for what is no JSON object; the options themselves are not checked.
+    """
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
@@ -31,7 +38,7 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def load(place: str) -> Any:
-    """Load the function at `package.module:name`. Raises ValueError if there is none."""
+    """Import the function at `place`, "package.module:name". Raises ValueError if there is none."""
     module, _, name = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

@@ -1,7 +1,8 @@
 """Command line of autoshard: a table of its commands.
 
-A command's module has `add_parser`, which adds its parser, and sets the function that runs it. It
-imports no torch until the command runs: help answers at once.
+A command's module has `add_parser`, which adds its parser, and sets the function that runs it: that
+takes the parsed options and the command line, and returns the exit status. The module imports no
+torch until the command runs: help answers at once.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ COMMANDS = (
 
 
 def script() -> NoReturn:
-    """Entry point of the console script."""
+    """Run the command of `sys.argv`, and end the process: entry point of the console script."""
     leave(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` name; return its exit status."""
+    """Run the command that `arguments` name; return its exit status.
+
+    arguments: without the program's name; None: those of `sys.argv`. Wrong ones raise SystemExit.
+    """
     parser = argparse.ArgumentParser(prog="autoshard", description="Sharded training, compiled.")
     commands = parser.add_subparsers(dest="command", required=True)
     for add_parser in COMMANDS:

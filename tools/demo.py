@@ -31,6 +31,7 @@ PARITY_STEPS = 3
 
 
 def main() -> None:
+    """Train the model, print each step and what was sent, and check parity; on every rank."""
     options = _arguments()
     ensure_process_group()
     rank = dist.get_rank()
@@ -95,7 +96,7 @@ def build_model() -> nn.Module:
 
 
 def read_corpus() -> Tensor:
-    """Read the first bytes of the standard library's modules, in the order of their names."""
+    """Read up to `CORPUS_BYTES` of the standard library's modules, by name: u8[bytes]."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -108,7 +109,10 @@ def read_corpus() -> Tensor:
 def make_batch(
     corpus: Tensor, rank: int, step: int, device: str, *, rows: int = 8, length: int = 128
 ) -> dict[str, Any]:
-    """Cut windows out of the corpus, other ones on every rank and step: i64[rows, length]."""
+    """Cut windows out of the corpus, other ones on every rank and step: i64[rows, length].
+
+    They are both the inputs and the labels of the returned keyword arguments.
+    """
     generator = torch.Generator().manual_seed(1_000_003 * step + rank)
     starts = torch.randint(0, len(corpus) - length, (rows,), generator=generator)
     ids = torch.stack([corpus[start : start + length] for start in starts.tolist()])

@@ -23,8 +23,12 @@ def current_device() -> torch.device:
 
 
 def timed(run: Callable[[], T]) -> tuple[T, float]:
-    """Call `run`; return its result, and its microseconds. On a GPU these are those of its kernels,
-    without their launches as long as these take no more than 0.1 ms."""
+    """Call `run` once; return its result and its time in microseconds.
+
+    On a GPU this is the time that the current stream takes for the kernels of `run`. The host has a
+    head start of some 0.1 ms, so that the stream waits for launches only if the host falls behind
+    by more. On a CPU it is wall time.
+    """
     synchronize()
     if not torch.cuda.is_available():
         started = time.perf_counter()

@@ -214,7 +214,7 @@ class Claim:
 
 
 def claims(folder: Path) -> Iterator[Claim]:
-    """Yield the claims of all tests below `folder`."""
+    """Yield the claim of each test below `folder`, also if the test names no row."""
     for path in sorted(folder.rglob("test_*.py")):
         module = ast.parse(path.read_text())
         for node in module.body:
@@ -273,7 +273,10 @@ def _parameters(function: ast.FunctionDef) -> set[str]:
 
 
 def _words(test: ast.FunctionDef, module: ast.Module) -> set[str]:
-    """Identifiers, and words in strings, in `test` and in what it uses of `module`."""
+    """Identifiers, and words in strings, in `test` and in what it uses of `module`.
+
+    Docstrings don't count, nor do functions that run the form that their caller passes.
+    """
     known = {
         node.name: node
         for node in module.body
@@ -343,7 +346,11 @@ def rows_in_name(name: str) -> frozenset[str]:
 
 
 def table(rows: dict[str, str], found: list[Claim]) -> str:
-    """Format the rows as a Markdown table."""
+    """Format a Markdown table of rows, and of the tests that claim each, by form.
+
+    rows: titles by id.
+    found: claims of all tests.
+    """
     lines = ["| id | behaviour | eager | compiled |", "|---|---|---|---|"]
     for row, title in rows.items():
         eager, compiled = (
@@ -367,7 +374,7 @@ def fsdp2_table() -> str:
 
 
 def fsdp2_problems(known: Collection[str]) -> list[str]:
-    """List rows of `fsdp2.py` that are offered and that no test shows, or that name no real test.
+    """List rows of `fsdp2.py` that are offered but name no test, and names of tests that are none.
 
     known: the names of all tests.
     """
@@ -388,7 +395,7 @@ def fsdp2_problems(known: Collection[str]) -> list[str]:
 
 
 def _full_name(test: str) -> str:
-    """Complete a test's name, as `claims` has it.
+    """Complete a test's name to the one that `claims` gives it.
 
     >>> _full_name("unit/test_wrap::test_two_stacks")
     'unit/test_wrap.py::test_two_stacks'
@@ -398,7 +405,11 @@ def _full_name(test: str) -> str:
 
 
 def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
-    """List rows that no test claims, or shows compiled, and claims of rows that there are not."""
+    """List rows that no test claims, or shows compiled without a reason, and claims of no row.
+
+    rows: ids of all rows.
+    Reasons are those of `NOT_COMPILED`.
+    """
     claimed = {row: claim.test for claim in found for row in claim.rows}
     compiled = {row for claim in found if "compiled" in claim.forms for row in claim.rows}
     unknown = sorted({*claimed} - {*rows})
@@ -414,7 +425,11 @@ def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write or check docs/features.md; return 1 if a row has no test, or the file is stale."""
+    """Write or check docs/features.md; return the exit status, 1 for a problem that it prints.
+
+    Problems are those of `problems` and `fsdp2_problems`, with which the file is written all the
+    same; and, with `--check`, a stale file.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args(argv)

@@ -40,7 +40,7 @@ OTHERWISE = 2  # ranks of a group of which nothing is said
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
+    """Add the command `autoshard opt`."""
     parser = add_command(
         commands,
         "opt",
@@ -62,7 +62,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard opt`; exit status 2 for what can't be read, 1 for a pass that fails."""
+    """Run `autoshard opt`: print the graph after the passes, and its plan.
+
+    Returns the exit status, 1 if a pass fails. What can't be read ends the process with status 2.
+    arguments: the command line; not used.
+    """
     from autoshard import passes
     from autoshard.passes.ir import groups
     from autoshard.passes.ir.meta import PLAN
@@ -95,8 +99,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def read(text: str) -> tuple[str, fx.GraphModule]:
-    """Read the comments on top of a text, and the graph below them, up to an arrow if there is one.
+    """Split a text into the comments on top, and the graph below them, which is parsed.
 
+    An arrow, "# -> ", ends the graph: what follows is not read.
     Raises ValueError for what is no graph.
     """
     from torch import fx, nn
@@ -109,7 +114,11 @@ def read(text: str) -> tuple[str, fx.GraphModule]:
 
 
 def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
-    """List the parameters: of a line `# params: <name> ...`, or else of the markers' comments."""
+    """List the graph's parameters, in the order of their numbers.
+
+    Their names are those of a line `# params: <name> ...` in `head`, the comments on top of the
+    graph; without that line, those that stand as comments beside the graph's markers.
+    """
     from autoshard.passes.ir.match import is_gradient, is_marker, param_of
     from autoshard.passes.ir.meta import SOURCE
 
@@ -122,7 +131,7 @@ def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
 
 
 def _info(name: str) -> ParamInfo:
-    """Describe a parameter whose unit is the module that it is in."""
+    """Describe the parameter `name`, sharded, in a unit that is the module of the parameter."""
     from autoshard.passes import ParamInfo
 
     return ParamInfo(name, name.rpartition(".")[0] or "root", "shard", "shard")
@@ -142,7 +151,11 @@ def every_pass(
     bucketing: str = "per_unit",
     kept: Collection[int] = (),
 ) -> dict[str, tuple[Pass, ...]]:
-    """List all passes by name, those of the joint graph first, and the names for several."""
+    """Map names to passes: each pass by its own name; "joint" and "pipeline" to all of theirs.
+
+    table, graph, bucketing: arguments of `passes.pipeline`.
+    kept: numbers of the parameters that `keep_gathered` keeps.
+    """
     from autoshard import passes
     from autoshard.passes.pipeline import pass_name
 
@@ -153,7 +166,7 @@ def every_pass(
 
 
 def choose(names: Sequence[str], known: Mapping[str, tuple[Pass, ...]]) -> list[Pass]:
-    """Look up passes by name; ValueError for one that there is not."""
+    """Look up passes by name, in order. Raises ValueError, with all names, for an unknown one."""
     for name in names:
         if name not in known:
             raise ValueError(f"no pass {name!r}; there are {', '.join(known)}")
@@ -161,7 +174,7 @@ def choose(names: Sequence[str], known: Mapping[str, tuple[Pass, ...]]) -> list[
 
 
 def show_tags(gm: fx.GraphModule) -> str:
-    """Show what the graph tells the partitioner: one comment for each node with a tag."""
+    """Format what the graph tells the partitioner: a line of comment for each node with a tag."""
     tagged = [node for node in gm.graph.nodes if "recompute" in node.meta]
     return "".join(f"# recompute: {each.name} {each.meta['recompute'].name}\n" for each in tagged)
 

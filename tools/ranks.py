@@ -12,7 +12,8 @@ from typing import NoReturn
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run `autoshard` with `arguments` on `ranks` processes of this machine, under torchrun.
 
-    Returns the exit status.
+    arguments: a command line, without the program's name.
+    Returns the exit status of torchrun, when all ranks have ended.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -27,7 +28,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; if it is a rank, at once.
+    """End this process with exit status `status`; a rank at once, without Python's shutdown.
 
     A thread of gloo's may release a tensor of the last collective while the interpreter is shut
     down, which aborts the process (torch 2.11 to 2.15); and the end of a group may wait for ranks

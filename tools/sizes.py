@@ -25,16 +25,20 @@ class Size(NamedTuple):
 
 
 def sizes(package: Path) -> list[Size]:
-    """Measure all that is below the folder of a package, the largest of each kind first."""
+    """Measure all modules, classes and functions below `package`, the largest of each kind first.
+
+    package: the folder of a package.
+    """
     found = [size for name, path in modules(package).items() for size in _of_module(path, name)]
     kinds = list(LIMITS)
     return sorted(found, key=lambda each: (kinds.index(each.kind), -each.size, each.name))
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """List the modules of a package by name, packages as `<name>.__init__`, and their files.
+    """Map the modules below the folder of a package to their files.
 
-    Folders that are links are followed, as those of the package in a checkout.
+    A name is the path inside the folder, with dots; that of a package is `<name>.__init__`. Folders
+    that are links are followed, as autoshard has them in a checkout.
     """
     found = {path.stem: path for path in sorted(package.glob("*.py"))}
     for folder in sorted(each for each in package.iterdir() if each.is_dir()):

@@ -21,7 +21,7 @@ min_cut_rematerialization_partition: Callable[..., Any] = _partition
 
 
 def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark `call`, and return it, so that AOTAutograd gives it a list of inputs."""
+    """Return `call`, marked as boxed: AOTAutograd then passes it all inputs in one list."""
     call._boxed_call = True  # type: ignore[attr-defined]  # torch looks for it there
     return call
 
@@ -30,10 +30,11 @@ def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 def settings(*, is_cached: bool = False) -> Iterator[None]:
     """Set up AOTAutograd for a compilation in this context.
 
-    - Its cache skips our passes on a hit: `is_cached` is for callers that know what they would do.
+    - Its cache is used only with `is_cached`: on a hit none of our passes run, so that the caller
+      needs their results from elsewhere.
     - A backward is compiled with its forward. torch would put off one that can't be compiled to the
       first backward, when it is too late to fall back.
-    - Tensors saved for a backward are not written to in it (`_donating_nothing`).
+    - A backward writes to no tensor that is saved for it (`_donating_nothing`).
     """
     with (
         torch._functorch.config.patch(
@@ -45,13 +46,14 @@ def settings(*, is_cached: bool = False) -> Iterator[None]:
 
 
 def _donating_nothing() -> contextlib.AbstractContextManager[object]:
-    """Have AOTAutograd find no saved tensor that a backward compiled in this context may write to.
+    """Have AOTAutograd let no backward that is compiled in this context write to saved tensors.
 
-    Patched: `torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs`.
+    Patched: `torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs`, which
+             then finds none.
     Why:     with `retain_graph=True` another backward may follow, which is known too late. By
              default torch compiles backward when it first runs, and fails if a later one retains
-             what the first did not. `donated_buffer=False`, set while a graph is compiled, is no
-             way: backward asks for the setting again, and then refuses.
+             the graph and the first did not. `donated_buffer=False`, set while a graph is
+             compiled, is no way: backward asks for the setting again, and then refuses.
     Tests:   `test_torch_refuses_a_second_backward`, needed; in tests/parity/eager/test_repeated.py
              `test_two_losses_over_one_forward`, works.
     """
@@ -61,8 +63,8 @@ def _donating_nothing() -> contextlib.AbstractContextManager[object]:
 def caches_frames() -> bool:
     """Tell whether AOTAutograd's cache can be used for frames of ours.
 
-    It can't if its entries contain their graphs, which then have no name, or if ranks are
-    configured to wait for each other in passes that a hit skips.
+    It can't if it is switched off; if its entries contain their graphs, which then have no name; or
+    if ranks are configured to wait for each other in passes that a hit skips.
     """
     functorch, dynamo = torch._functorch.config, torch._dynamo.config
     return bool(functorch.enable_autograd_cache) and not (
@@ -74,9 +76,10 @@ def caches_frames() -> bool:
 
 
 def ambient_dtypes() -> list[tuple[object, ...]]:
-    """List the settings, besides a graph's inputs, that its dtypes depend on.
+    """List the settings, besides its inputs, that the dtypes of a graph depend on.
 
-    The key of torch 2.11's cache lacks them.
+    They are the default dtype, and autocast's state on each device. The key of AOTAutograd's cache
+    lacks them in torch 2.11.
     """
     devices = torch._C._autocast_supported_devices()
     return [
@@ -86,9 +89,10 @@ def ambient_dtypes() -> list[tuple[object, ...]]:
 
 
 def compiled_node(outputs: Sequence[Any]) -> Any:
-    """Find AOTAutograd's node behind `outputs` of a compiled forward; None if it has no backward.
+    """Find AOTAutograd's node, of a compiled backward, from the `outputs` of its forward.
 
-    Behind a view that was made of an output it is one step further.
+    The node is an output's `grad_fn`, or one step behind it if the output is a view. Returns None
+    if there is no such node.
     """
     for each in outputs:
         fn = each.grad_fn if isinstance(each, torch.Tensor) else None

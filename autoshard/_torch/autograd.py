@@ -36,7 +36,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def graph_task() -> int:
-    """Number of the backward that this thread is inside, or -1."""
+    """Number of the backward that this thread is inside; -1 outside of any."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -48,7 +48,7 @@ def in_backward() -> bool:
 def in_nested_backward() -> bool:
     """Tell whether a node of another backward has started the running one.
 
-    A reentrant checkpoint does so.
+    A reentrant checkpoint does so in its backward.
     """
     calls, outermost = 0, sys._getframe()
     frame: FrameType | None = outermost
@@ -60,18 +60,23 @@ def in_nested_backward() -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Tell whether the running backward runs the autograd node `node`, or has done so."""
+    """Tell whether the running backward runs the autograd node `node`, or has done so.
+
+    Raises RuntimeError outside a backward, and for a leaf whose gradient `torch.autograd.grad()`
+    is to return.
+    """
     # torch's type information puts it on another class, here and below.
     return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
 
 
 def accumulates_gradient(leaf: Any) -> bool:
-    """Tell whether the running backward will fill `.grad` at `leaf`, a node that accumulates."""
+    """Tell whether the running backward adds to `.grad` at `leaf`, an AccumulateGrad node."""
     return _leaf_use(leaf) is True
 
 
 def returns_gradient(leaf: Any) -> bool:
-    """Tell whether the running backward is a `torch.autograd.grad` that may want `leaf`'s."""
+    """Tell whether the running backward is a `torch.autograd.grad()` that returns the gradient at
+    `leaf`, an AccumulateGrad node."""
     return _leaf_use(leaf) is None
 
 
@@ -83,7 +88,10 @@ def _leaf_use(leaf: Any) -> bool | None:
 
 
 def hooks_of(param: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
-    """Dicts of the hooks on `param`'s gradient, those that autograd reads; none that is empty."""
+    """Dicts of the hooks on the gradient of `param`, before and after it is accumulated.
+
+    They are the dicts themselves that autograd reads, without those that are empty.
+    """
     kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
     return [hooks for hooks in kinds if hooks]
 
@@ -110,7 +118,7 @@ def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:
 
 
 def is_recomputation_hook(pack: Callable[..., Any]) -> bool:
-    """Tell whether `pack` is such a checkpoint's hook while it runs a part of forward again."""
+    """Tell whether `pack` is the hook of a non-reentrant checkpoint that runs forward again."""
     return is_checkpoint_hook(pack) and pack.__qualname__.startswith("_recomputation_hook.")
 
 

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint import state_dict as _checkpoint
 
 
 def look_behind(method: Callable[..., dict[str, Any]]) -> None:
-    """Have torch.distributed.checkpoint pass by `method`, the `state_dict` put on a module.
+    """Have torch.distributed.checkpoint skip `method` on modules that have it as `state_dict`.
 
-    It calls that of the module's class. A method equal to `method` is passed by, too.
+    It then calls the `state_dict` of the module's class. It does so, too, on modules whose
+    `state_dict` is equal to `method`.
 
     Patched: `torch.distributed.checkpoint.state_dict._patched_state_dict`, a set.
     Why:     it takes the prefix of torch.compile off by itself, and fails if it finds none.
@@ -26,6 +27,9 @@ def look_behind(method: Callable[..., dict[str, Any]]) -> None:
 
 
 def name_of(model: torch.nn.Module, name: str) -> str:
-    """Name of a parameter of `model` in a checkpoint: no wrapper's prefix is in it."""
+    """Name of a parameter of `model` in a checkpoint: no wrapper's prefix is in it.
+
+    name: as `model.named_parameters()` has it.
+    """
     (found,) = _checkpoint._get_fqns(model, name)
     return str(found)

@@ -15,9 +15,9 @@ spin_gpu: Callable[[int], None] = torch.cuda._sleep
 
 
 def cpu_allocations(profile: torch.profiler.profile) -> list[int]:
-    """List the bytes allocated on the CPU while `profile`, with `profile_memory`, ran.
+    """List the bytes of each allocation on the CPU while `profile`, with `profile_memory`, ran.
 
-    They are in the order of time, less than 0 where they were freed.
+    They are in the order of time; memory that was freed is an entry less than 0.
     """
     found = []
     assert profile.profiler is not None  # it has run

@@ -36,7 +36,7 @@ def is_gloo_on_cpu(group: dist.ProcessGroup, device: torch.device) -> bool:
 def all_gather_grouped(
     receive: list[torch.Tensor], send: list[torch.Tensor], group: Any
 ) -> list[dist.Work]:
-    """Begin to gather each tensor of `send` into that of `receive`, in one call of the backend.
+    """Begin to gather each tensor of `send` into its counterpart in `receive`, in one call.
 
     gloo has such a call on CPUs only: on other devices there is one call a tensor. Returns the
     works, all of which have to be waited for.
@@ -51,7 +51,7 @@ def all_gather_grouped(
 
 
 def pretend_ranks(world_size: int) -> None:
-    """Make a default process group of `world_size` ranks, of which only this one exists.
+    """Make a default process group of `world_size` ranks, of which only this one, rank 0, exists.
 
     Collectives over it are done at once and change nothing.
     """
@@ -88,10 +88,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 def group_allocator(
     name: str, device: torch.device
 ) -> Callable[[int, torch.dtype, torch.device], torch.Tensor] | None:
-    """Return a function that allocates memory of the backend's own, of the group called `name`.
+    """Return a function that allocates a tensor in memory of a process group's backend.
 
     Its arguments are the number of elements, the dtype and the device. None if the backend has no
-    such memory.
+    such memory on `device`.
+    name: under which c10d registered the group.
     """
     backend = resolve_group(name)._get_backend(device)
     if not backend.supports_tensor_alloc(device):
@@ -104,11 +105,12 @@ def symmetric_memory(
 ) -> tuple[
     Callable[[int, torch.dtype, torch.device], torch.Tensor], Callable[[torch.Tensor, Any], object]
 ]:
-    """Return two functions for symmetric memory over the group called `name`.
+    """Return two functions for symmetric memory over the process group registered under `name`.
 
     The first allocates: its arguments are the number of elements, the dtype and the device. The
     second has to be called with each buffer, and the group, before the buffer is used. All ranks of
-    the group call all of this.
+    the group call all three.
+    backend: "NCCL" for instance; set for all symmetric memory of this process.
     """
     import torch.distributed._symmetric_memory as symmetric
 

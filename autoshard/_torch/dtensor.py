@@ -45,21 +45,27 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Placement that cuts along `dim` after `split_factor` ranks of later mesh axes have cut it."""
+    """Placement that cuts along `dim` after `split_factor` ranks of later mesh axes have cut it.
+
+    With a `split_factor` of 1 it is `Shard(dim)`.
+    """
     return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
 
 
 def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """Join `meshes`, slices of one mesh, into one mesh of all their axes.
 
-    Raises RuntimeError if they are no slices of one.
+    Raises RuntimeError if they are no slices of one mesh.
     """
     joined: DeviceMesh = DeviceMesh._concatenate(meshes)
     return joined
 
 
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of one axis over all ranks of the axes `names` of `mesh`."""
+    """Return a mesh of one axis over all ranks of the axes `names` of `mesh`.
+
+    Several axes are flattened into one, whose name is theirs joined by "_".
+    """
     if len(names) == 1:
         return mesh[names[0]]
     flat: DeviceMesh = mesh[names]._flatten("_".join(names))

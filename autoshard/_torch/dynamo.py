@@ -28,10 +28,11 @@ break_graph: Callable[[], None] = torch._dynamo.graph_break
 
 
 class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
-    """Exception by which a backend has Dynamo trace the frame again: a module it reads has changed.
+    """Exception that a backend raises to have Dynamo trace the frame again.
 
-    The first base makes Dynamo's frame conversion restart; the second is the one
-    that `call_user_compiler` lets through unwrapped.
+    A module that the frame reads has changed, or the frame's plan has to. The first base makes
+    Dynamo's frame conversion restart; the second is the one that `call_user_compiler` lets through
+    unwrapped.
     """
 
 
@@ -50,7 +51,10 @@ def recompiling(limit: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def compiled_module(module: object) -> torch.nn.Module | None:
-    """Return the module that torch.compile was given, if `module` is that one or its wrapper."""
+    """Return the module in torch.compile's wrapper, or `module` itself after `module.compile()`.
+
+    Returns None for anything else.
+    """
     if isinstance(module, torch._dynamo.OptimizedModule):
         original: torch.nn.Module = module._orig_mod
         return original
@@ -73,8 +77,9 @@ def is_to_local(node: torch.fx.Node) -> bool:
 def more_inputs(graph: torch.fx.Graph, examples: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Add inputs to `graph`, which Dynamo made, for as long as the context lasts.
 
-    examples: example values of the inputs, by name. They come behind the other inputs, which all
-    stand for variables of Dynamo's; as these do not, Dynamo must not see them.
+    They come behind the graph's other inputs. Those stand for variables that Dynamo knows; as the
+    added ones do not, Dynamo must not see them.
+    examples: example values of the inputs to add, by name.
     """
     last = graph.find_nodes(op="placeholder")[-1]
     added: list[torch.fx.Node] = []
@@ -121,11 +126,14 @@ def graph_break() -> tuple[str, str] | None:
 def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
     """Have `torch.compile(fn, backend=backend)` return `callback(fn, compiled, options)` in future.
 
-    fn: what was compiled: a module, a function or a method. For a module there is a second call,
-    with the `forward` of the wrapper that torch.compile made of it.
+    fn: what is compiled: a module, a function or a method. For a module the callback is called
+        twice: first with the module's `__call__`, or a function around it, and what it returns
+        becomes the `forward` of torch.compile's wrapper; then with the module, and the wrapper.
+    compiled: what torch.compile has made of `fn`.
+    options: the backend's; empty if none are given.
 
-    Patched: `torch._dynamo.eval_frame.OptimizeContext.__call__`, for good; it passes by what other
-             backends compile.
+    Patched: `torch._dynamo.eval_frame.OptimizeContext.__call__`, for good; what other backends
+             compile is returned as it is.
     Why:     a backend is called for a graph. torch has no hook for "this was compiled with backend
              X", and a model of which Dynamo captures nothing would train unsharded.
     Tests:   `test_a_backend_is_called_for_graphs_only`, needed; in
@@ -148,7 +156,10 @@ def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], A
 
 
 def _find_backend(context: Any) -> Any:
-    """Find the `_TorchCompileWrapper` of a Dynamo context: the backend's name, mode and options."""
+    """Find the `_TorchCompileWrapper` of a Dynamo context: the backend's name, mode and options.
+
+    Returns None if there is none.
+    """
     found: Any = getattr(context, "callback", None)
     while found is not None and not hasattr(found, "compiler_name"):
         found = getattr(found, "_torchdynamo_orig_backend", None)

@@ -31,7 +31,10 @@ def enter_contract(module: torch.nn.Module) -> None:
 
 
 def contracts(module: torch.nn.Module) -> list[str]:
-    """Names of torch's functions `fully_shard` and `replicate`, if `module` was given to them."""
+    """List which of torch's `fully_shard` and `replicate` were applied to `module`, by name.
+
+    `enter_contract` has entered both for the modules of our units.
+    """
     registry = module.__dict__.get(REGISTRY_KEY, {})
     return [name for name in DATA_PARALLEL if name in registry]
 
@@ -39,8 +42,9 @@ def contracts(module: torch.nn.Module) -> list[str]:
 def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) -> None:
     """Have `torch.distributed.fsdp.fully_shard` find a state of `module`, to reduce gradients with.
 
-    Up to 2.13, torch.distributed.pipelining asks it for the state of a stage.
-    finish: what the state calls to reduce.
+    Up to torch 2.13, torch.distributed.pipelining asks for the state of a stage, and reduces the
+    stage's gradients through it after the last microbatch.
+    finish: called then, without arguments, to reduce them.
 
     Patched: `module`'s entry among the states of torch's composable functions, in its `__dict__`.
     Why:     pipelining takes every `FSDPModule` for one of torch's own. Since 2.14 it calls
@@ -61,6 +65,6 @@ def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) ->
 
 
 def overlap_gathers(module: torch.nn.Module) -> None:
-    """Have FSDP2's `module` go on while it gathers on a CPU, as it does on a GPU."""
+    """Have the gathers of an FSDP2 `module` run beside compute on a CPU, as they do on a GPU."""
     # A method of FSDP2's; to type checkers, what a module lacks is a tensor or a module.
     module._set_unshard_async_op(True)  # type: ignore[operator]

@@ -23,7 +23,8 @@ def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return the generated code of `gm` as a function of a list of inputs, which it empties.
 
     Boxed, an input dies after its last use; passed one by one, the caller's frame
-    would keep every saved activation alive through the whole backward.
+    would keep every saved activation alive through the whole backward. The graph of `gm` generates
+    boxed code from then on.
     """
     from torch.fx.graph import _BoxedCodeGen
 

@@ -19,7 +19,7 @@ from autoshard._torch import aot
 def known_settings(**wanted: object) -> dict[str, object]:
     """Select the settings of `wanted` that this version of torch has.
 
-    wanted: keys of Inductor's config, with `__` for a dot.
+    wanted: values by key of Inductor's config, with `__` for a dot; the result has dots.
     """
     from torch._inductor import config
 
@@ -39,9 +39,12 @@ def compile_frame(
 ) -> tuple[Callable[..., Any], list[str]]:
     """Compile `gm` with Inductor's whole pipeline, changed at two places.
 
-    inner_compile: takes the place of Inductor's compiler of single graphs.
-    joint_pass: runs last over the joint graph, before it is partitioned.
-    key: all that these two depend on besides the graph; None: nothing of the frame is cached.
+    inner_compile: takes the place of Inductor's compiler of single graphs, and has its arguments.
+    joint_pass: runs last over the joint graph, before it is partitioned; it must change the graph
+        in place, as what it returns is ignored.
+    mode: one of Inductor's, or None.
+    key: all that `inner_compile` and `joint_pass` depend on besides the graph. On a hit of
+        AOTAutograd's cache neither is called. None: that cache is not used.
 
     Returns the compiled frame, and the names in Inductor's cache of the graphs in it.
     """
@@ -76,7 +79,9 @@ def compile_frame(
 
 
 def _noting_names(names: list[str]) -> contextlib.AbstractContextManager[object]:
-    """Add to `names` the name in Inductor's cache of each graph that is made or loaded here.
+    """Add to `names`, in this context, the name in Inductor's cache of each graph made or loaded.
+
+    The name of a graph that is not cached is "".
 
     Patched: `torch._inductor.output_code.CompiledFxGraph.post_compile`, which runs for each.
     Why:     on a hit, AOTAutograd's cache runs nothing of ours, and what it returns has no names.
@@ -100,7 +105,10 @@ def compile_graph(
     settings: Mapping[str, object],
     **kwargs: Any,
 ) -> Any:
-    """Compile a single graph with Inductor under `settings`, as its `inner_compile` is called."""
+    """Compile a single graph with Inductor; `kwargs` are those of its `inner_compile`.
+
+    settings: of Inductor's config, for this compilation.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -117,7 +125,10 @@ def cached_as(compiled: Any) -> str | None:
 def keep_nodes_behind(
     graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]
 ) -> None:
-    """Have Inductor keep each node of `after` behind those that it is mapped to."""
+    """Add control dependencies, so that Inductor keeps each node of `after` behind other nodes.
+
+    after: the nodes that a node must stay behind, by that node.
+    """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
@@ -126,9 +137,9 @@ def keep_nodes_behind(
 
 @contextlib.contextmanager
 def tracing_again(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """Allow a graph to be lowered in this context, though the compilation that it is of is over.
+    """Allow a graph to be lowered in this context, after the compilation that made it has ended.
 
-    example_inputs: fake, like the graph's inputs.
+    example_inputs: the graph's, fake; their fake mode is used.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
@@ -137,7 +148,7 @@ def tracing_again(example_inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def fresh_cache() -> contextlib.AbstractContextManager[Any]:
-    """Use an empty Inductor cache in this context; kernels made in it are removed at exit."""
+    """Use an empty Inductor cache in this context, and remove it when the context ends."""
     from torch._inductor import utils
 
     return utils.fresh_cache()

@@ -1,4 +1,4 @@
-"""Modules and optimizers: private methods that a sharded module's class replaces, frames of calls.
+"""Modules and optimizers: private methods that sharded modules' classes replace, frames of calls.
 
 Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -21,15 +21,18 @@ BEFORE_CALL = nn.Module._wrapped_call_impl.__code__
 """Code of the frame around `CALL`, which calls what was compiled, if anything was."""
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes of an optimizer."""
+"""Attributes of an optimizer that hold its hooks, before a step and after it."""
 
 
 def replaced_methods(
     convert: Callable[..., nn.Module], load: Callable[..., None]
 ) -> dict[str, Callable[..., Any]]:
-    """Attributes of a module's subclass, by which `to()` and `load_state_dict()` call these.
+    """Attributes for the subclass of a sharded module: its `_apply` and `_load_from_state_dict`.
 
-    convert: takes the place of `convert_module`, load: that of `load_module`.
+    convert: becomes `_apply`, which `to()`, `half()` and the like call with a function of a tensor.
+    load: becomes `_load_from_state_dict`, which `load_state_dict()` calls for each module.
+    torch passes them the module and the arguments of these methods. They call `convert_module` and
+    `load_module` for what torch itself does.
 
     Patched: `_apply` and `_load_from_state_dict`, of the subclass alone.
     Why:     both put other tensors into parameters that units know. torch's own hooks on loading
@@ -41,20 +44,30 @@ def replaced_methods(
 
 
 def convert_module(original: Any, module: nn.Module, *args: Any) -> nn.Module:
-    """Convert the parameters and buffers of `module`, and below, as its class `original` does."""
+    """Convert the parameters and buffers of `module`, and below, by the `_apply` of `original`.
+
+    original: class of `module`, without our subclass if torch's own conversion is wanted.
+    args: of `_apply`: a function of a tensor, and whether to convert modules below.
+    """
     converted: nn.Module = original._apply(module, *args)
     return converted
 
 
 def load_module(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Load the parameters and buffers of `module` alone, as its class `original` does."""
+    """Load the parameters and buffers of `module` alone, by `original._load_from_state_dict`.
+
+    original: class of `module`, without our subclass.
+    args, kwargs: of that method.
+    """
     original._load_from_state_dict(module, *args, **kwargs)
 
 
 def replaced_weights(read: Callable[[Any], list[Any]]) -> dict[str, property]:
-    """Attributes of a subclass of `nn.RNNBase`, by which `read` gives the weights to forward.
+    """Attributes for a subclass of `nn.RNNBase` whose forward takes its weights from `read`.
 
-    It caches its parameters in a list at construction; forward reads that list.
+    `nn.RNNBase` caches its parameters in the list `_flat_weights`, which its forward reads. This
+    becomes a property that calls `read`, and ignores what is assigned.
+    read: given the module, returns its weights, in the order of `weight_names`.
 
     Patched: `_flat_weights`, of the subclass alone.
     Why:     the list would keep what forward has read unsharded.

@@ -17,7 +17,10 @@ Event = dict[str, Any]
 
 
 def trace_events(plan: Plan, figures: Figures) -> list[Event]:
-    """Events for compute, stalls, collectives and memory of `plan`, as predicted by `figures`."""
+    """Make events for compute, waits, collectives and memory of `plan`, as predicted by `figures`.
+
+    Compute and waits are in one lane; each kind of collective has a lane for each mesh axis.
+    """
     events = [
         _name("process_name", PREDICTED, COMPUTE, f"{plan.graph}, predicted"),
         _name("thread_name", PREDICTED, COMPUTE, "compute"),
@@ -44,9 +47,12 @@ def trace_events(plan: Plan, figures: Figures) -> list[Event]:
 
 
 def measured_events(profile: Path) -> list[Event]:
-    """Events of a profiler's trace, moved to begin at time 0, in a process of their own.
+    """Read the spans of a trace, moved to begin at time 0, as events of process MEASURED.
 
-    Raises ValueError, with the file's path, if it is no such trace.
+    Other events of the trace are left out.
+
+    profile: a file that `torch.profiler` has exported.
+    Raises ValueError, with the file's path, if it is no such trace; OSError if it can't be read.
     """
     try:
         events = json.loads(profile.read_text())["traceEvents"]
@@ -76,4 +82,5 @@ def _span(
 
 
 def _name(what: str, process: int, lane: int, name: str) -> Event:
+    """Make the event that names a process ("process_name") or a lane ("thread_name")."""
     return {"name": what, "ph": "M", "pid": process, "tid": lane, "args": {"name": name}}

@@ -1,11 +1,12 @@
 """Groups of collectives as ops carry them, made of the names under which c10d registers groups.
 
 "0"      the ranks that share the shards of a parameter
-"0+1"    of a reduce: those, then the ranks that hold replicas of this one's shards
+"0+1"    of a reduce: over group "0", then over "1", the ranks that hold replicas of this rank's
+         shards
 "+1"     replicas alone: parameters are not cut
 ""       no other rank
-"0*"     of a reduce, any of these: the user's settings of the unit (hooks, a divide factor, sums
-         that wait for their all-reduce) apply when it is launched
+"0*"     of a reduce, over any of the above: the user's settings of the unit (hooks, a divide
+         factor, sums that wait for their all-reduce) apply when it is launched
 """
 
 from __future__ import annotations
@@ -36,39 +37,47 @@ def is_custom(group: str) -> bool:
 
 
 def shard_part(group: str) -> str:
+    """Name of the group that shares the shards of a parameter; "" if parameters are not cut."""
     return group.rstrip("*").partition("+")[0]
 
 
 def replicate_part(group: str) -> str:
+    """Name of the group that holds replicas; "" if there is none."""
     return group.rstrip("*").partition("+")[2]
 
 
 def size(group: str) -> int:
-    """Number of ranks over which a gradient is averaged, or a parameter gathered."""
+    """Number of ranks in all parts of `group`: those that share shards times the replicas."""
     return shards(group) * _size(replicate_part(group))
 
 
 def shards(group: str) -> int:
-    """Number of shards that a parameter is cut into."""
+    """Number of shards that a parameter is cut into; 1 if it is not cut."""
     return _size(shard_part(group))
 
 
 def shard_rank(group: str) -> int:
-    """Number of this rank's shard: its rank in the group that shares the shards."""
+    """Number of this rank's shard: its rank in the group that shares the shards, 0 if it is alone.
+
+    0 under `pretended`, too.
+    """
     name = shard_part(group)
     return _torch.dist.group_rank(name) if name and not _pretended.get() else 0
 
 
 def local_size(member: Member, group: str) -> tuple[int, ...]:
-    """Size of this rank's shard of `member`."""
+    """Size of this rank's shard of `member`, cut over the shard part of `group`."""
     return member.local_size(shards(group), shard_rank(group))
 
 
 @contextlib.contextmanager
 def pretended(sizes: Mapping[str, int], otherwise: int) -> Iterator[None]:
-    """Let groups have these sizes, by name, and others `otherwise`, this rank the first in each.
+    """Have groups be of given sizes in this context, with this rank as the first in each.
 
-    For graphs whose groups are not there, as those that are read from a text.
+    For graphs whose process groups do not exist, such as graphs read from text.
+
+    sizes: ranks in a group, by its name.
+    otherwise: ranks in every other group.
     """
     before = _pretended.set(lambda name: sizes.get(name, otherwise))
     try:

@@ -51,11 +51,11 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 
 @dataclass(frozen=True)
 class Member:
-    """Parameter in a bucket: its dtype, its unsharded size, and the dim that it is cut along.
+    """Parameter in a bucket: its dtype on the wire, its unsharded size, and the dim that is cut.
 
     Rows are its slices along `dim`. Along a dim other than the first they divide evenly. A scalar,
     of size (), is not cut.
-    shard_dtype: of what comes out of a reduce, if that is not the dtype in which it is summed.
+    shard_dtype: dtype of a reduce's result, if it is not `dtype`, in which gradients are summed.
     on_host: whether the result of a reduce is to lie in host memory, as the parameter's shard does.
     """
 
@@ -110,12 +110,18 @@ class Member:
 
 
 def part_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
-    """Copy the rows of `whole`, which `member` describes, that `rank` holds; contiguous."""
+    """Copy the rows of `whole` that `rank` of `world` holds, or all of a scalar; contiguous.
+
+    whole: unsharded; `member` describes it.
+    """
     return rows_of(whole, member, world, rank).clone(memory_format=torch.contiguous_format)
 
 
 def rows_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
-    """View of the rows of `whole`, which `member` describes, that `rank` holds."""
+    """View of the rows of `whole` that `rank` of `world` holds; `whole` itself if it is a scalar.
+
+    whole: unsharded; `member` describes it.
+    """
     if member.is_scalar:
         return whole
     start = first_row(member.rows, world, rank)

@@ -85,20 +85,22 @@ def event_of(node: fx.Node) -> str | None:
 
 
 def forward_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs of forward in `graph`; in a joint graph the gradients of outputs come after them."""
+    """List the placeholders of `graph` except tangents, which AOTAutograd names `tangents_<n>`."""
     placeholders = graph.find_nodes(op="placeholder")
     return [node for node in placeholders if not node.name.startswith("tangents")]
 
 
 def tangents(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs of a joint graph's backward: the gradients of the graph's outputs."""
+    """List the placeholders of `graph` for gradients of outputs; none if there is no backward."""
     placeholders = graph.find_nodes(op="placeholder")
     return [node for node in placeholders if node.name.startswith("tangents")]
 
 
 def outputs_of(node: fx.Node) -> list[int]:
-    """Numbers of the forward's outputs that a `reduce_grad` or `hold_grad` has its gradient from;
-    none if that is all of them, or unknown."""
+    """List the numbers of forward's outputs from which `node`, a gradient marker, has its gradient.
+
+    Empty if the gradient comes from all of them, or if this is unknown.
+    """
     outputs = node.kwargs.get("outputs", [])
     assert isinstance(outputs, (list, tuple))
     return [int(number) for number in outputs if isinstance(number, int)]
@@ -121,22 +123,29 @@ def before_gather_of(node: fx.Node) -> fx.Node | None:
 
 
 def is_made_here(member: fx.Node) -> bool:
-    """Tell whether `member`, a marker, gathers what the graph has made: a result of
-    `before_gather`, or a copy from the host. A compiler may reuse that memory before the gather is
-    over, so the gather copies it first."""
+    """Tell whether `member`, a marker, gathers a tensor that the graph has made, not an input.
+
+    That is a result of `before_gather`, or a copy from the host that was waited for. A compiler may
+    reuse its memory before the gather is over, so the gather copies it first.
+    """
     return member.all_input_nodes[0].target is operator.getitem
 
 
 def is_preparation(node: fx.Node) -> bool:
-    """Tell whether `node` prepares a launch: a copy to the device, a `before_gather` or its result.
-    A plan does not count it as compute."""
+    """Tell whether `node` prepares a launch: a `before_gather`, its result, a copy to the device.
+
+    A copy is one only if an `unshard` reads it. A plan does not count preparations as compute.
+    """
     if is_to_device(node):
         return any(map(is_unshard, node.users))
     return is_before_gather(node) or before_gather_of(node) is not None
 
 
 def begun_by(node: fx.Node) -> fx.Node | None:
-    """Return the launch of the copy that `node` waits for; None if it takes no such launch."""
+    """Return the launch of copies that `node`, a `wait_load` or `wait_store`, waits for.
+
+    None if its first argument is no launch, or one of the other kind.
+    """
     begun = node.args[0]
     if not isinstance(begun, fx.Node) or begun.target not in (ops.launch_load, ops.launch_store):
         return None
@@ -145,7 +154,7 @@ def begun_by(node: fx.Node) -> fx.Node | None:
 
 
 def is_planned(node: fx.Node) -> bool:
-    """Tell whether a plan places `node`: a marker, what prepares it, or its copy to the host."""
+    """Tell whether a plan places `node`: a marker, a preparation, a gradient's copy to the host."""
     if is_to_host(node):
         return is_reduce_grad(node.all_input_nodes[0])
     return is_marker(node) or is_preparation(node)
@@ -158,9 +167,9 @@ _GROUP_ARGUMENTS = ("group", "group_name", "process_group", "pg")
 def is_barrier(node: fx.Node) -> bool:
     """Tell whether no collective of a plan may be under way across `node`.
 
-    A barrier is an op with an effect, but for checks and lines of text; or one that says that it
-    communicates, by an argument for a group, and is neither ours nor a functional collective of
-    torch; or an op over a graph that has a barrier.
+    Barriers are ops with a registered effect, except checks and prints; ops that have an argument
+    for a process group, except ours and torch's functional collectives; and higher-order ops over a
+    graph that has a barrier.
     """
     if node.op != "call_function":
         return False
@@ -190,7 +199,7 @@ def _takes_group(op: object) -> bool:
 
 
 def graphs_of(node: fx.Node) -> list[fx.Graph]:
-    """Graphs that `node` takes, if it is a higher-order operator."""
+    """List the graphs that `node` takes, if it calls a higher-order operator; else none."""
     owner = node.graph.owning_module
     if owner is None or not isinstance(node.target, _torch.ops.HigherOrderOperator):
         return []
@@ -200,7 +209,8 @@ def graphs_of(node: fx.Node) -> list[fx.Graph]:
 
 
 def op_of(node: fx.Node) -> str:
-    """Name in generated code of the op that `node` calls, seen through wrappers."""
+    """Name, as generated code has it, of the op that `node` calls, seen through the wrappers for
+    effects and for functionalized writes."""
     op = _called(node)
     if isinstance(op, _torch.ops.HigherOrderOperator):
         return f"higher_order.{op.name()}"
@@ -208,7 +218,10 @@ def op_of(node: fx.Node) -> str:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Tell whether a plan counts `node` as compute, and leaves it where it is."""
+    """Tell whether a plan counts `node` as compute, and leaves it where it is.
+
+    That is every node except inputs, the output, and what a plan places (`is_planned`).
+    """
     return node.op not in ("placeholder", "output") and not is_planned(node)
 
 
@@ -216,7 +229,10 @@ _GATHERS = (ops.unshard, ops.launch_load, ops.wait_load, ops.launch_gather, ops.
 
 
 def kind_of(node: fx.Node) -> str:
-    """Kind, "gather" or "reduce", of a marker, a pack, or a node that is an event."""
+    """Kind, "gather" or "reduce", of a marker, a pack, or a node that is an event.
+
+    A copy to the device belongs to a gather, a copy to the host to a reduce.
+    """
     return "gather" if node.target in _GATHERS else "reduce"
 
 

@@ -43,8 +43,8 @@ class ParamInfo:
     unit: name of its unit, unique in one compilation.
     axis: mesh axis that it is sharded over.
     reduce_axis: mesh axes that its gradient is averaged over, "shard" or "shard+replicate".
-    layout: of its gather's bucket, if no planner decides; a bucket is grouped if a member's layout
-        is.
+    layout: "packed" or "grouped", for its gather's bucket if no planner decides; one grouped member
+        makes its bucket grouped.
     """
 
     name: str

@@ -22,37 +22,40 @@
 The markers say *what*; passes decide *how* by replacing them. Markers can also be run: each is one
 collective that is waited for at once, the slowest correct form of a graph.
 
-A member's dtype is that on the wire: a gather casts a shard to it where it is copied in, a reduce
-casts a gradient to it there, and to the shard's ("bf16[7]->f32") where it is copied out. `group`
-names process groups, see `groups.py`. `keep` says that the unsharded parameter is kept for backward
-(`reshard_after_forward=False`). `reduce`, if not empty, is the member and the group of its
-gradient's reduce, where these are not those of the gather. Flags come before them, which
-`Unshard.of` reads:
+A member's dtype is the one on the wire. A gather casts a shard to it where it is copied in; a
+reduce casts a gradient to it where it is copied in, and to the shard's dtype ("bf16[7]->f32") where
+it is copied out. `group` names process groups, see `groups.py`. `keep` says that the unsharded
+parameter is kept for backward (`reshard_after_forward=False`). `reduce` is empty if there are no
+flags, and the gradient is reduced with the member and the group of the gather. Else it has flags,
+which `Unshard.of` reads, then the member and the group of the gradient's reduce:
 
-    "hold"            its gradient is to wait
-    "stay"            the runtime has the parameter unsharded, and keeps it so
-    "cut:2"           backward is to gather it over the group "2"
-    "again"           this is that gather
-    "ask:7"           its shard says itself what is gathered for it: a `before_gather` asks it, and
-                      each piece has a marker. 7 is the runtime's number for the parameter
-    "from_host:cuda"  its shard lives on the host and is gathered on that device; its gradient is
-                      to go there, too: "f32[7]^host"
+    "hold"            the gradient is not reduced here but waits: `hold_grad`
+    "stay"            the runtime has the parameter unsharded, and keeps it unsharded
+    "cut:2"           backward is to gather the parameter over the group "2"
+    "again"           this marker is that gather of backward's
+    "ask:7"           an all-gather extension: a `before_gather` asks the shard what to gather
+                      instead, and each piece has a marker. 7 is the runtime's number for the
+                      parameter
+    "from_host:cuda"  the shard lives on the host and is gathered on device "cuda"; the gradient's
+                      shard goes to the host: "f32[7]^host"
 
 `param` indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
 numbers the buckets of one graph. A ticket is a tensor of one byte: what is packed or in flight is
 held by the runtime, where no compiler can reuse its memory. Packing is an op by itself, so that
 gradients are freed before memory for their sum is allocated. A gather may send a shard that is an
-input of the graph as it is; others it `copies`. A gather that is `grouped` sends each member by
-itself, and copies none of them to or from a shared buffer, but for those that are too small for
-that. The tensors that a copy reads are arguments of its wait, too. No argument depends on the rank.
+input of the graph as it is; with `copies` it copies all shards first, as the graph has made some. A
+`grouped` gather sends each member by itself, and copies none to or from a shared buffer, except
+members too small for that. The tensors that a copy reads are arguments of its wait, too. No
+argument depends on the rank.
 
 Settings that a user may change between a graph's forward and its backward (sums that wait to be
 added to a gradient, hooks, the divide factor) are no part of a graph. Reduces find them by `table`,
 i64[1], an input of the graph: the runtime's number of its table of parameters.
 
-Only a backward itself knows for which of forward's outputs it has a gradient. A gradient that comes
-from some of them lists their numbers in `outputs`; a pack has one entry a member, "0,2 all". Where
-none of these outputs has a gradient, the parameter has none, unless another rank has one for it.
+Only a backward itself knows for which of forward's outputs it has a gradient. If a parameter's
+gradient comes from some of the outputs, not all, its marker lists their numbers in `outputs`; a
+pack has one entry a member, "0,2 all". Where none of the listed outputs has a gradient, the
+parameter has none, unless another rank has one for it.
 
 `declare` gives an op its schema, with a function that makes outputs of the right sizes; what it
 returns is the op as nodes call it. `runtime/compiled/kernels.py` has the implementations, one
@@ -76,9 +79,13 @@ library = torch.library.Library("autoshard", "DEF")
 
 
 def declare(schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Declare an op of the decorated function's name, with `schema` for arguments and results.
+    """Declare the op `autoshard::<name>`, `name` being that of the decorated function.
 
-    The function makes the op's outputs from fake tensors: it computes nothing. Returns the op.
+    The function becomes the op's fake implementation: it makes outputs of the right size, dtype and
+    device, and computes nothing. The decorated name then stands for the op, whose kernel is in
+    `runtime/compiled/kernels.py`.
+
+    schema: of its arguments and results, without the name.
     """
 
     def make(fake: Callable[..., Any]) -> Any:
@@ -105,7 +112,13 @@ _ON_WITH_A_TICKET = "(Tensor ticket, str members, str group, int bucket) -> Tens
 def unshard(
     shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
 ) -> Tensor:
-    """Marker: the unsharded parameter, here."""
+    """Marker: gives the unsharded parameter. Its kernel waits for the gather.
+
+    members: the parameter's dtype and unsharded size, "f32[7,15]".
+    keep: whether the unsharded parameter is kept from forward to backward.
+    param: its number in the compilation's table, -1 before there is one.
+    reduce: how its gradient is reduced, and flags; see `UnshardOptions`.
+    """
     (member,) = read_members(members)
     device = UnshardOptions.read(reduce).host_device or shard.device
     return shard.new_empty(member.size, dtype=member.dtype, device=device)
@@ -121,7 +134,12 @@ def reduce_grad(
     table: Tensor | None = None,
     outputs: Sequence[int] = (),
 ) -> Tensor:
-    """Marker: this rank's part of the reduced gradient, here."""
+    """Marker: gives this rank's shard of the reduced gradient. Its kernel waits for the reduce.
+
+    grad: unsharded.
+    table: the runtime's number of its table of parameters; without it, no user's setting applies.
+    outputs: numbers of the forward's outputs that `grad` comes from; empty for all.
+    """
     return _reduced(grad, members, group)[0]
 
 
@@ -135,13 +153,17 @@ def hold_grad(
     table: Tensor | None = None,
     outputs: Sequence[int] = (),
 ) -> Tensor:
-    """Have the gradient wait for a later backward; gives a shard of zeros."""
+    """Have `grad` wait, for a later backward or the end of this one, and give zeros for its shard.
+
+    If `torch.autograd.grad` asks for this gradient, it does not wait: it is reduced, and its shard
+    given. Arguments: see `reduce_grad`.
+    """
     return nothing(grad, members, group)[0]
 
 
 @declare("(Tensor whole, str members, str group) -> Tensor")
 def cut(whole: Tensor, members: str, group: str) -> Tensor:
-    """This rank's part of an unsharded parameter, over the ranks of `group`."""
+    """Copy this rank's shard out of `whole`, an unsharded parameter that is cut over `group`."""
     (member,) = read_members(members)
     return whole.new_empty(groups.local_size(member, group))
 
@@ -150,7 +172,14 @@ def cut(whole: Tensor, members: str, group: str) -> Tensor:
 def before_gather(
     shard: Tensor, pieces: str, metadata: str, param: int, *, table: Tensor | None = None
 ) -> list[Tensor]:
-    """Pieces that are gathered for a shard which says so itself."""
+    """Call the shard's `fsdp_pre_all_gather`, and give copies of the tensors that it returns.
+
+    These are the tensors to gather in place of the shard, then the tensors in its metadata. Raises
+    RuntimeError if their dtypes and sizes, or the metadata, are not those given.
+
+    pieces: their dtypes and sizes, as when the graph was compiled.
+    metadata: its other values, as text.
+    """
     return [shard.new_empty(piece.size, dtype=piece.dtype) for piece in read_members(pieces)]
 
 
@@ -169,13 +198,18 @@ def launch_gather(
     copies: bool = False,
     grouped: bool = False,
 ) -> Tensor:
-    """Ticket of an all-gather that has begun."""
+    """Launch the all-gather of a bucket, and give its ticket.
+
+    bucket: its number in the graph's plan.
+    copies: whether shards that could be sent as they are get copied first.
+    grouped: whether each member is sent by itself, not packed into one buffer.
+    """
     return _ticket(shards[0])
 
 
 @declare("(Tensor ticket, str members, str group, int bucket) -> Tensor[]")
 def wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
-    """Unsharded parameters of an all-gather, which has ended."""
+    """Wait for an all-gather, and give the unsharded parameters."""
     return [ticket.new_empty(m.size, dtype=m.dtype) for m in read_members(members)]
 
 
@@ -192,25 +226,36 @@ def pack_grads(
     params: Sequence[int] = (),
     outputs: str = "",
 ) -> Tensor:
-    """Ticket of unsharded gradients, copied to the buffer that is sent."""
+    """Copy unsharded gradients to the buffer to be sent, and give a ticket for `launch_reduce`.
+
+    table, params: the runtime's table and the numbers of the parameters in it, by which the user's
+        settings are found.
+    outputs: one entry a gradient, see `show_outputs`; "" if all come from all outputs.
+    """
     return _ticket(grads[0])
 
 
 @declare(_ON_WITH_A_TICKET)
 def launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
-    """Ticket of a reduce-scatter that has begun."""
+    """Launch the reduce-scatter of what was packed under `ticket`, and give another ticket."""
     return _ticket(ticket)
 
 
 @declare(_ON_WITH_A_TICKET)
 def all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
-    """Ticket of an all-reduce over replicas that has begun."""
+    """Launch the all-reduce over replicas of a reduce-scatter's result, and give another ticket.
+
+    ticket: of the reduce-scatter, which the all-reduce waits for.
+    """
     return _ticket(ticket)
 
 
 @declare("(Tensor ticket, str members, str group, int bucket) -> Tensor[]")
 def wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
-    """This rank's parts of the reduced gradients."""
+    """Wait for a reduce, and give this rank's shards of the gradients.
+
+    ticket: of the all-reduce if the group has replicas, else of the reduce-scatter.
+    """
     return _reduced(ticket, members, group)
 
 
@@ -219,37 +264,43 @@ def wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[T
 
 @declare("(Tensor shard, str device) -> Tensor")
 def to_device(shard: Tensor, device: str) -> Tensor:
-    """Copy of a shard on the device."""
+    """Copy a shard of the host to `device`; what is computed there next waits for the copy."""
     return shard.new_empty(shard.shape, device=device)
 
 
 @declare("(Tensor shard) -> Tensor")
 def to_host(shard: Tensor) -> Tensor:
-    """Copy of a shard on the host."""
+    """Copy a gradient's shard to the host, which waits for the copy."""
     return shard.new_empty(shard.shape, device="cpu")
 
 
 @declare("(Tensor[] shards, str device, int bucket) -> Tensor")
 def launch_load(shards: list[Tensor], device: str, bucket: int) -> Tensor:
-    """Ticket of copies to the device that have begun."""
+    """Launch copies of a bucket's shards to `device`, and give a ticket."""
     return _ticket(shards[0], device="cpu")
 
 
 @declare("(Tensor ticket, Tensor[] shards, str device, int bucket) -> Tensor[]")
 def wait_load(ticket: Tensor, shards: list[Tensor], device: str, bucket: int) -> list[Tensor]:
-    """Copies on the device, which compute waits for."""
+    """Have compute on `device` wait for the copies, and give them; the host does not wait.
+
+    shards: those that the launch copies.
+    """
     return [shard.new_empty(shard.shape, device=device) for shard in shards]
 
 
 @declare("(Tensor[] shards, int bucket) -> Tensor")
 def launch_store(shards: list[Tensor], bucket: int) -> Tensor:
-    """Ticket of copies to the host that have begun."""
+    """Launch copies of a bucket's gradients' shards to the host, and give a ticket."""
     return _ticket(shards[0], device="cpu")
 
 
 @declare("(Tensor ticket, Tensor[] shards, int bucket) -> Tensor[]")
 def wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tensor]:
-    """Copies on the host, which the host waits for."""
+    """Have the host wait for the copies, and give them.
+
+    shards: those that the launch copies.
+    """
     return [shard.new_empty(shard.shape, device="cpu") for shard in shards]
 
 
@@ -263,7 +314,7 @@ def _ticket(like: Tensor, *, device: str | None = None) -> Tensor:
 def nothing(like: Tensor, members: str, group: str) -> list[Tensor]:
     """Make shards of zeros that stand for missing gradients, each in the memory of one element.
 
-    They are on the device of `like`, or on the host for members there.
+    They have this rank's rows, and are on the device of `like`, or on the host if `on_host`.
     """
     return [
         like.new_zeros((), dtype=m.shard_dtype or m.dtype, device=_home(m, like)).expand(
@@ -274,7 +325,10 @@ def nothing(like: Tensor, members: str, group: str) -> list[Tensor]:
 
 
 def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
-    """Empty shards, of this rank's rows, on the device of `like` or, if `on_host`, on the host."""
+    """Make uninitialized shards of this rank's rows, one a member of `members`.
+
+    They are on the device of `like`, or on the host if `on_host`.
+    """
     return [
         like.new_empty(
             groups.local_size(m, group), dtype=m.shard_dtype or m.dtype, device=_home(m, like)
@@ -294,12 +348,12 @@ def _home(member: Member, like: Tensor) -> torch.device:
 class UnshardOptions:
     """Options of an `unshard`, its `reduce`: flags, and how its gradient is reduced.
 
-    asks: the runtime's number of a parameter whose shard says what is gathered for it; or "".
-    host_device: the device on which a shard of the host is gathered; or "".
-    stays: the runtime has the parameter unsharded, and keeps it so.
-    waits: its gradient is to wait.
-    smaller_group: over which backward is to gather it; or "".
-    is_again: this is that gather.
+    asks: the runtime's number of a parameter with an all-gather extension; else "".
+    host_device: the device on which a shard that lives on the host is gathered; else "".
+    stays: the runtime has the parameter unsharded, and keeps it unsharded.
+    waits: its gradient is not reduced where it is computed, but waits (`hold_grad`).
+    smaller_group: the group over which backward is to gather it, if not the gather's; else "".
+    is_again: this marker is backward's gather over the smaller group.
     members, group: of its gradient's reduce; "" where they are those of the gather.
     """
 
@@ -313,7 +367,9 @@ class UnshardOptions:
     group: str = ""
 
     def show(self) -> str:
-        """Format as the `reduce` of an `unshard`, whose flags need a member and a group.
+        """Format as the `reduce` of an `unshard`: flags, member, group.
+
+        Returns "" without `members`, even if flags are set: set `members` and `group` with them.
 
         >>> UnshardOptions(smaller_group="2", waits=True, members="f32[7]", group="4").show()
         'hold cut:2 f32[7] 4'
@@ -357,8 +413,9 @@ class UnshardOptions:
 class Unshard:
     """Arguments of an `unshard` node, each with its name.
 
-    is_kept: the unsharded parameter is kept for backward.
+    is_kept: its argument `keep`: the unsharded parameter is kept for backward.
     param: its number in the table of parameters.
+    options: its argument `reduce`.
     """
 
     members: str
@@ -369,7 +426,7 @@ class Unshard:
 
     @classmethod
     def of(cls, node: fx.Node) -> Unshard:
-        """Read the arguments of `node`."""
+        """Read the arguments of `node`, which calls `unshard`."""
         _, members, group, keep, param = node.args
         assert isinstance(param, int)
         options = UnshardOptions.read(str(node.kwargs.get("reduce", "")))
@@ -377,7 +434,11 @@ class Unshard:
 
     @property
     def can_be_kept(self) -> bool:
-        """Tell whether backward would gather the parameter again as forward does."""
+        """Tell whether `keep` may be set: backward would gather the parameter as forward does.
+
+        False for a parameter that is kept already, that the runtime keeps unsharded, or that is
+        gathered over a smaller group in backward, by an extension, or from the host.
+        """
         options = self.options
         is_its_own = options.smaller_group or options.asks or options.host_device
         return not (self.is_kept or options.stays or is_its_own)
@@ -421,7 +482,10 @@ def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, No
 
 
 def gradient(grad: Tensor, members: str, group: str, param: int, reduce: str) -> Tensor:
-    """Apply the marker to `grad`, the gradient of what an `unshard` with these arguments gave."""
+    """Reduce `grad`, the gradient of an `unshard` with these arguments, and return its shard.
+
+    Calls `hold_grad` if `reduce` has the flag "hold", else `reduce_grad`.
+    """
     options = UnshardOptions.read(reduce)
     marker = hold_grad if options.waits else reduce_grad
     shard: Tensor = marker(grad, options.members or members, options.group or group, param)

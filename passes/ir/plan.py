@@ -2,7 +2,7 @@
 
 A plan is a value: frozen, the same on every rank and in every process, made from
 the graph before any collective is in it. Positions count the graph's compute nodes
-(calls that are no markers): an event at position p stands before compute node p.
+(`is_compute`): an event at position p stands before compute node p.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class Bucket:
     """Parameters that share one collective.
 
     kind:    "gather" or "reduce".
-    axis:    mesh axis that it runs over, or both, of a reduce, "shard+replicate".
-    unit:    name of the unit, or of the given list of modules, that it stands for.
+    axis:    mesh axis that it runs over, such as "shard"; for a reduce over replicas, too, both,
+             "shard+replicate"; for a gather over fewer ranks, "inner".
+    unit:    name of its unit, or names of the given modules or of several units, for people.
     names:   its parameters' names, in the order in which they are packed.
     params:  their numbers in the compilation's table.
     members: their dtypes and unsharded sizes, "f32[64,32] f32[64]".
-    layout:  "packed": members are copied into one buffer to be sent, and out of it when they are
-             there; or "grouped": each is sent from where it is to where it is read, in one call.
+    layout:  "packed": members are copied into one buffer to be sent, and out of it after the wait;
+             or "grouped": each is sent from where it is to where it is read, in one call.
     """
 
     kind: str
@@ -65,10 +66,10 @@ class Bucket:
 class Event:
     """Launch of, or wait for, bucket number `bucket`, right before compute node `position`.
 
-    A reduce whose axis is "shard+replicate" has an all-reduce in between. Where shards live on the
-    host, copies of a bucket's shards to the device are launched (load) and waited for (loaded)
-    before the gather; after a reduce's wait, copies to the host are launched (store) and waited for
-    (stored).
+    A reduce over replicas, "shard+replicate", has an all-reduce between the two. Where shards live
+    on the host, copies of a bucket's shards to the device are launched (load) and waited for
+    (loaded) before the gather; after a reduce's wait, copies to the host are launched (store) and
+    waited for (stored).
     """
 
     what: str  # "load", "loaded", "launch", "all_reduce", "wait", "store" or "stored"
@@ -78,8 +79,12 @@ class Event:
 
 @dataclass(frozen=True)
 class BucketFigures:
-    """Predicted times of a bucket's collective: its begin and end, from the graph's start, and for
-    how long compute waits for it. Microseconds."""
+    """Predicted times of a bucket's collective, in microseconds.
+
+    launch_us: when it begins on its link, from the graph's start.
+    finish_us: when it ends, from the graph's start.
+    exposed_us: for how long compute waits for it.
+    """
 
     launch_us: float
     finish_us: float
@@ -92,11 +97,12 @@ class Figures:
 
     makespan_us:    from the graph's first op to its last wait.
     lower_bound_us: time that no plan of the graph can beat; see `planner/bound.py`.
-    binding:        origin of the bound, "compute", "link" or "start-up".
+    binding:        origin of that bound, "compute", "link" or "start-up".
     exposed_us:     part of the makespan for which compute waits for collectives.
     peak_bytes:     of all memory that the graph uses, its inputs included.
-    compute:        (begin, end, first op, one after the last) of ops between two events.
-    memory:         (time, bytes): the most from that time to the next.
+    buckets:        one entry for each of the plan's buckets.
+    compute:        (begin us, end us, first op, one after the last) of ops between two events.
+    memory:         (us, bytes): the most in use from that time to the next entry's.
     """
 
     makespan_us: float
@@ -114,11 +120,12 @@ class Plan:
     """Buckets of one graph, and the order of their launches and waits.
 
     graph:    "forward", "backward" or "inference".
+    bucketing: "per_unit", "none" or "auto", as asked for; "given" for a list of modules.
     num_ops:  compute nodes in the graph.
     schedule: in program order; every bucket is launched once and waited for once, and all-reduced
-        once in between if its axis includes that of replicas.
-    figures:  predicted times and memory; None where costs are unknown. No part of what ranks
-        agree on.
+        once in between if it is reduced over replicas.
+    figures:  predicted times and memory; None where costs are unknown, and then the properties that
+        read them raise ValueError. No part of what ranks agree on.
     """
 
     graph: str
@@ -165,7 +172,7 @@ class Plan:
         return self.figures
 
     def text(self) -> str:
-        """Format the plan as a table, the same on every rank: one line a bucket."""
+        """Format the plan as a table, one line a bucket; on all ranks alike, except for figures."""
         gathers = sum(bucket.kind == "gather" for bucket in self.buckets)
         head = (
             f"{self.graph}: {gathers} gathers, {len(self.buckets) - gathers} reduces, "
@@ -212,8 +219,8 @@ class Plan:
     def to_chrome_trace(self, path: str | Path, *, profile: str | Path | None = None) -> None:
         """Write the predicted timeline for Perfetto or chrome://tracing: compute, links, memory.
 
-        profile: a trace of the same graph, exported by `torch.profiler`; its events are shown
-            beside.
+        profile: a trace of the same graph, exported by `torch.profiler`, to be shown beside the
+            prediction.
         Raises ValueError if the plan has no figures or `profile` is no trace; OSError where a file
         can't be read or written.
         """
@@ -246,13 +253,13 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of what ranks must agree on: which collectives are launched, in which order.
 
-        Positions between compute nodes are not part of it: they move no launch past another.
+        Positions, waits and copies are not part of it: they move no launch past another.
         """
         launches = [(b.kind, b.axis, b.names, b.members, b.layout) for b in self._launched()]
         return hashlib.sha256(json.dumps([self.graph, launches]).encode()).hexdigest()
 
     def launches(self) -> tuple[str, ...]:
-        """Describe the collectives that `digest` covers, in order of launch, one line each."""
+        """Describe the collectives that `digest` covers, one text each, in order of launch."""
         return tuple(
             f"the {self.graph}'s {bucket.layout} {bucket.kind} of {bucket.unit} over {bucket.axis}"
             f" ({', '.join(bucket.names)}: {bucket.members})"

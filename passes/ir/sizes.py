@@ -39,12 +39,14 @@ _FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
 
 
 def read_size(text: str) -> sympy.Expr:
-    """Expression that `text` stands for; an integer is one, too.
+    """Read the size that `text` stands for, an integer or an expression.
 
-    Symbols are `s0`, positive, and `u0`, known at run time. There are `+`, `-`, `*`, `//`, `%`,
-    `**` with an integer of at most `MAX_EXPONENT`, `Max`, `Min`, and torch's divisions by name.
+    Symbols are `s0`, positive, and `u0`, known only at run time. There are `+`, `-`, `*`, `//`,
+    `%`, `**` with an exponent from 1 to `MAX_EXPONENT`, `Max`, `Min`, and torch's divisions, by
+    name.
 
-    Raises ValueError for anything else, and for what is too long.
+    Raises ValueError for anything else, and for a text that is too long, has an integer beyond 64
+    bits, or has too many terms.
 
     >>> read_size("2*s0 + Max(1, s1//3)")
     2*s0 + Max(1, (s1//3))
@@ -61,7 +63,10 @@ def read_size(text: str) -> sympy.Expr:
 
 
 def _build(node: ast.expr) -> tuple[sympy.Expr, int]:
-    """Expression of `node`, and how many terms it has at most when it is multiplied out."""
+    """Build the expression of `node`. Returns it, and the most terms it has when multiplied out.
+
+    Raises ValueError for what `read_size` does not accept.
+    """
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return _in_range(sympy.Integer(value)), 1
@@ -89,6 +94,7 @@ def _build(node: ast.expr) -> tuple[sympy.Expr, int]:
 def _operate(
     op: ast.operator, one: sympy.Expr, other: sympy.Expr, terms: int, more: int
 ) -> tuple[sympy.Expr, int]:
+    """Apply `op` to `one`, which has `terms` terms, and `other`, which has `more`; see `_build`."""
     match op:
         case ast.Add():
             return _in_range(one + other), _limited(terms + more)

@@ -4,7 +4,7 @@
 
 Names are FX node names, so inserting a node changes one line. `parse(render(g))` is
 `g` again: the same ops, arguments, order, dtypes and shapes, symbolic sizes included.
-Process groups print as the mesh axis they run over: c10d's names are counters.
+With `axes`, process groups print as the mesh axis they run over: c10d's names are counters.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ _OPAQUE = "object"  # a value that is no tensor, number or symbol: a mesh, a gen
 def render(graph: fx.Graph, *, axes: Mapping[str, str] | None = None) -> str:
     """Render `graph` as text, one node a line.
 
-    axes: process group name -> mesh axis, to print the latter.
+    axes: process group name -> mesh axis, which is printed in place of the name.
     """
     return "".join(f"{_show_node(node, axes or {})}\n" for node in graph.nodes)
 
 
 def parse(text: str) -> fx.Graph:
-    """Read a graph as `render` writes it. A text is data: nothing that it names is run.
+    """Read a graph from text that `render` has written. A text is data: nothing it names is run.
 
-    Raises ValueError, naming the line that it can't read.
+    Nodes get fake tensors as `meta["val"]`; symbolic sizes get hints of their own.
+    Raises ValueError, naming the line that can't be read.
     """
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), 1):
@@ -90,6 +91,7 @@ def _show_node(node: fx.Node, axes: Mapping[str, str]) -> str:
 
 
 def _show(arg: object, axes: Mapping[str, str]) -> str:
+    """Format an argument of a node; a process group's name as its axis."""
     if isinstance(arg, fx.Node):
         return f"%{arg.name}"
     if isinstance(arg, (list, tuple)):
@@ -107,6 +109,7 @@ def _show(arg: object, axes: Mapping[str, str]) -> str:
 
 
 def _show_op(target: Any) -> str:
+    """Format what a node calls: "aten.mm", "getitem", "hop.cond", "python.torch.sym_max"."""
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, _torch.ops.OpOverload):
@@ -121,6 +124,7 @@ def _show_op(target: Any) -> str:
 
 
 def _show_type(value: Any) -> str:
+    """Format the type of a node's result: "f32[7]@cuda", "(f32[7], i64[1])", "sym(s0)", "int"."""
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type in ("cpu", "meta") else f"@{value.device.type}"
         return f"{DTYPE_NAMES[value.dtype]}[{','.join(map(str, value.shape))}]{where}"
@@ -144,6 +148,7 @@ class _Reader:
         self._sizes: dict[str, Any] = {}
 
     def read_line(self, line: str) -> None:
+        """Add the node that `line` describes. May raise anything in `_UNREADABLE`."""
         if len(line) > _MAX_LINE:
             raise ValueError(f"a line of {len(line)} characters is too long: at most {_MAX_LINE}")
         line, source = _split_comment(line)
@@ -175,6 +180,7 @@ class _Reader:
         return self._build(ast.parse(text, mode="eval").body)
 
     def _build(self, node: ast.expr) -> Any:
+        """Build the argument that `node`, a literal or the name of a node, stands for."""
         match node:
             case ast.Call(func=ast.Name(id="slice"), args=args):
                 return slice(*map(self._build, args))
@@ -196,6 +202,7 @@ class _Reader:
         return ast.literal_eval(node)
 
     def _type(self, text: str, depth: int = 0) -> Any:
+        """Make an example of the type that `text` names: a fake tensor, a list, a symbol, ..."""
         if text.startswith("("):
             if depth == _MAX_DEPTH:
                 raise ValueError(f"a type is nested deeper than {_MAX_DEPTH}")
@@ -214,6 +221,7 @@ class _Reader:
         return values[text]
 
     def _size(self, text: str) -> Any:
+        """Make the integer, or symbolic integer, that `text` stands for."""
         if text.lstrip("-").isdigit():
             return int(text)
         if text not in self._sizes:
@@ -224,8 +232,10 @@ class _Reader:
         return self._sizes[text]
 
     def _declare(self, symbol: sympy.Symbol) -> None:
-        """Declare a symbol that the shape environment has not made itself: its range, and a hint
-        unless it is unbacked."""
+        """Declare a symbol that the shape environment has not made itself.
+
+        It gets a range and, unless it is unbacked ("u0"), a hint.
+        """
         if symbol.name.startswith("u"):
             self._shapes.var_to_range[symbol] = _torch.fx.ValueRanges(0, _torch.fx.int_oo)
             self._shapes.size_like.add(symbol)
@@ -281,7 +291,10 @@ def _split(text: str) -> list[str]:
 
 
 def _read_op(text: str) -> Any:
-    """Operator, or function of sizes, that `text` names. Raises ValueError for any other thing."""
+    """Look up the operator, or function of sizes, that `text` names.
+
+    Raises ValueError for another function, AttributeError for an operator that torch does not have.
+    """
     if text == "getitem":
         return operator.getitem
     namespace, _, rest = text.partition(".")

@@ -25,14 +25,15 @@ def verify(gm: fx.GraphModule) -> None:
     """Raise ValueError, naming the node, unless all of these hold:
 
     - every launch has exactly one wait, for the same kind, members, group and bucket, through an
-      all-reduce where the group has a part for replicas, and only there;
-    - a reduce launches what was packed for it alone, of the same members, group and bucket;
+      all-reduce if it is a reduce whose group has replicas, and only then;
+    - a launch of a reduce takes a pack that nothing else takes, of the same members, group and
+      bucket;
     - the ticket of a launch goes to its all-reduce or wait, and nowhere else;
     - bucket numbers are unique;
-    - every copy that is launched has exactly one wait, with the same tensors;
-    - no collective is under way where a barrier stands: see `is_barrier`;
-    - launches and waits stand in the order of the graph's plan, if it has one and its buckets are
-      in place.
+    - every launch of copies has exactly one wait, with the same tensors;
+    - no collective is between its launch and its wait where a barrier stands: see `is_barrier`;
+    - launches and waits stand in the order of the graph's plan, if it has one and collectives have
+      been inserted.
     """
     events: list[tuple[str, int]] = []
     nodes: list[fx.Node] = []
@@ -78,12 +79,17 @@ def verify(gm: fx.GraphModule) -> None:
 
 
 def _check_ticket(node: fx.Node) -> None:
+    """Raise ValueError unless `node` takes the ticket of a launch or an all-reduce."""
     ticket = node.args[0]
     if not (isinstance(ticket, fx.Node) and (is_launch(ticket) or is_all_reduce(ticket))):
         raise ValueError(f"%{node.name} waits for {ticket!r}, which is no launch")
 
 
 def _check_launch(node: fx.Node, launched: set[int]) -> None:
+    """Raise ValueError unless `node`, a launch, and what follows it are as `verify` says.
+
+    launched: buckets that were launched before.
+    """
     if bucket_of(node) in launched:
         raise ValueError(f"%{node.name} launches bucket {bucket_of(node)} a second time")
     if kind_of(node) == "reduce":
@@ -104,6 +110,7 @@ def _check_launch(node: fx.Node, launched: set[int]) -> None:
 
 
 def _check_copy(node: fx.Node) -> None:
+    """Raise ValueError unless one wait, of the same tensors, takes `node`, a launch of copies."""
     users = list(node.users)
     if len(users) != 1 or begun_by(users[0]) is not node or users[0].args[1:] != node.args:
         names = ", ".join(f"%{user.name}" for user in users) or "nothing"
@@ -111,6 +118,7 @@ def _check_copy(node: fx.Node) -> None:
 
 
 def _check_same(node: fx.Node, following: fx.Node) -> None:
+    """Raise ValueError unless both have the same kind, members, group and bucket."""
     for what, of in (
         ("kind", kind_of),
         ("members", members_of),

@@ -15,15 +15,18 @@ Arguments = Mapping[fx.Node, tuple[Any, Any]]
 
 
 def arguments(graph: fx.Graph) -> Arguments:
-    """Arguments that each node has now, by which `verify_changed` finds what a pass has changed."""
+    """Map each node to its (args, kwargs): taken before a pass, for `verify_changed` after it."""
     return {node: (node.args, node.kwargs) for node in graph.nodes}
 
 
 def verify_changed(graph: fx.Graph, before: Arguments) -> None:
     """Raise ValueError, naming the node, where shapes or dtypes are no longer what `meta` says.
 
-    A node that takes another node than `before` must find the same shape and dtype there. A node
-    that is new, or has other arguments changed, is run again on fake tensors.
+    Where a node takes another node than it did in `before`, both must be alike in shape and dtype.
+    A call that is new, or has other arguments changed, is run again on the fake tensors in `meta`,
+    and its result compared; a call without "val" is not.
+
+    before: see `arguments`.
     """
     for node in graph.nodes:
         then, now = before.get(node), (node.args, node.kwargs)
@@ -52,6 +55,7 @@ def _taken(arguments: Any) -> list[fx.Node]:
 
 
 def _check_taken(node: fx.Node, then: list[fx.Node], now: list[fx.Node]) -> None:
+    """Raise ValueError unless each input in `now` has the shape and dtype of that in `then`."""
     for old, new in zip(then, now, strict=True):
         if old is new:
             continue
@@ -63,6 +67,7 @@ def _check_taken(node: fx.Node, then: list[fx.Node], now: list[fx.Node]) -> None
 
 
 def _run_again(node: fx.Node) -> Any:
+    """Call what `node` calls, on the fake tensors of its inputs, in their mode."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     leaves = _torch.tensors.tree_leaves((args, kwargs))

@@ -5,9 +5,9 @@ Inductor may reorder nodes three times: in its own graph passes, in its schedule
 
 - the passes that move collectives, or reorder for locality or peak memory, are switched off
   (SETTINGS);
-- the planned order is applied again to the last graph before lowering, and launches and waits are
-  chained by control dependencies. Compute is never chained: that would cost fusion;
-- the generated code is read, and must hold the launches and waits in that order.
+- the planned order is applied again to the last graph before lowering: launches, waits, packs and
+  barriers are chained by control dependencies. Compute is not chained: that would cost fusion;
+- the generated code is read, and must hold the launches, waits and barriers in that order.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class OrderError(RuntimeError):
 
 
 def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile `gm`, a planned graph, with Inductor; `kwargs` are those of its `inner_compile`.
+    """Compile `gm`, a planned graph, with Inductor, and return what its `inner_compile` returns.
 
+    kwargs: those of `inner_compile`.
     Raises OrderError if the generated code departs from the planned order.
     """
     planned = planned_order(gm.graph)
@@ -66,8 +67,8 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
 
 
 Order = list[tuple[str, str, int]]
-"""(what, "gather" or "reduce", bucket) of the events of a plan, in program order; and ("barrier",
-its op, 0) of what no collective may cross.
+"""Events and barriers in program order: (what, "gather" or "reduce", bucket) for an event of a
+plan, ("barrier", its op, 0) for a barrier.
 """
 
 
@@ -75,7 +76,10 @@ _ARRIVED = {"load": "loaded", "store": "stored"}
 
 
 def planned_order(graph: fx.Graph) -> Order:
-    """List the launches, all-reduces, waits, copies and barriers of `graph`, in program order."""
+    """List the launches, all-reduces, waits, copies and barriers of `graph`, in program order.
+
+    Without higher-order ops over graphs: the code of those graphs stands elsewhere.
+    """
     found: Order = []
     for node in graph.nodes:
         what = event_of(node)
@@ -94,7 +98,10 @@ _COPY = re.compile(r"autoshard\.(launch|wait)_(load|store)\.default\(.*, (\d+)\)
 
 
 def check_order(source: str, planned: Order) -> None:
-    """Raise OrderError unless `source`, generated Python, launches and waits as `planned`."""
+    """Raise OrderError unless `source`, generated Python, has the events and barriers of `planned`.
+
+    They must be the same ones, in the same order. Lines that are comments don't count.
+    """
     found: Order = []
     barriers = {op for what, op, _ in planned if what == "barrier"}
     for line in source.splitlines():
@@ -125,13 +132,14 @@ def _event(order: Order, at: int) -> str:
 
 
 class KeepOrder(_torch.inductor.CustomGraphPass):
-    """Pass for Inductor that chains each pack, launch and wait to the one before, and to the
-    compute planned before it.
+    """Pass for Inductor that applies `keep_order` to the last graph before lowering.
 
     Its `uuid` is part of the key in Inductor's cache. It covers the sizes that our ops return: a
-    shard may have more rows on one rank than on another, in graphs whose inputs are alike. And it
+    shard may have more rows on one rank than on another, in graphs whose inputs are alike. It also
     covers the plan, with its figures, which is found again by the graph's name in that cache
     (`plan_cache.py`).
+
+    planned: graph with collectives, as it is handed to Inductor.
     """
 
     def __init__(self, planned: fx.Graph, plan: Plan | None) -> None:
@@ -153,10 +161,11 @@ def _namespace(node: fx.Node) -> str:
 
 
 def keep_order(graph: fx.Graph) -> None:
-    """Add control dependencies, so that an event comes after the event and the op before it.
+    """Add control dependencies that keep launches, waits, packs and barriers in their order.
 
-    The op after an event needs none: it reads a wait of the plan anyway, or the next event depends
-    on it.
+    Each of these events depends on the event before it, and on the last compute op between the
+    two. Compute needs no dependency: it reads a wait of the plan anyway, or the next event depends
+    on it. Nodes that Inductor looks for, to rewrite them, get none.
     """
     after: dict[fx.Node, list[fx.Node]] = {}
     event: fx.Node | None = None
@@ -180,10 +189,10 @@ def _is_rewritten(node: fx.Node) -> bool:
 
 
 def _as_tensor(event: fx.Node) -> fx.Node | None:
-    """Return a node that stands for `event` in dependencies; None if there is none.
+    """Return a node that stands for `event` in dependencies; None if it gives no tensor.
 
-    This is `event` if it gives a tensor, else the first tensor of its list, which is moved right
-    behind it: torch 2.11 does not see a list as a dependency.
+    This is `event` if it gives one tensor, else the `getitem` of a tensor of its list, which is
+    moved right behind it: torch 2.11 does not see a list as a dependency.
     """
     if isinstance(event.meta.get("val"), torch.Tensor):
         return event

@@ -1,8 +1,8 @@
 """Lower bound on the time of all decisions, whatever their buckets, order, layout or memory.
 
 Ops 0 to N - 1 take c_i, one after another. A(i) is the time on a link of all that must have been
-gathered before op i, R(j) of all gradients made by op j or later; each comes with at least one
-start-up alpha. Then no step takes less than
+gathered before op i, R(j) the time of all gradients made by op j or later; each comes with at least
+one start-up alpha. Then no step takes less than
 
     compute    C(0..N)
     link       alpha + A(N)  +  alpha + R(0)                           where both use one link
@@ -23,14 +23,20 @@ from autoshard.passes.planner.problem import Item, Problem
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bound, and its origin: "compute", "link" or "start-up"."""
+    """Lower bound on the time of all decisions.
+
+    binding: its origin, "compute", "link" or "start-up"; see the file's docstring.
+    """
 
     time_us: float
     binding: str
 
 
 def lower_bound(problem: Problem) -> Bound:
-    """Return the largest of the three bounds; of equal ones, the first."""
+    """Return the time that no decision about `problem` can beat: the largest of the three bounds.
+
+    Of equal ones, the first in the order compute, link, start-up.
+    """
     compute = problem.compute_us[-1]
     heads = _heads(problem)
     tails = _tails(problem)
@@ -61,7 +67,7 @@ def _link_names(problem: Problem) -> list[str]:
 
 
 def _total(problem: Problem, items: Iterable[Item], name: str) -> float:
-    """Microseconds that all items which pass link `name` take on it, in one bucket."""
+    """Microseconds on link `name` of all `items` that pass it, with one start-up for them all."""
     alphas, total = [], 0.0
     for item in items:
         for link in problem.costs.links[item.bucket_class]:
@@ -72,7 +78,7 @@ def _total(problem: Problem, items: Iterable[Item], name: str) -> float:
 
 
 def _heads(problem: Problem) -> dict[int, float]:
-    """Map positions to the least time to gather all that is read there or before."""
+    """Map each position of a first use to the least time to gather all that is read by then."""
     heads: dict[int, float] = {}
     for name in _link_names(problem):
         alpha, total = float("inf"), 0.0
@@ -86,7 +92,7 @@ def _heads(problem: Problem) -> dict[int, float]:
 
 
 def _tails(problem: Problem) -> dict[int, float]:
-    """Map positions to the least time to reduce all gradients made right before or later."""
+    """Map each position `p` to the least time to reduce all gradients made by op p - 1 or later."""
     tails: dict[int, float] = {}
     for name in _link_names(problem):
         alpha, total = float("inf"), 0.0

@@ -23,7 +23,10 @@ LAYOUTS: Mapping[str, Sequence[str]] = {"gather": (PACKED, GROUPED), "reduce": (
 class Link:
     """Cost of one kind of collective over one group.
 
-    name: collectives with the same name wait for each other.
+    name: of the physical link; collectives on one link run one after another.
+    alpha_us: start-up of a collective.
+    us_per_byte: for each unsharded byte of the bucket.
+    member_us: for each further member of a grouped bucket.
     """
 
     name: str
@@ -32,13 +35,14 @@ class Link:
     member_us: float
 
     def time_us(self, num_bytes: int, num_members: int, layout: str) -> float:
+        """Microseconds of a collective of `num_bytes`, unsharded, without copies around it."""
         extra = (num_members - 1) * self.member_us if layout == GROUPED else 0.0
         return self.alpha_us + num_bytes * self.us_per_byte + extra
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of all bucket classes of a graph; one collective can carry what is of one class.
+    """Costs of all bucket classes of a graph. The items of one bucket are of one class.
 
     links:            collectives of a class, one after another: a reduce over replicas has two.
     shards:           ranks that parameters of a class are sharded over.
@@ -57,25 +61,32 @@ class Costs:
     call_us: float = 0.0
 
     def is_shared(self, kind: str, num_members: int, layout: str) -> bool:
-        """Tell whether members are copied to a shared buffer (and a gather's out of it, too)."""
+        """Tell whether members are copied to a shared buffer before a launch.
+
+        If so, a gather's members are also copied out of it after the wait.
+        """
         if layout == GROUPED:
             return False
         return num_members > 1 or (kind == "reduce" and not self.divides)
 
     def copy_in_us(self, kind: str, bucket_class: str, num_bytes: int) -> float:
-        """Microseconds to copy `num_bytes`, unsharded, before a launch: a gather copies shards."""
+        """Microseconds to copy what is sent before a launch: gradients, or shards for a gather.
+
+        num_bytes: of the parameters or gradients, unsharded.
+        """
         part = num_bytes / self.shards[bucket_class] if kind == "gather" else num_bytes
         return 2 * part * self.copy_us_per_byte
 
     def copy_out_us(self, num_bytes: int) -> float:
-        """Microseconds to copy `num_bytes` after a gather's wait."""
+        """Microseconds to copy unsharded parameters of `num_bytes` after a gather's wait."""
         return 2 * num_bytes * self.copy_us_per_byte
 
     def hand_out_us(self, bucket_class: str, num_bytes: int, layout: str) -> float:
         """Microseconds to copy gradients' shards out of the shared buffer, after a reduce's wait.
 
-        num_bytes: of the gradients, unsharded. 0 where collectives divide: shards are then views of
-            the buffer.
+        0 for a grouped bucket, and where collectives divide: shards are then views of the buffer.
+
+        num_bytes: of the gradients, unsharded.
         """
         if self.divides or layout == GROUPED:
             return 0.0

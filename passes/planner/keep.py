@@ -1,8 +1,8 @@
 """Choose parameters to keep unsharded from forward to backward: more memory for fewer gathers.
 
-Parameters that forward gathers last, backward reads first: they are kept for the shortest time. So
-units are taken from the end of forward on, more and more of them. Each time, forward and backward
-are simulated with one bucket a unit, for their time and memory.
+The parameters that forward gathers last are the first that backward reads: they are kept for the
+shortest time. So more and more units are tried, from the end of forward on. Each time, forward and
+backward are simulated with one bucket a unit, for their time and memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ GROWTH = 1.25  # from one number of units that is tried to the next
 def worth_keeping(
     forward: Problem, backward: Problem, candidates: Collection[str], budget_bytes: float
 ) -> tuple[str, ...]:
-    """Names of the parameters that are best kept, in order of first use.
+    """Return the names of the parameters that are best kept, in order of first use.
 
-    The best choice has fewest bytes beyond the budget, then least time of forward and backward
-    together.
+    Considered are candidates that backward gathers again. The best choice has the fewest bytes
+    beyond the budget, then the least time of forward and backward together. It is empty if no
+    choice is better than to keep nothing, so that keeping never adds bytes beyond the budget.
 
     candidates: names of parameters that may be kept.
-    budget_bytes: of all memory, beyond which keeping never goes further.
+    budget_bytes: for all memory of a graph: of forward, and of backward.
     """
     again = {item.name for item in backward.gathers} & set(candidates)
     units = dict.fromkeys(item.unit for item in reversed(forward.gathers) if item.name in again)
@@ -44,6 +45,7 @@ def worth_keeping(
 
 
 def _counts(most: int) -> Iterator[int]:
+    """Yield the numbers of units to try: from 1 on, larger by `GROWTH` each, and at last `most`."""
     count = 1
     while count < most:
         yield count

@@ -1,4 +1,4 @@
-"""Schedule of FSDP2: one bucket a unit, gathers one unit ahead, one reduce in flight."""
+"""Schedule of FSDP2: one bucket a unit, gathers one bucket ahead, one reduce in flight."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from autoshard.passes.planner.simulate import SimulatedBucket, Timeline, make_bu
 
 
 def per_unit(problem: Problem) -> Timeline:
-    """Simulate one bucket a unit, gathered one unit ahead, with one reduce in flight.
+    """Simulate one bucket a unit, gathered one bucket ahead, with one reduce in flight.
 
-    A unit of several bucket classes or segments has a bucket for each.
+    A gather is launched at the first use of the bucket before, or as soon after as its shards are
+    there. A reduce is launched as soon as its gradients are there, and waited for right before the
+    next reduce is launched, or where its result is read first. A unit of several bucket classes or
+    segments has a bucket for each. No budget is kept to.
     """
     gathers, reduces = unit_buckets(problem)
     placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
@@ -31,7 +34,10 @@ def per_unit(problem: Problem) -> Timeline:
 
 
 def unit_buckets(problem: Problem) -> tuple[list[SimulatedBucket], list[SimulatedBucket]]:
-    """Buckets of gathers and of reduces: one a unit, bucket class and segment."""
+    """Make the packed buckets of gathers and of reduces: one a unit, bucket class and segment.
+
+    Gathers are in order of first use, reduces in order of readiness.
+    """
     return (
         _by_unit(problem, "gather", problem.gathers),
         _by_unit(problem, "reduce", problem.reduces),

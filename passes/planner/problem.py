@@ -21,17 +21,18 @@ from autoshard.passes.planner.costs import Costs
 class Item:
     """Parameter to gather, or gradient to reduce.
 
-    bucket_class:   items of one bucket have the same: kind, group, dtype, place.
+    bucket_class: kind, group, dtype and place, the same for all items of a bucket.
     num_bytes: of the unsharded tensor, on the wire.
     ready:     the first position at which it may be launched.
-    used:      the first position at which its result is read, or which it must not pass; `num_ops`
-        if there is none.
-    freed:     the first position at which the unsharded parameter is needed no more.
+    used:      the last position at which it may be waited for: its result is first read there, or a
+        barrier stands there; `num_ops` if neither comes.
+    freed:     the first position at which the unsharded parameter is needed no more; `num_ops + 1`
+        if it outlives the graph. For a gradient, the same as `used`.
     segment:   number of barriers before those positions; a bucket is in one segment.
-    is_copied_in:  whether a gather copies its shard even if that is sent alone: to another dtype,
-        or because it is made in the graph.
-    is_copied_out: whether its unsharded parameter is copied even if it arrives alone: shards along
-        other dims than the first do not lie as they are read.
+    is_copied_in:  whether a gather copies its shard even if it is the only member of its bucket: to
+        another dtype, or because the graph has made it.
+    is_copied_out: whether a gather copies its unsharded parameter even if it is the only member:
+        shards along another dim than the first do not lie as they are read.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Item:
 class Problem:
     """Graph as its planner sees it.
 
+    graph:      "forward", "backward" or "inference".
     op_us:      time of each compute op, in program order.
     live_bytes: memory in use at each op, without gathered parameters and unreduced gradients.
     gathers:    in order of first use.
@@ -69,12 +71,12 @@ class Problem:
 
     @cached_property
     def compute_us(self) -> tuple[float, ...]:
-        """Microseconds of all ops before each position, the end included."""
+        """Microseconds of all ops before each position, 0 to `num_ops`."""
         return tuple(itertools.accumulate(self.op_us, initial=0.0))
 
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:
-        """Bytes of all gradients that are there at each position, or have been."""
+        """Bytes of all unsharded gradients made before each position, including reduced ones."""
         made = [0] * (self.num_ops + 1)
         for item in self.reduces:
             made[item.ready] += item.num_bytes
@@ -82,7 +84,7 @@ class Problem:
 
     @cached_property
     def made_shard_bytes(self) -> tuple[int, ...]:
-        """Bytes of the shards of the gradients in `made_bytes`, at each position."""
+        """Bytes of one rank's shards of the gradients in `made_bytes`, at each position."""
         made = [0] * (self.num_ops + 1)
         for item in self.reduces:
             made[item.ready] += -(-item.num_bytes // self.costs.shards[item.bucket_class])
@@ -90,7 +92,7 @@ class Problem:
 
     @cached_property
     def freed_bytes(self) -> tuple[int, ...]:
-        """Bytes of all unsharded parameters that are needed no more at each position."""
+        """Bytes of all unsharded parameters that are no longer needed at each position."""
         freed = [0] * (self.num_ops + 1)
         for item in self.gathers:
             if item.freed <= self.num_ops:
@@ -99,8 +101,11 @@ class Problem:
 
     @cached_property
     def _peaks(self) -> list[list[int]]:
-        """Table of the most bytes in use over 2 ** k ops from each on, in row k. All gradients made
-        until then count, gathered parameters do not; those that are freed are subtracted."""
+        """Table whose row k has the most bytes in use at the 2 ** k ops from each op on.
+
+        Counted are values in `live_bytes`, and all gradients made so far. Gathered parameters are
+        not, and those that were freed by then are subtracted.
+        """
         live = (*self.live_bytes, 0)
         made = (*self.made_bytes[1:], self.made_bytes[-1])
         rows = [[a + b - c for a, b, c in zip(live, made, self.freed_bytes, strict=True)]]
@@ -110,13 +115,18 @@ class Problem:
         return rows
 
     def peak_bytes(self, begin: int, end: int) -> int:
-        """Most bytes in use at ops `begin` to `end`, the latter not included, without gathered
-        parameters: values that live there and gradients made since `begin`, less parameters that
-        are freed by then. The caller adds the bytes of all parameters that were ever gathered."""
+        """Most bytes in use at ops `begin` to `end` - 1, without gathered parameters.
+
+        Counted are values that live there, and gradients made since `begin`; unsharded parameters
+        that are freed by then are subtracted. So the caller adds the bytes of all parameters that
+        were ever gathered, and of gradients from before.
+
+        begin, end: `begin` < `end`, at most `num_ops + 1`: the end of the graph counts as an op.
+        """
         row = (end - begin).bit_length() - 1
         peaks = self._peaks[row]
         return max(peaks[begin], peaks[end - (1 << row)]) - self.made_bytes[begin]
 
     def peak_op(self, begin: int, end: int) -> int:
-        """First of the ops `begin` to `end` (not included) at which `peak_bytes` is reached."""
+        """First of the ops `begin` to `end` - 1 at which `peak_bytes` is reached."""
         return max(range(begin, end), key=self._peaks[0].__getitem__)

@@ -1,14 +1,16 @@
 """Find the best contiguous buckets of gathers of one class, exactly, where memory is no limit.
 
 Items 0 to n - 1 are in order of first use; the ops between the first uses of item j and of item j +
-1 take c_j. A bucket of items i to j - 1 has crossed the link once all before it have; with copies,
+1 take c_j. Buckets cross the link one after another; crossed(j) is the time at which the bucket of
+items i to j - 1 has crossed it. The ops from the first use of item i to that of item j finish at
 
     finish(j) = max(finish(i), crossed(j)) + call + copies(i..j) + c_i + ... + c_(j-1)
 
 This is a flow shop of two machines with set-up times. A state is (items placed, time crossed,
 compute finished): of two with the same items placed, one that is no earlier in either time is
 dropped, and so is any that can't beat the best known result. The states that are left are searched
-item by item: the result is exact, as both times only grow with those before.
+item by item. The result is exact, as a state that is later in both times never leads to an earlier
+end.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ EFFORT = 200_000  # steps of the search: some 0.2 s
 class Programme:
     """Result of `best_buckets`.
 
-    ends: where buckets end, in items.
-    time_us: time of the formula.
-    is_exact: whether no other buckets take less.
+    ends: for each bucket, the number of items in it and in all buckets before.
+    time_us: time at which compute ends, by the formula of the file's docstring.
+    is_exact: whether it is sure that no other buckets take less.
     """
 
     ends: tuple[int, ...]
@@ -37,10 +39,14 @@ class Programme:
 
 
 def best_buckets(problem: Problem, items: Sequence[Item], layout: str) -> Programme:
-    """Find the best buckets of gathers of one class, in order of first use, all in `layout`.
+    """Find the best buckets of `items`, all in `layout`, if memory is no limit.
 
-    Beyond `EFFORT` steps only bucket lengths of 1, 2, 3, 4, 6, 8, 12, ... are tried, from as many
-    states an item as that many steps allow, and `is_exact` is False.
+    Where an exact search takes more than `EFFORT` steps, another one follows, and `is_exact` is
+    False: it tries bucket lengths of 1, 2, 3, 4, 6, 8, 12, ... alone, and goes on from the best few
+    states an item, as many as `EFFORT` steps allow.
+
+    items: gathers of one bucket class, in order of first use; at least one.
+    layout: "packed" or "grouped".
     """
     table = _Table(problem, items, layout)
     known = min(table.capped(), key=lambda found: found.time_us)
@@ -83,13 +89,18 @@ class _Table:
         self.compute = [problem.compute_us[position] for position in uses]
 
     def step(self, crossed: float, finished: float, i: int, j: int) -> tuple[float, float]:
-        """Time crossed and compute finished, once items i to j - 1 have been one bucket."""
+        """Return both times after a bucket of items i to j - 1 has been added.
+
+        crossed: when the link is done with all buckets before.
+        finished: when compute is done with all ops before item i's first use.
+        """
         crossed += self.alpha + self.crossing[j] - self.crossing[i] + (j - i - 1) * self.member
         copies = self.sharing if self.is_packed and j - i > 1 else self.copying
         busy = self.call + copies[j] - copies[i] + self.compute[j] - self.compute[i]
         return crossed, max(finished, crossed) + busy
 
     def time_us(self, ends: Sequence[int]) -> float:
+        """Time at which compute ends, with buckets that end at `ends`."""
         crossed, finished, i = 0.0, self.compute[0], 0
         for j in ends:
             crossed, finished = self.step(crossed, finished, i, j)
@@ -97,7 +108,10 @@ class _Table:
         return finished
 
     def capped(self) -> list[Programme]:
-        """Buckets filled up to a cap, for caps from one byte to more than all, by doubling."""
+        """List buckets filled up to a cap, for caps that double from one byte to more than all.
+
+        An item that is larger than the cap is a bucket by itself.
+        """
         found, cap = [], 1
         while cap < 2 * self.bytes[-1]:
             ends = []
@@ -118,11 +132,15 @@ class _Table:
         effort: int | None = None,
         width: int | None = None,
     ) -> Programme | None:
-        """Return the best buckets with such lengths; None if that takes more than `effort` steps.
+        """Return the best buckets whose lengths are in `lengths`, or `known` if none is faster.
 
-        known: buckets to beat, which are returned if nothing does.
-        width: of the states with the same items placed, this many are gone on with: those that
-            could end first, if nothing but compute, or nothing but the link, took time from there.
+        `is_exact` of the result is True, whatever `lengths` and `width` leave out. Returns None if
+        the search takes more than `effort` steps.
+
+        lengths: numbers of items that a bucket may have, ascending.
+        known: buckets to beat.
+        width: so many of the states with the same items placed are continued; None for all. They
+            are those with the least time that their remaining compute, or link, allows.
         """
         steps = 0
         best = known
@@ -157,6 +175,7 @@ class _Table:
         return Programme(best.ends, best.time_us, is_exact=True)
 
     def _least_us(self, state: _State, i: int) -> float:
+        """Least time at which `state`, with items before `i` placed, can end."""
         crossed, finished = state[:2]
         rest_us = self.compute[-1] - self.compute[i]
         return max(finished + rest_us, crossed + self.crossing[-1] - self.crossing[i])
@@ -167,6 +186,7 @@ _State = tuple[float, float, "_State | None", int]
 
 
 def _undominated(states: list[_State]) -> list[_State]:
+    """Drop each state for which another one is no later in both times. Sorted by time crossed."""
     kept: list[_State] = []
     for state in sorted(states, key=lambda state: state[:2]):
         if not kept or state[1] < kept[-1][1]:
@@ -175,6 +195,7 @@ def _undominated(states: list[_State]) -> list[_State]:
 
 
 def _path(state: _State | None, end: int) -> tuple[int, ...]:
+    """List the ends of the buckets that have led to `state`, and `end`."""
     ends = [end]
     while state is not None and state[3]:
         ends.append(state[3])

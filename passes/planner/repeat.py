@@ -4,9 +4,9 @@
     repeated   head | 0 | 1 | 2 | 2' 2'' 2''' | 3 | tail
 
 Blocks 1 and 2 must be alike, op by op: then further blocks between them would be, too. Memory that
-each block leaves behind, saved for backward say, is in use that many times more from then on;
-memory that each block frees, up to then. Backward's order is the other way round, and nothing else
-is different.
+each block leaves behind, such as activations saved for backward, is added for each copy from that
+copy on; memory that each block frees is added for each copy up to that copy. In backward, blocks
+come in the other order, and nothing else is different.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from autoshard.passes.planner.problem import Item, Problem
 def repeat(
     problem: Problem, units: Sequence[str], times: int, name: Callable[[str, int], str]
 ) -> Problem:
-    """Return `problem` with `times` more copies of the second of `units`.
+    """Return `problem` with `times` copies of the second of `units` inserted right after it.
 
-    problem: its live_bytes must be without what each parameter takes all the time.
-    units: at least three like ones that follow each other in program order; neither the first nor
-        the last such unit of the model should be among the first two.
-    name: the name of a unit's parameter, or of the unit, in the copy of the given number, from 1.
-    Raises ValueError if the first two are not alike, or there are barriers.
+    The unit's ops reach from its first to the third unit's first. `problem` itself is returned if
+    `times` is 0.
+
+    problem: its live_bytes must be without memory that parameters take all the time.
+    units: names of three units or more that follow each other in program order and are alike;
+        neither the first nor the last such unit of the model should be among the first two.
+    times: number of copies.
+    name: function that maps the name of the second unit, or of a parameter in it, and the number of
+        a copy, from 1, to the name in that copy.
+    Raises ValueError if the first two units are not alike, if a unit is not in the graph, or if
+    there are barriers.
     """
     if not times:
         return problem
@@ -59,9 +65,9 @@ def repeat(
 
 
 def _begin(problem: Problem, unit: str) -> int:
-    """First op that uses a parameter of `unit`, or makes a gradient of one.
+    """First op that uses a parameter of `unit`, or makes the gradient of one.
 
-    Raises ValueError if there is none.
+    Raises ValueError if the graph has neither.
     """
     used = [item.used for item in problem.gathers if item.unit == unit]
     made = [item.ready - 1 for item in problem.reduces if item.unit == unit]
@@ -71,7 +77,11 @@ def _begin(problem: Problem, unit: str) -> int:
 
 
 def _change(problem: Problem, begin: int, middle: int, end: int, units: Sequence[str]) -> int:
-    """Bytes by which memory has grown after one block. Raises ValueError for unlike blocks."""
+    """Bytes by which memory in use grows from one block to the next; negative if it shrinks.
+
+    begin, middle, end: first op of the first block, of the second one, and of what follows.
+    Raises ValueError for blocks that are not alike in their ops' times, or in this growth.
+    """
     op_us, live = problem.op_us, problem.live_bytes
     changes = {b - a for a, b in zip(live[begin:middle], live[middle:end], strict=False)}
     is_alike = end - middle == middle - begin and all(
@@ -94,9 +104,11 @@ def _repeated(
     times: int,
     name: Callable[[str, int], str],
 ) -> list[Item]:
-    """Return `items` as they are in the longer graph.
+    """Return `items` as they are in the longer graph: moved, and with those of the copies.
 
-    span: first op of the unit that is repeated, and one after its last.
+    unit: name of the unit that is repeated.
+    span: its first op, and one after its last.
+    times, name: see `repeat`.
     """
     end, length = span[1], span[1] - span[0]
 

@@ -12,9 +12,12 @@ T = TypeVar("T")
 
 
 def read_as(kind: type[T], data: Any, where: str) -> T:
-    """Convert `data`, as `json.loads` gave it, to the dataclass `kind`.
+    """Convert `data`, as `json.loads` gave it, to the dataclass `kind`, by its type hints.
 
-    where: name of what `data` describes, for messages. Fields with a default may be missing.
+    Fields may be dataclasses, tuples (from lists), mappings, numbers, texts, or optional. Those
+    with a default may be missing. An int is accepted for a float, and stays an int.
+
+    where: name of what `data` describes, for messages.
     Raises ValueError, naming the field, for one that is missing, unknown, or of another type.
     """
     value: T = _read(kind, data, where)
@@ -22,6 +25,7 @@ def read_as(kind: type[T], data: Any, where: str) -> T:
 
 
 def _read(kind: Any, data: Any, where: str) -> Any:
+    """Convert `data` to the type `kind`; see `read_as`."""
     if dataclasses.is_dataclass(kind):
         return _read_fields(kind, data, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -1,10 +1,10 @@
 """Search for buckets: seeds, then moves that make the simulated time less.
 
 Seeds: one bucket a unit, one an item, buckets filled up to caps (one cap for gathers, one for
-reduces), the best buckets of a forward (`programme.py`); in each layout that a kind may have. Moves
-on the best of them: merge two neighbours, cut one, shift a boundary, change a layout; about half of
-them where compute stands still. A decision is better if it needs less beyond the budget, then if it
-takes less time, then if it has fewer buckets.
+reduces), the best buckets of a graph without reduces (`programme.py`); in each layout that a kind
+may have. Moves on the best decision so far: merge two neighbors, cut a bucket, shift a boundary,
+change a layout; about half of the moves are where compute waits. A decision is better if it needs
+fewer bytes beyond the budget, then if it takes less time, then if it has fewer buckets.
 
 All is decided by numbers and by one generator with a fixed seed: every rank finds the same.
 """
@@ -34,20 +34,25 @@ CAPS = 12  # sizes tried for each kind, from all in one bucket down, by halves
 NEAR = tuple(2 ** (step / 6) for step in range(-5, 6))  # of the best of those
 
 _Score = tuple[float, float, int]
-"""Bytes beyond the budget, microseconds, buckets: less is better, the first first."""
+"""Bytes beyond the budget, microseconds, number of buckets: less is better, compared in turn."""
 
 WORST: _Score = (math.inf, math.inf, 0)
 
 Cut = tuple[tuple[int, str], ...]
-"""Buckets of one class and segment: where each ends, counted in items, and its layout."""
+"""Buckets of one class and segment: for each, the number of items in it and in all before, and its
+layout."""
 
 _Found = tuple[_Score, tuple[Cut, ...]]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Result of a search: simulated buckets, and the lower bound. `timeline.peak_bytes` may be
-    beyond `budget_bytes` where nothing that was tried is not."""
+    """Result of a search.
+
+    timeline: of the best buckets found. Its `peak_bytes` is beyond `budget_bytes` if none of the
+        buckets that were tried fit the budget.
+    bound: time that no buckets can beat.
+    """
 
     timeline: Timeline
     bound: Bound
@@ -66,10 +71,10 @@ def search(
     layouts: Mapping[str, Sequence[str]] = LAYOUTS,
     steps: int = STEPS,
 ) -> Decision:
-    """Return the best decision found for `problem`.
+    """Return the best decision found for `problem`: the same one at each call.
 
-    budget_bytes: of all memory; see `simulate`.
-    layouts: those that buckets of each kind may have.
+    budget_bytes: for all memory; see `simulate`.
+    layouts: layouts that buckets may have, by kind, "gather" and "reduce".
     steps: moves tried at most; fewer where there are many buckets, see `EFFORT`.
     """
     space = _Space(problem, budget_bytes, layouts)
@@ -90,7 +95,12 @@ def search(
 
 
 class _Space:
-    """Space of all decisions about one problem."""
+    """Space of all decisions about one problem.
+
+    A decision is a tuple `cuts`, which has a `Cut` for each of `groups`.
+
+    groups: (kind, items) of each segment and bucket class, gathers first.
+    """
 
     def __init__(
         self, problem: Problem, budget_bytes: float, layouts: Mapping[str, Sequence[str]]
@@ -109,8 +119,11 @@ class _Space:
     def evaluate(
         self, cuts: tuple[Cut, ...], *, known: _Score = WORST
     ) -> tuple[_Found, Timeline] | None:
-        """Score and simulate `cuts`. Returns None where the simulation ends early, as `cuts` are
-        worse than `known`; not all that are worse are seen to be."""
+        """Simulate `cuts`. Returns ((score, cuts), timeline).
+
+        Returns None if the simulation finds out on its way that the score will be worse than
+        `known`. It may miss that: what it returns can be worse, too.
+        """
         timeline = self.simulate(cuts, known)
         if timeline is None:
             return None
@@ -118,8 +131,11 @@ class _Space:
         return ((over, timeline.time_us, sum(map(len, cuts))), cuts), timeline
 
     def hot(self, timeline: Timeline, cuts: tuple[Cut, ...]) -> list[tuple[int, int]]:
-        """Find where compute stands still: (group, number in its cut) of each bucket that it waits
-        for, and of the bucket before."""
+        """List (group, number in its cut) of each bucket that compute waits for in `timeline`, and
+        of the bucket before it in the cut.
+
+        timeline: of `cuts`.
+        """
         exposed = {id(run.bucket) for run in timeline.runs if run.exposed_us > 0}
         found = []
         for group, cut in enumerate(cuts):
@@ -131,6 +147,7 @@ class _Space:
         return found
 
     def simulate(self, cuts: tuple[Cut, ...], known: _Score) -> Timeline | None:
+        """Simulate `cuts`; see `simulate_unless_worse`."""
         gathers: list[SimulatedBucket] = []
         reduces: list[SimulatedBucket] = []
         for group, cut in enumerate(cuts):
@@ -146,6 +163,7 @@ class _Space:
         )
 
     def _bucket(self, group: int, begin: int, end: int, layout: str) -> SimulatedBucket:
+        """Bucket of items `begin` to `end` - 1 of a group, made once and kept."""
         key = (group, begin, end, layout)
         if key not in self.made:
             kind, items = self.groups[group]
@@ -168,6 +186,7 @@ class _Space:
         return best
 
     def seeds(self) -> Iterator[tuple[Cut, ...]]:
+        """Yield the decisions that the search may start from; see the file's docstring."""
         for layout in dict.fromkeys(itertools.chain(*self.layouts.values())):
             yield self._all(layout, [_by_unit(items) for _, items in self.groups])
             yield self._all(layout, [range(1, len(items) + 1) for _, items in self.groups])
@@ -176,7 +195,10 @@ class _Space:
                 yield self._programme(layout)
 
     def _all(self, layout: str, ends: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
-        """Cut each group at its `ends`, into buckets of `layout` where their kind may have it."""
+        """Cut each group at its `ends`, into buckets of `layout`.
+
+        A kind that may not have `layout` has the first of its own.
+        """
         cuts = []
         for (kind, _), each in zip(self.groups, ends, strict=True):
             allowed = self.layouts[kind]
@@ -185,7 +207,11 @@ class _Space:
         return tuple(cuts)
 
     def _capped(self, layout: str) -> Iterator[tuple[Cut, ...]]:
-        """Yield buckets filled up to the best cap: for one kind, then for the other, and again."""
+        """Yield one decision: buckets filled up to the best cap that is found for each kind.
+
+        Caps are tried for gathers, for reduces, and for gathers again; then, for both, caps near
+        the best.
+        """
         caps = {kind: self._caps(kind) for kind in ("gather", "reduce")}
         chosen = {kind: found[len(found) // 2] for kind, found in caps.items()}
         for kind in ("gather", "reduce", "gather"):
@@ -198,7 +224,10 @@ class _Space:
     def _best_cap(
         self, layout: str, chosen: Mapping[str, float], kind: str, caps: Sequence[float]
     ) -> float:
-        """Return the best of `caps` for `kind`, with the other kind's cap as it is in `chosen`."""
+        """Return the best of `caps` for `kind`, with the other kind's cap as it is in `chosen`.
+
+        Of caps that make the same buckets, the smallest.
+        """
         tried = {self._filled(layout, {**chosen, kind: cap}): cap for cap in sorted(caps)[::-1]}
         (_, best), _ = self._best(tried)
         return tried[best]
@@ -223,7 +252,10 @@ class _Space:
         generator: random.Random,
         hot: Sequence[tuple[int, int]],
     ) -> tuple[Cut, ...] | None:
-        """Make one random change to `cuts`; None where the one that was drawn is impossible."""
+        """Return `cuts` with one random change; None where the change that was drawn is impossible.
+
+        hot: buckets at which half of the changes are made; see the method `hot`.
+        """
         if hot and generator.random() < 0.5:
             group, at = generator.choice(hot)
         else:
@@ -251,6 +283,7 @@ class _Space:
 
 
 def _by_unit(items: Sequence[Item]) -> list[int]:
+    """Ends of buckets of neighboring items of one unit."""
     units = [item.unit for item in items]
     ends = [end for end in range(1, len(units)) if units[end] != units[end - 1]]
     return [*ends, len(units)]

@@ -4,17 +4,17 @@
     link        |----- gather 2 -----|------ gather 3 ------|
 
 Compute is one stream and keeps its order; copies are on it. Every link is one queue. A collective
-starts once compute has come to its launch, and its link has done what was launched before.
+starts once compute has come to its launch, and its link is done with all that was launched before.
 
 Launches and waits are placed by what is known at each position:
 
-- a gather is launched if the gather before it would otherwise have begun, with none waiting, by the
-  next position, so that a link never runs dry. It must fit under the budget; at its first use it is
+- a gather is launched at the last position before the gather ahead of it begins on the link, so
+  that the link never runs dry, or as soon after as it fits under the budget; at its first use it is
   launched in any case;
 - a reduce is launched as soon as its last gradient is there;
-- a gather is waited for at its first use; a reduce once it is over, so that compute stands still
-  only to copy its sums out, or earlier where a gather needs the memory that it holds, or where it
-  must be over.
+- a gather is waited for at its first use. A reduce is waited for once it is over, so that compute
+  only has to copy its sums out. It is waited for earlier where a gather needs the memory that it
+  holds, where its result is read, and at a barrier.
 
 Memory is counted by position: values that live at an op, gathered parameters from launch to last
 use, gradients from when they are made to their wait. A packed bucket is in memory twice while it is
@@ -38,7 +38,14 @@ ROUNDING = 1e-9  # times that differ by less are equal
 
 @dataclass(frozen=True)
 class SimulatedBucket:
-    """Items of one class that share a collective, and the costs of that."""
+    """Items of one class that share a collective, and the costs of it.
+
+    ready, used, freed: see `Item`; those of the bucket are the latest, the first, and the latest of
+        its items.
+    num_bytes: of all items, unsharded. shard_bytes: of one rank's shards of them.
+    copy_in_us: of copies before the launch, and of the launch and wait themselves.
+    copy_out_us: of copies after the wait.
+    """
 
     kind: str  # "gather" or "reduce"
     bucket_class: str
@@ -56,12 +63,15 @@ class SimulatedBucket:
 
     @cached_property
     def is_summed_twice(self) -> bool:
-        """Tell whether it is reduced over the ranks that share shards, then over the replicas."""
+        """Tell whether it is reduced over the ranks that share shards, then over replicas."""
         return len(self.links) > 1
 
 
 def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str) -> SimulatedBucket:
-    """Make a bucket of `items`, which have one bucket class."""
+    """Make a bucket of `items`, which are of one bucket class, at the costs of `problem`.
+
+    kind: "gather" or "reduce". layout: "packed" or "grouped".
+    """
     costs, bucket_class = problem.costs, items[0].bucket_class
     num_bytes, count = sum(item.num_bytes for item in items), len(items)
     is_shared = costs.is_shared(kind, count, layout)
@@ -93,22 +103,27 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
 
 @dataclass
 class Run:
-    """Launch, wait and times of one bucket: positions, and microseconds from the graph's start."""
+    """Launch, wait and times of one bucket in a simulation, which fills it in.
+
+    launch, wait: positions. Times are in microseconds from the graph's start.
+    """
 
     bucket: SimulatedBucket
-    number: int = -1  # gathers come first
+    number: int = -1  # among all buckets, gathers first
     launch: int = -1
     wait: int = -1
     turns: list[tuple[str, float, float]] = field(default_factory=list)  # link, begin, end
-    is_summed: bool = False  # over copies, too: the second sum has been begun
+    is_summed: bool = False  # over replicas, too: the all-reduce has been begun
     exposed_us: float = 0.0
 
     @property
     def launch_us(self) -> float:
+        """Time at which its collective begins on its first link, which may be after the launch."""
         return self.turns[0][1]
 
     @property
     def finish_us(self) -> float:
+        """Time at which its collective, with the all-reduce if there is one, is over."""
         return self.turns[-1][2]
 
 
@@ -116,10 +131,10 @@ class Run:
 class Peak:
     """Bytes in memory at the peak, by category.
 
-    position: of the op that runs then, or has run, or runs next.
+    position: of the op that runs then; between two ops, of one of them.
     gathered: unsharded parameters, their copies included.
-    unreduced: unsharded gradients that wait to be reduced or are being reduced, likewise.
-    reduced: shards of gradients.
+    unreduced: unsharded gradients that wait to be reduced or are being reduced, copies included.
+    reduced: shards of reduced gradients.
     live: other values that live at that op; see `Problem.live_bytes`.
     """
 
@@ -136,11 +151,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Result of a simulation. `runs`: gathers, then reduces, each in their order of launch.
+    """Result of a simulation.
 
-    order: (what, run's number, position) of every launch and wait, in program order.
-    compute: (begin, end, first op, one after the last) of ops between two positions.
-    memory: (time, bytes): the most from this time to the next.
+    time_us: from the first op to the last wait. exposed_us: for how long compute waits.
+    runs: gathers, then reduces, each in the order in which they were given.
+    order: (what, run's number, position) of every launch, all-reduce and wait, in program order.
+    compute: (begin us, end us, first op, one after the last) of ops between two positions.
+    memory: (us, bytes): the most in use from this time to the next entry's.
     """
 
     time_us: float
@@ -157,7 +174,8 @@ class Timeline:
 
 
 Order = tuple[tuple[str, int, int], ...]
-"""(what, bucket, position): "launch", "all_reduce" or "wait" of a bucket, gathers counted first."""
+"""(what, bucket, position): "launch", "all_reduce" or "wait" of a bucket; gathers have the first
+numbers."""
 
 
 def simulate(
@@ -167,10 +185,10 @@ def simulate(
     *,
     budget_bytes: float,
 ) -> Timeline:
-    """Place and time all launches and waits.
+    """Decide where buckets are launched and waited for, and time it; see the file's docstring.
 
     gathers: in order of first use; reduces: in order of readiness.
-    budget_bytes: of all memory. A parameter that compute needs is gathered even beyond it: the
+    budget_bytes: for all memory. A parameter that compute needs is gathered even beyond it: the
         timeline's `peak_bytes` then says so.
     """
     return _Placing(problem, gathers, reduces, budget_bytes).run()
@@ -184,9 +202,10 @@ def simulate_unless_worse(
     budget_bytes: float,
     known: tuple[float, float],
 ) -> Timeline | None:
-    """Simulate, or return None as soon as it is sure that the timeline is worse than another.
+    """Simulate as `simulate` does; return None as soon as the timeline is sure to be worse.
 
-    known: the other's bytes beyond the budget, and its microseconds; bytes count first.
+    known: bytes beyond the budget, and microseconds, of the timeline to compare with. Fewer bytes
+        are better, then less time.
     """
     try:
         return _Placing(problem, gathers, reduces, budget_bytes, known).run()
@@ -200,12 +219,16 @@ def replay(
     reduces: Sequence[SimulatedBucket],
     order: Order,
 ) -> Timeline:
-    """Time launches and waits that are placed already, in program order."""
+    """Simulate launches and waits at given positions; no budget is kept to.
+
+    order: of all launches and waits, in program order. An all-reduce that it lacks is begun at the
+        wait.
+    """
     return _Following(problem, gathers, reduces, order).run()
 
 
 class _Worse(Exception):
-    """Signal that the simulated timeline is worse than the known one, whatever comes."""
+    """Signal that the simulated timeline will be worse than the known one, whatever follows."""
 
 
 class _Simulation(ABC):
@@ -233,6 +256,7 @@ class _Simulation(ABC):
         self.memory: list[tuple[float, int]] = []
 
     def run(self) -> Timeline:
+        """Simulate from the first position to the end. To be called once."""
         for position, following in itertools.pairwise([*self.positions(), self.problem.num_ops]):
             self._advance(position)
             self.act(position, following)
@@ -261,13 +285,14 @@ class _Simulation(ABC):
 
     @abstractmethod
     def act(self, position: int, following: int) -> None:
-        """Launch and wait at `position`; the next one is `following`."""
+        """Launch and wait for what is due at `position`; `act` is next called at `following`."""
 
     @abstractmethod
     def end(self) -> None:
         """Wait for all that is still in flight at the end."""
 
     def _advance(self, position: int) -> None:
+        """Run compute up to `position`: it takes longer while any link is busy."""
         problem, begin, began_us = self.problem, self.position, self.now
         if begin == position:
             return
@@ -285,9 +310,9 @@ class _Simulation(ABC):
         self.compute.append((began_us, self.now, begin, position))
 
     def _note(self, begin: int, end: int, *, copied: int = 0) -> None:
-        """Record the most memory in use at ops `begin` to `end` (not included).
+        """Record the most memory in use at ops `begin` to `end` - 1, and the peak if it is higher.
 
-        copied: bytes of copies of gathered parameters.
+        copied: bytes of gathered parameters that are in memory twice.
         """
         problem = self.problem
         held = self.ever_gathered + self.unreduced + self.reduced + copied
@@ -300,9 +325,11 @@ class _Simulation(ABC):
             self._set_peak(at, num_bytes, gathered, live)
 
     def _note_packed(self, copied: int) -> None:
-        """Record the memory between two ops: of what lives at either, the smaller total counts.
+        """Record the memory in use between the ops before and after the position.
 
-        copied: bytes of copies of gradients.
+        Of other values, those of the op with fewer bytes count.
+
+        copied: bytes of gradients that are in memory twice.
         """
         problem, at = self.problem, self.position
         lives = problem.live_bytes[max(0, at - 1) : at + 1]
@@ -325,6 +352,7 @@ class _Simulation(ABC):
         self.peak = Peak(position, gathered, unreduced, self.reduced, live)
 
     def launch(self, run: Run) -> None:
+        """Copy in, queue the collective on its links, and account for its memory."""
         bucket = run.bucket
         at = self.position
         if bucket.kind == "gather":
@@ -345,10 +373,12 @@ class _Simulation(ABC):
         self._record("launch", run)
 
     def all_reduce(self, run: Run) -> None:
+        """Note that the all-reduce begins here; its time was queued at the launch."""
         run.is_summed = True
         self._record("all_reduce", run)
 
     def wait(self, run: Run) -> None:
+        """Have compute wait until the collective is over, then copy out."""
         bucket = run.bucket
         if bucket.is_summed_twice and not run.is_summed:
             self.all_reduce(run)
@@ -370,6 +400,11 @@ class _Simulation(ABC):
 
 
 class _Placing(_Simulation):
+    """Simulation that places launches and waits itself, by the rules of the file's docstring.
+
+    known: see `simulate_unless_worse`; by default, nothing is worse.
+    """
+
     def __init__(
         self,
         problem: Problem,
@@ -433,8 +468,11 @@ class _Placing(_Simulation):
         self.copies_us -= run.bucket.copy_out_us
 
     def _give_up_if_worse(self) -> None:
-        """Raise _Worse if compute or a link, though never idle, ends later than the known timeline,
-        or if more memory is used."""
+        """Raise _Worse if this timeline is sure to be worse than the known one.
+
+        It is if more bytes beyond the budget are in use already; or if they are as many, and
+        compute or a link, never idle from now on, would end later.
+        """
         beyond = max(0.0, self.peak_bytes - self.budget)
         if beyond < self.known_beyond:
             return
@@ -446,6 +484,10 @@ class _Placing(_Simulation):
             raise _Worse
 
     def _may_launch(self, number: int) -> bool:
+        """Tell whether gather `number` is to be launched at this position.
+
+        At its first use it always is. Then reduces in flight are waited for until there is room.
+        """
         bucket = self.gathers[number].bucket
         if bucket.used <= self.position:
             while self.in_flight and not self._fits(bucket):
@@ -460,7 +502,7 @@ class _Placing(_Simulation):
         return self._fits(bucket)
 
     def _arrival_us(self) -> float:
-        """Time at which the gathers that compute needs here, and waits for next, are there."""
+        """Time at which all gathers that compute waits for at this position are over."""
         arrival = self.now
         for number in range(self.next_wait, self.next_gather):
             run = self.gathers[number]
@@ -470,11 +512,11 @@ class _Placing(_Simulation):
         return arrival
 
     def _fits(self, bucket: SimulatedBucket) -> bool:
-        """Tell whether there is room for `bucket` until its first use, and then until it is freed.
+        """Tell whether `bucket`, if gathered now, stays under the budget until it is freed.
 
-        Parameters that are freed by its first use make room for its copy. Gradients count until
-        then as if none were reduced meanwhile, and from then on as if all were, to shards. There
-        must be room for the largest sum of a reduce, too.
+        Until its first use gradients count as if none were reduced meanwhile. From then on they
+        count as if all had been reduced to shards, and the bucket's copy out counts, too. The
+        largest sum of a reduce that is launched until then must also fit.
         """
         problem, position, used = self.problem, self.position, bucket.used
         room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes
@@ -489,7 +531,7 @@ class _Placing(_Simulation):
         )
 
     def _arriving_bytes(self, end: int) -> int:
-        """Bytes of the largest sum of a reduce to be launched from here until `end`."""
+        """Bytes of the largest shards among reduces still to be launched, ready before `end`."""
         largest = 0
         for number in range(self.next_reduce, len(self.reduces)):
             bucket = self.reduces[number].bucket
@@ -500,6 +542,8 @@ class _Placing(_Simulation):
 
 
 class _Following(_Simulation):
+    """Simulation that launches and waits where a given order says."""
+
     def __init__(
         self,
         problem: Problem,

@@ -15,8 +15,8 @@ ranks of a node use the network at once, each its share. Source: the costs of ri
 over the narrower of two levels; start-ups grow with the logarithm of nodes, as trees' and those of
 NCCL's PAT do.
 
-A calibrated topology has measured times instead: of collectives of groups of one size (`measured`),
-and of ops that were timed one by one (`ops`).
+A calibrated topology has measured times instead, for collectives of groups of one size (`measured`)
+and for ops that were timed one by one (`ops`).
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ class Topology:
     efficiency:       the share of that peak that large products reach.
     memory_gb_per_s:  of device memory, read or written.
     copy_gb_per_s:    the same while collectives' buffers are packed.
-    op_us:            of the smallest kernel.
+    op_us:            time of the smallest kernel.
     ranks_per_node:   devices of a node.
     node_alpha_us, node_gb_per_s:        of collectives inside a node, for a rank.
     network_alpha_us, network_gb_per_s:  what each doubling of nodes adds; a rank's share.
-    member_us:        of one more member of a grouped bucket.
+    member_us:        time of one more member of a grouped bucket.
     call_us:          how long compute stands still for one more collective itself.
-    contention:       how much longer compute takes while a collective runs.
-    measured:         "gather 2": (alpha_us, us_per_byte), by kind and ranks; goes before the rest.
-    ops:              microseconds, by `roofline.op_key`; go before what is reckoned.
+    contention:       factor by which compute takes longer while a collective runs.
+    measured:         "gather 2": (alpha_us, us_per_byte), by kind and ranks, used in place of the
+        formula where there is an entry.
+    ops:              measured microseconds, by `roofline.op_key`, used in place of the roofline.
     sources:          where each number comes from, by its name.
     """
 
@@ -80,16 +81,21 @@ class Topology:
 
     @staticmethod
     def load(name: str) -> Topology:
-        """Load the named topology, or that of the JSON file at path `name`.
+        """Load the topology of this package that is called `name`, or the JSON file at that path.
 
-        Raises ValueError, with the valid names, or with what is wrong in the file.
+        A file is read once in a process. Raises ValueError, with the valid names if there is
+        neither, or with what is wrong in the file.
         """
         return _load(name)
 
     def link(self, kind: str, ranks: int, per_node: int) -> Link:
-        """Cost of a `kind` over a group: "gather", "reduce" or "all_reduce".
+        """Cost of a collective over one group: the measured one, else that of the formula.
 
-        per_node: how many of the group are on one node.
+        For one rank it is 0, unless measured.
+
+        kind: "gather", "reduce" or "all_reduce".
+        ranks: number of ranks in the group.
+        per_node: how many of them are on one node.
         """
         found = self.measured.get(f"{kind} {ranks}")
         name = "network" if ranks > per_node else "node"
@@ -111,10 +117,14 @@ class Topology:
     def links(
         self, kind: str, shards: tuple[int, int], copies: tuple[int, int]
     ) -> tuple[Link, ...]:
-        """Collectives of a "gather" or "reduce", in turn: a reduce goes on among replicas.
+        """List the costs of a bucket's collectives, in the order in which they run.
 
-        shards: ranks that parameters are sharded over, and how many of these are on one node.
-        copies: ranks that hold the same shard, likewise.
+        A reduce over replicas has a second one, the all-reduce of shards. Its `us_per_byte` is for
+        a byte of the unsharded bucket, too.
+
+        kind: "gather" or "reduce".
+        shards: number of ranks that parameters are sharded over, and how many are on one node.
+        copies: number of ranks that hold the same shard, and how many are on one node.
         """
         first = self.link(kind, *shards)
         if kind == "gather" or copies[0] == 1:
@@ -135,7 +145,7 @@ class Topology:
         return _us_per_byte(1.0, self.copy_gb_per_s)
 
     def to_json(self) -> str:
-        """Serialize the topology as a file has it; `load` reads it back."""
+        """Serialize the topology as JSON; `load` reads it back from a file."""
         return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
 
 
@@ -155,14 +165,19 @@ GPUS = {
 
 
 def is_known(device: str) -> bool:
-    """Tell whether a topology of this package is that of a device by its name."""
+    """Tell whether this package has the topology of a GPU that torch calls `device`.
+
+    False for "cpu".
+    """
     return _named(device) is not None
 
 
 def default_topology(device: str) -> str:
-    """Name of the topology of a device by its name, "NVIDIA H100 80GB HBM3"; "gloo" for a CPU.
+    """Name of the topology for a device: "gloo" for "cpu", else by a word in a GPU's name.
 
     An unknown device counts as an H100.
+
+    device: "cpu", or the name that torch gives a GPU, "NVIDIA H100 80GB HBM3".
     """
     if device == "cpu":
         return "gloo"

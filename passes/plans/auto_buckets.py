@@ -1,9 +1,9 @@
 """Decide buckets, launches and waits of one graph by simulated time, under a memory budget.
 
 The graph becomes a `planner.Problem`, which is numbers alone; `planner.search` finds a decision,
-which becomes a plan. It is compared with one bucket a unit, gathered one unit ahead: in simulation
-a plan is slower than that only where a smaller memory budget asks for it. Without a budget it needs
-no more memory either, for the batch that it was found with.
+which becomes a plan. The decision is compared with one bucket a unit, gathered one unit ahead: in
+simulation it is slower than that only where a smaller memory budget asks for it. Without a budget
+it needs no more memory either, for the batch that it was found with.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class PricedGraph:
     """Graph with markers, as a planner sees it: times and bytes in place of nodes.
 
     kind: "forward", "backward" or "inference".
+    problem: the planner's input. `items` and `marker` map markers to its items, and back by id.
+    live: bytes of the graph's other values. spans: of each marker.
+    budget_bytes: see `Prices`.
+    is_reduced_read: whether the graph itself reads a reduced gradient.
+    Raises ValueError if `name_params` has not run.
     """
 
     def __init__(self, graph: fx.Graph, kind: str, prices: Prices) -> None:
@@ -82,7 +87,10 @@ class PricedGraph:
 
     @property
     def candidates(self) -> frozenset[str]:
-        """Names of parameters that may stay unsharded from forward to backward."""
+        """Names of parameters that this graph gathers, and that a forward could keep for backward.
+
+        Those that are kept already are not among them; see `Unshard.can_be_kept`.
+        """
         return frozenset(
             item.name
             for marker, item in self.items.items()
@@ -92,10 +100,11 @@ class PricedGraph:
     def decide(
         self, drafts: Sequence[Draft], events: Sequence[Event]
     ) -> tuple[list[Draft], list[Event]]:
-        """Return buckets and events that are better than `drafts` and `events`, or these.
+        """Search for better buckets and events than `drafts` and `events`; return the better ones.
 
-        Fewer bytes beyond the budget are better, then less time. Nothing is searched for in a graph
-        that copies from or to the host, or reads reduced gradients.
+        Fewer simulated bytes beyond the budget are better, then less time. Without a budget, it is
+        the peak of `drafts`. In a graph that copies from or to the host, or reads reduced
+        gradients, nothing is searched for, and `drafts` and `events` are returned.
         """
         if self.is_reduced_read or any(draft.is_loaded or draft.is_stored for draft in drafts):
             return list(drafts), list(events)
@@ -108,10 +117,12 @@ class PricedGraph:
         return decided, [Event(what, number, at) for what, number, at in found.order]
 
     def follow(self, plan: Plan) -> tuple[list[Draft], list[Event]] | None:
-        """Return buckets and events of `plan`, in its order, for this graph.
+        """Apply `plan` to this graph: return its buckets, and its events in the same order.
 
-        plan: of this graph for other shapes, or by another rank. Returns None if it is of another
-            graph.
+        Returns None if its kind of graph or its parameters are others, or if this graph does not
+        allow its order.
+
+        plan: made for other shapes, or by another rank.
         """
         found = markers_of(plan.buckets, self.items)
         if plan.graph != self.problem.graph or found is None:
@@ -126,8 +137,11 @@ class PricedGraph:
         return None if events is None else (drafts, events)
 
     def _placed(self, plan: Plan, drafts: Sequence[Draft]) -> list[Event] | None:
-        """Return the events of `plan` at about the same places in this graph, which may have some
-        more ops where sizes are symbolic. None if they can't stand in that order."""
+        """Return the events of `plan`, in its order, with positions scaled to this graph.
+
+        It may have some more ops, where sizes are symbolic. Returns None if no positions allow that
+        order: a gradient that is launched early there comes late here, for instance.
+        """
         scale = self.problem.num_ops / max(1, plan.num_ops)
         earliest: list[int] = []
         latest: list[int] = []
@@ -145,7 +159,10 @@ class PricedGraph:
         ]
 
     def figures(self, drafts: Sequence[Draft], events: Sequence[Event]) -> Figures:
-        """Predict the figures of `drafts`, gathers first, launched and waited for by `events`."""
+        """Predict the figures of `drafts`, gathers first, launched and waited for by `events`.
+
+        Copies from and to the host are not counted.
+        """
         timeline, bound = self.replay(drafts, events), lower_bound(self.problem)
         return Figures(
             makespan_us=timeline.time_us,
@@ -161,7 +178,10 @@ class PricedGraph:
         )
 
     def replay(self, drafts: Sequence[Draft], events: Sequence[Event]) -> Timeline:
-        """Simulate `drafts`, launched and waited for by `events`, as they are."""
+        """Simulate `drafts`, gathers first, with launches and waits at the positions of `events`.
+
+        Copies from and to the host are left out.
+        """
         buckets = [self._bucket(draft) for draft in drafts]
         gathers = [bucket for bucket in buckets if bucket.kind == "gather"]
         reduces = [bucket for bucket in buckets if bucket.kind == "reduce"]
@@ -177,6 +197,7 @@ class PricedGraph:
         return make_bucket(self.problem, kind_of(draft.markers[0]), items, draft.layout)
 
     def _draft(self, bucket: SimulatedBucket) -> Draft:
+        """Turn `bucket` into a draft; one of several units is called "<first>..<last>"."""
         markers = sorted((self.marker[id(item)] for item in bucket.items), key=param_of)
         units = list(dict.fromkeys(item.unit for item in bucket.items))
         unit = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
@@ -189,6 +210,7 @@ def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
 
 
 def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
+    """Costs of the bucket classes of `markers`, at `prices`."""
     first = {_bucket_class(marker): marker for marker in markers}
     topology = prices.topology
     return Costs(
@@ -205,6 +227,10 @@ def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
 def _item(
     marker: fx.Node, span: Span, position: Mapping[fx.Node, int], last: Mapping[fx.Node, int]
 ) -> Item:
+    """Describe `marker` to the planner.
+
+    last: the last position at which each node is read; see `last_uses`.
+    """
     (member,) = read_members(members_of(marker))
     info = info_of(marker)
     is_gather = is_unshard(marker)
@@ -224,7 +250,7 @@ def _item(
 
 
 def _bucket_class(marker: fx.Node) -> str:
-    """Name of a marker's bucket class (see `Item`): kind, group, dtype and place."""
+    """Name of a marker's bucket class (see `Item`): kind, group, dtype, place (host or device)."""
     return " ".join(map(str, (kind_of(marker), *bucket_class_of("", marker)[1:])))
 
 

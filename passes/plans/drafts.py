@@ -33,16 +33,20 @@ from autoshard.passes.planner.costs import GROUPED, PACKED
 INNER = "inner"  # the axis of groups of neighbours, along the one that shards
 
 BucketNamer = Callable[[ParamInfo], str]
-"""The name of the bucket that a parameter goes to."""
+"""Function that maps a parameter to the name of the bucket that it goes to."""
 
 Positions = Mapping[fx.Node, int]
-"""Place of each compute node of a graph among them."""
+"""Index of each compute node of a graph among its compute nodes, in program order."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Positions between which a collective may be under way: launched at `ready` or later, waited
-    for at `used` or before. `segment` counts the barriers before them."""
+    """Positions between which a collective may be in flight, all in one segment of the graph.
+
+    ready: the first position at which it may be launched.
+    used: the last position at which it may be waited for.
+    segment: number of barriers before these positions.
+    """
 
     ready: int
     used: int
@@ -50,8 +54,11 @@ class Span:
 
 
 def spans(graph: fx.Graph, position: Positions) -> dict[fx.Node, Span]:
-    """Map each marker of `graph` to its span: from where its input is there to where its result is
-    read, and between two barriers. A gather goes as late as it can, a reduce as early."""
+    """Map each marker of `graph` to its span: from where its input is there to its first use.
+
+    A span is cut off at barriers, so that it lies in one segment: of a gather, the segment of its
+    first use; of a reduce, the one in which its gradient is made.
+    """
     barriers = [at for node, at in position.items() if is_barrier(node)]
     found = {}
     for marker in filter(is_marker, graph.nodes):
@@ -67,7 +74,12 @@ def spans(graph: fx.Graph, position: Positions) -> dict[fx.Node, Span]:
 
 @dataclass
 class Draft:
-    """Bucket that is being filled. `ready`, `used`, `segment`: see `Span`."""
+    """Bucket that is being filled.
+
+    unit: name of the bucket, mostly its unit's.
+    ready, used, segment: the span that its markers have in common; see `Span`.
+    layout: "packed" or "grouped".
+    """
 
     unit: str
     ready: int
@@ -77,12 +89,16 @@ class Draft:
     layout: str = PACKED
 
     def add(self, marker: fx.Node, span: Span) -> None:
-        """Add `marker`, whose span is `span`, to the bucket."""
+        """Add `marker`, whose span is `span`, and narrow the bucket's span to it.
+
+        The caller sees to it that they overlap, and that groups and dtypes are alike.
+        """
         self.markers.append(marker)
         self.ready, self.used = max(self.ready, span.ready), min(self.used, span.used)
         self.segment = span.segment
 
     def bucket(self) -> Bucket:
+        """Make the plan's bucket of these markers, with the kind and the axis of the first."""
         infos = [info_of(marker) for marker in self.markers]
         first = self.markers[0]
         return Bucket(
@@ -97,17 +113,21 @@ class Draft:
 
     @property
     def is_loaded(self) -> bool:
-        """Tell whether the bucket's shards are copied from the host to the device."""
+        """Tell whether the bucket's shards are copied from the host; the first marker decides."""
         return is_to_device(self.markers[0].all_input_nodes[0])
 
     @property
     def is_stored(self) -> bool:
-        """Tell whether the bucket's gradients are copied back to the host."""
+        """Tell whether the bucket's gradients are copied to the host; the first marker decides."""
         return _is_stored(self.markers[0])
 
 
 def gather_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> list[Draft]:
-    """Draft the buckets of `graph`'s `unshard` markers, in order of first use."""
+    """Draft the buckets of `graph`'s `unshard` markers, in order of first use.
+
+    Markers share a bucket if they have the same name by `key`, group, dtype, place of their shards
+    (host or device) and segment. It is grouped if the layout of any of its parameters is.
+    """
     where = spans(graph, position)
     drafts: dict[tuple[object, ...], Draft] = {}
     for marker in sorted(filter(is_unshard, graph.nodes), key=param_of):
@@ -122,7 +142,12 @@ def gather_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> lis
 
 
 def reduce_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> list[Draft]:
-    """Draft the buckets of `graph`'s `reduce_grad` markers, in order of readiness."""
+    """Draft the buckets of `graph`'s `reduce_grad` markers, in order of readiness.
+
+    Markers share a bucket if they have the same name by `key`, group, dtype and place (host or
+    device). Where the bucket would have to be waited for before a gradient exists, as a node reads
+    its results or a barrier comes, that gradient begins another bucket.
+    """
     where = spans(graph, position)
     closed: list[Draft] = []
     drafts: dict[tuple[object, ...], Draft] = {}
@@ -147,10 +172,11 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> lis
 
 
 def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[list[fx.Node]] | None:
-    """Find the markers of each bucket: of several that are alike, buckets take them in order.
+    """Find the markers of each bucket, by kind, axis, parameter and member.
 
-    Returns None if they don't come out even, or go over other axes, or several groups: the backward
-    that reduces over replicas is not the one whose sums wait for that.
+    Of several equal markers, buckets take one each, in order. Returns None if buckets and markers
+    do not match one to one, or if those of a bucket have several groups: a plan for a backward that
+    reduces over replicas does not fit one whose sums wait for their all-reduce.
     """
     waiting: dict[tuple[str, str, int, str], deque[fx.Node]] = defaultdict(deque)
     for marker in markers:
@@ -172,7 +198,7 @@ def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[li
 
 
 def _axis_of(marker: fx.Node) -> str:
-    """Mesh axis of a marker's collective, as plans name it."""
+    """Mesh axis of a marker's collective, as plans name it: "inner" for one over fewer ranks."""
     info = info_of(marker)
     if is_unshard(marker):
         return INNER if Unshard.of(marker).options.is_again else info.axis
@@ -180,7 +206,13 @@ def _axis_of(marker: fx.Node) -> str:
 
 
 def bucket_class_of(name: str, marker: fx.Node) -> tuple[object, ...]:
-    """Make the key of what one collective can carry together: bucket, group, dtype and place."""
+    """Return the key that markers in one bucket share: bucket name, group, dtype and place.
+
+    The place of a gather is the device that its shard is copied to, "" if none; that of a reduce,
+    whether its result is copied to the host.
+
+    name: of the bucket.
+    """
     (member,) = read_members(members_of(marker))
     is_gather = is_unshard(marker)
     place = Unshard.of(marker).options.host_device if is_gather else _is_stored(marker)
@@ -188,7 +220,10 @@ def bucket_class_of(name: str, marker: fx.Node) -> tuple[object, ...]:
 
 
 def ready_of(marker: fx.Node, position: Positions) -> int:
-    """First position at which the inputs of `marker` are there."""
+    """First position at which all inputs of `marker` exist.
+
+    The inputs of its preparations count, too: see `is_preparation`.
+    """
     ready = 0
     for node in marker.all_input_nodes:
         prepared = ready_of(node, position) if is_preparation(node) else 0
@@ -197,8 +232,11 @@ def ready_of(marker: fx.Node, position: Positions) -> int:
 
 
 def first_use(marker: fx.Node, position: Positions, end: int) -> int:
-    """Position of the first compute node that reads `marker`, the results of its `before_gather`,
-    or its copy on the host; `end` if there is none."""
+    """Position of the first compute node that reads `marker`, or its copy on the host.
+
+    For a piece of a `before_gather`, the first reader of any of its results counts, too. Returns
+    `end` if no compute node reads them.
+    """
     asked = before_gather_of(marker.all_input_nodes[0])
     read = [marker, *(asked.users if asked is not None else filter(is_to_host, marker.users))]
     return min((position.get(user, end) for node in read for user in node.users), default=end)

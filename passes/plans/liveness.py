@@ -27,8 +27,10 @@ from autoshard.passes.plans.roofline import base_of, num_bytes_of, tensors_of
 def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
     """Map each node that owns memory to the last position at which it, or a view of it, is read.
 
+    Markers, which a plan moves, don't count as readers. Nodes that nothing else reads are missing.
+
     position: of the compute nodes.
-    end: position of the output. Markers, which a plan moves, don't count as readers.
+    end: position of the output.
     """
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -44,10 +46,12 @@ def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dic
 class Live:
     """Bytes in use at each compute node, without gathered parameters and unreduced gradients.
 
-    parameters:  shards and unsharded parameters among the graph's inputs.
-    inputs:      other inputs that live longer than the graph: the user's inputs, buffers.
-    activations: values that forward makes for backward or for the user, and that backward is given.
-    temporaries: the rest.
+    parameters:  inputs of the graph that markers read: shards.
+    inputs:      other inputs that live longer than the graph: the user's inputs, buffers, and
+        parameters that the runtime keeps unsharded.
+    activations: in forward or inference, its outputs, for backward or for the user; in backward,
+        inputs that are saved activations, kept parameters or gradients of outputs.
+    temporaries: all other values.
     """
 
     parameters: int
@@ -57,15 +61,18 @@ class Live:
 
     @property
     def total(self) -> tuple[int, ...]:
+        """Bytes of all four categories together, at each compute node."""
         given = self.parameters + self.inputs
         return tuple(given + a + t for a, t in zip(self.activations, self.temporaries, strict=True))
 
 
 def live_bytes(graph: fx.Graph, kind: str) -> Live:
-    """Bytes in use at each compute node of `graph`.
+    """Add up the bytes in use at each compute node of `graph`.
 
-    kind: "forward", "backward" or "inference". Inputs that backward alone reads are freed after
-        their last use; parameters and the user's inputs live all the time.
+    All inputs live all the time, except those of a backward that are neither shards nor inputs of
+    its forward: they are freed after their last use.
+
+    kind: "forward", "backward" or "inference".
     """
     num_ops = sum(map(is_compute, graph.nodes))
     given = {"parameters": 0, "inputs": 0}
@@ -87,8 +94,11 @@ def live_bytes(graph: fx.Graph, kind: str) -> Live:
 
 
 def count_between(graph: fx.Graph) -> tuple[int, ...]:
-    """Number of values of a backward graph that live on after each compute node, parameters and the
-    user's inputs apart. It is the same on all ranks; sizes may differ by rank, as batches do."""
+    """Count the values of a backward graph that live on after each compute node.
+
+    Shards and inputs of forward are not counted, as they are never freed. Counts, unlike bytes, are
+    the same on all ranks, whose batches may differ in size.
+    """
     num_ops = sum(map(is_compute, graph.nodes))
     change = [0] * (num_ops + 1)
     for node, begin, end in _lives(graph):
@@ -100,7 +110,8 @@ def count_between(graph: fx.Graph) -> tuple[int, ...]:
 
 def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
     """Yield each node that owns memory, with the positions of the compute nodes that make it (0 for
-    an input) and that read it last. Markers, and gradients that only they read, are left out."""
+    an input) and that read it last. Left out are markers, and gradients that nothing but a
+    `reduce_grad` reads."""
     computed = [node for node in graph.nodes if is_compute(node)]
     position = {node: number for number, node in enumerate(computed)}
     last = last_uses(graph, position, end=len(computed))
@@ -117,8 +128,11 @@ def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """Bytes that `node` takes. A shard, whose rows differ by rank, counts as the largest one, as
-    plans must be the same on all ranks."""
+    """Bytes of the tensors that `node` gives; 0 for a `hold_grad`.
+
+    A shard, whose rows differ by rank, counts as the largest one, as plans must be the same on all
+    ranks.
+    """
     if is_hold_grad(node):
         return 0  # it stands for nothing
     for marker in (node, *node.users):
@@ -130,10 +144,10 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Tell whether an input of a backward graph outlives it: the user's, a shard, a table."""
+    """Tell whether an input of a backward graph outlives it: a shard, table or forward's input."""
     return _is_parameter(node) or node.name.startswith("primals") or node.name == TABLE
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Tell whether an input is a shard."""
+    """Tell whether an input counts as a shard: a marker, or a preparation, reads it directly."""
     return any(map(is_planned, node.users))

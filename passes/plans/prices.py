@@ -17,9 +17,9 @@ from autoshard.passes.plans.roofline import node_us
 class Prices:
     """Costs of one compilation, and its memory budget.
 
-    is_fused: whether Inductor lowers the graph.
-    budget_bytes: of all memory that the graph uses, its inputs included; None for what one bucket a
-        unit needs.
+    is_fused: whether Inductor lowers the graph, and fuses pointwise ops.
+    budget_bytes: for all memory that the graph uses, its inputs included. None: as much as the plan
+        with one bucket a unit needs.
     """
 
     topology: Topology
@@ -27,15 +27,22 @@ class Prices:
     budget_bytes: int | None = None
 
     def links(self, kind: str, group: str) -> tuple[Link, ...]:
-        """Collectives of a bucket over `group`, in the order in which they run."""
+        """List the costs of a bucket's collectives over `group`, in the order in which they run.
+
+        kind: "gather" or "reduce"; a reduce over replicas has an all-reduce, too.
+        """
         shards, copies = groups.shard_part(group), groups.replicate_part(group)
         return self.topology.links(kind, self.ranks(shards), self.ranks(copies))
 
     def op_us(self, node: fx.Node) -> float:
+        """Microseconds that `node` takes; see `node_us`."""
         return node_us(node, self.topology, is_fused=self.is_fused)
 
     def ranks(self, name: str) -> tuple[int, int]:
-        """Number of ranks in the group `name`, and of those of them on its first rank's node."""
+        """Count the ranks in the process group `name`, and those on the node of its first rank.
+
+        (1, 1) for "", no group.
+        """
         ranks = _torch.dist.group_ranks(name) if name else [0]
         nodes = [rank // self.topology.ranks_per_node for rank in ranks]
         return len(ranks), nodes.count(nodes[0])

@@ -5,8 +5,8 @@ memory's rate, and never less than the smallest kernel. What Inductor fuses is n
 value that passes from one pointwise node to the next is neither written nor read; such a chain is
 one kernel.
 
-A topology may have measured times of ops, which are used instead, but not for pointwise ops that
-are fused.
+A topology may have measured times of ops, which are used instead, except for pointwise ops that are
+fused.
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009; the
 operations of each op are those of `torch.utils.flop_counter`.
@@ -28,9 +28,11 @@ from autoshard.passes.planner.topology import Topology
 
 
 def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
-    """Microseconds that `node` takes; 0 for views and other nodes that move nothing.
+    """Microseconds that `node` takes; 0 for views and for nodes that are no calls.
 
-    is_fused: whether the graph is lowered with Inductor.
+    An op of autoshard's counts as the smallest kernel.
+
+    is_fused: whether the graph is lowered with Inductor, which fuses pointwise ops.
     """
     if node.op != "call_function" or is_view(node):
         return 0.0
@@ -65,7 +67,9 @@ def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
 def op_key(target: object, arguments: object) -> str:
     """Key of an op among a topology's measured times: its name, and its tensors' dtypes and sizes.
 
-    For instance `aten.mm.default(f32[64, 32], f32[32, 8])`. Symbolic sizes are their hints.
+    For instance `aten.mm.default(f32[64, 32], f32[32, 8])`. A symbolic size counts as its hint.
+
+    arguments: any nesting of values; those that are no tensors are left out.
     """
     tensors = [each for each in _torch.tensors.tree_leaves(arguments) if isinstance(each, Tensor)]
     texts = (
@@ -76,7 +80,7 @@ def op_key(target: object, arguments: object) -> str:
 
 
 def num_flops(node: fx.Node) -> int:
-    """Floating-point operations of `node`, by torch's table; 0 for ops that are not in it."""
+    """Floating-point operations of `node`, by torch's `flop_registry`; 0 for an op not in it."""
     packet = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(packet) if packet is not None else None
     if count is None:
@@ -86,7 +90,7 @@ def num_flops(node: fx.Node) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Tell whether `node` allocates nothing: it is a view, or takes one of several results."""
+    """Tell whether `node` allocates nothing: it is a view, or a `getitem` of several results."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, _torch.ops.OpOverload):
@@ -98,7 +102,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Tell whether Inductor makes `node` part of its neighbours' kernel."""
+    """Tell whether Inductor may fuse `node` with its neighbors: a pointwise or `prims` op.
+
+    So is a view of a node that is one.
+    """
     if is_view(node):
         return bool(node.all_input_nodes) and is_fusible(base_of(node))
     target = node.target
@@ -108,19 +115,22 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_written(node: fx.Node) -> bool:
-    """Tell whether something outside of the kernel of `node` reads its result, or a view of it."""
+    """Tell whether a node that can't be fused reads the result of `node`, or a view of it.
+
+    Then the fused kernel has to write that result to memory.
+    """
     return any(is_written(user) if is_view(user) else not is_fusible(user) for user in node.users)
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Node that owns the memory of `node`: itself, if it is no view."""
+    """Node that owns the memory of `node`: itself, unless it is a view."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def tensors_of(node: fx.Node) -> Sequence[Tensor]:
-    """Tensors that `node` returns."""
+    """List the fake tensors that `node` gives, by its meta: one, those of a list, or none."""
     value = node.meta.get("val")
     values: Iterable[object] = value if isinstance(value, (list, tuple)) else (value,)
     return [each for each in values if isinstance(each, Tensor)]
@@ -135,7 +145,7 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def _shape_of(node: fx.Node) -> Any:
-    """Results of `node` as meta tensors of the same shapes; symbolic sizes are their hints."""
+    """Copy the results of `node` as meta tensors of the same shapes, with hints as sizes."""
 
     def without_symbols(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -150,7 +160,10 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """Value of a symbolic size when the graph was traced; 1 if it has none."""
+    """Value that a symbolic size had when the graph was traced; 1 if it had none.
+
+    An int is returned as it is.
+    """
     if isinstance(size, int):
         return size
     hint = size.node.hint

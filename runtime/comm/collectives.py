@@ -4,9 +4,9 @@ Both the eager runtime and the compiled graphs move bytes through these
 functions, so their results can only agree.
 
     gather:  shards -> one send buffer -> all-gather -> copied out to unsharded parameters
-    grouped: shards -> all-gathers in one call, or messages, but for tiny ones -> parameters
+    grouped: shards -> all-gathers in one call, or messages (tiny members share one) -> parameters
     reduce:  gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
-    swap:    between two ranks: each packs for the other only, and adds what comes to its own part
+    swap:    between two ranks: each packs only the other's part, and adds what comes to its own
 
 A bucket of one needs no copies on the way out: the gathered chunks are the padded
 parameter. Copies into a send buffer cast to its dtype. Of the axes (shard, replicate) of
@@ -49,8 +49,9 @@ SHOWN = 4  # names of parameters in a message
 class Issued:
     """Description of one collective for observers: its kind, its members, and its group's name.
 
-    bucket: its number in a compiled graph, None in an eager step.
-    params: of its members, as far as they are known: names, or the addresses of shards.
+    bucket: number of its bucket in a compiled graph, None in an eager step.
+    params: the members' parameters: names for a reduce, addresses of shards for a gather; may be
+        empty or incomplete.
     """
 
     kind: str  # "gather", "reduce" or "all_reduce"
@@ -76,14 +77,14 @@ class Issued:
 
 @dataclass(frozen=True)
 class InFlight:
-    """Collective that was launched, with everything that must outlive it.
+    """Collective that was launched, or is packed for launch, with the tensors that must outlive it.
 
-    `send` is read by the collective until it is waited for: dropping it sooner
+    The collective reads `send` until it is waited for: dropping `send` sooner
     would let the allocator hand its memory to the next layer.
     """
 
     issued: Issued
-    work: Work | None  # None: nothing was sent
+    work: Work | None  # None: not launched yet, waited for already, or one rank alone
     # Both 1D. Of a gather, one rank's pieces, which are its part of `receive` or a shard, and those
     # of all. Of a reduce, the other way about. Once it has been waited for, `send` is `receive`.
     send: Tensor
@@ -98,11 +99,11 @@ class InFlight:
     is_lent: bool = False  # `receive` is somebody's who may use it again
 
     def wait(self) -> InFlight:
-        """Wait until it has ended: on a CPU the host does, elsewhere what the device is given next.
+        """Wait for the collective: on a CPU the host waits, elsewhere the device's current stream.
 
-        Returns itself as of then, with nothing to wait for, and without what was sent: gloo
-        copies results out at every wait, so that a second one would undo what was written to
-        `receive` since the first.
+        Returns a copy with no `work`, in which `receive` replaces `send`. Use only the copy from
+        then on: gloo copies results out at every wait, so that a second wait for the original would
+        undo what was written to `receive` since the first. Raises as `wait_for`.
         """
         if self.work is not None:
             wait_for([self.work], self.issued, self.number)
@@ -111,11 +112,11 @@ class InFlight:
 
 @dataclass(frozen=True)
 class GroupedFlight:
-    """Gather that was launched, of members that share a call and no memory.
+    """Gather that was launched for several members, each in tensors of its own.
 
-    It is like an `InFlight`, but `send` and `receive` have a tensor a member; `send` is empty once
-    it has been waited for.
-    together: the numbers of members that are too small for that, and share the last tensor.
+    It is like an `InFlight`, but `send` and `receive` have one tensor for each member.
+    together: positions of the members that are too small for that: they share the last tensor, and
+        the others' tensors come before it.
     """
 
     issued: Issued
@@ -127,13 +128,17 @@ class GroupedFlight:
     number: int = 0  # as of an `InFlight`
 
     def wait(self) -> None:
+        """Wait for all works, as `InFlight.wait` does, and empty `send`. Raises as `wait_for`."""
         wait_for(self.works, self.issued, self.number)
         self.send.clear()
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Collective that a thread waits for: its number in its group, and since when."""
+    """Collective that a thread waits for: its number in its group, and since when.
+
+    since: in the time of `time.monotonic()`.
+    """
 
     issued: Issued
     number: int
@@ -141,7 +146,7 @@ class Waiting:
 
 
 waiting: dict[int, Waiting] = {}
-"""Collective that each thread waits for now, by Python's number of the thread."""
+"""Collective that each thread waits for now, by the thread's `threading.get_ident()`."""
 
 _launched: Counter[tuple[int, str]] = Counter()
 
@@ -152,10 +157,11 @@ def num_launched(group: str) -> int:
 
 
 def wait_for(works: list[Work], issued: Issued, number: int) -> None:
-    """Wait for all of `works`, and tell observers.
+    """Wait for all of `works`, which make up the collective `issued`, then tell observers.
 
-    number: of the collective, among those of its group.
-    Raises RuntimeError, saying what was waited for, where another rank is gone or late.
+    number: of the collective, among those that this rank has launched over its group.
+    Raises RuntimeError, naming the collective and its ranks, if a work fails, as it does where
+    another rank is gone or late; observers are told nothing then.
     """
     thread = threading.get_ident()
     waiting[thread] = Waiting(issued, number, time.monotonic())
@@ -171,7 +177,10 @@ def wait_for(works: list[Work], issued: Issued, number: int) -> None:
 
 @contextlib.contextmanager
 def _explained(issued: Issued) -> Iterator[None]:
-    """Name the collective in a RuntimeError that is raised in this context."""
+    """Name the collective in a RuntimeError that is raised in this context.
+
+    The original message comes last. An OutOfMemoryError is left as it is.
+    """
     try:
         yield
     except torch.OutOfMemoryError:  # of this rank's own
@@ -194,8 +203,11 @@ _observers: list[tuple[LaunchObserver, LaunchObserver]] = []
 def observe(
     launched: LaunchObserver, waited: LaunchObserver = lambda issued: None
 ) -> Iterator[None]:
-    """Call `launched` for every collective launched inside the block, eager and compiled, and
-    `waited` for every one waited for there.
+    """Tell observers of every collective while this context is open, eager or compiled.
+
+    launched: called with each collective right before its launch.
+    waited: called with each collective after it has been waited for without an error.
+    Both are called by whichever thread does so.
     """
     pair = launched, waited
     _observers.append(pair)
@@ -214,12 +226,15 @@ def launch_gather(
     bucket: int | None = None,
     comm: Comm | None = None,
 ) -> InFlight:
-    """Start gathering `members` from this rank's `shards`, one dtype for all.
+    """Start gathering `members`, all of one dtype, over `group`, from this rank's `shards`.
 
-    shards: one a member, (local rows, *rest).
-    copies: whether they are copied in any case, as what may be written to meanwhile has to be.
+    Shards of another dtype are cast. Only a single shard that is a full chunk of the right dtype is
+    sent from where it lies; others are copied to a send buffer first.
+    shards: one for each member, (local rows, *rest).
+    copies: whether to copy in any case, as a shard that may be written to before the wait needs.
     bucket: see `Issued`.
-    comm: the unit's own communication, if it has some; it sends a part of what it receives.
+    comm: the unit's own all-gather, if it has one: it allocates the buffer that is received into,
+        a part of which is sent.
     """
     process_group = _torch.dist.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
@@ -248,10 +263,10 @@ def launch_grouped_gather(
     copies: bool = False,
     bucket: int | None = None,
 ) -> GroupedFlight:
-    """Start gathering `members` as `launch_gather` does, but straight from shards to parameters.
+    """Start gathering `members` as `launch_gather` does, but each into a tensor of its own.
 
-    Copied is only what can't be sent as it is: a shard of another dtype, or of fewer rows than
-    others have; and what is `too_small`.
+    Only shards that can't be sent from where they lie are copied: of another dtype, of fewer rows
+    than a full chunk, or if `copies`. Members that are `transport.too_small` share one buffer.
     """
     process_group = _torch.dist.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
@@ -276,9 +291,10 @@ def launch_grouped_gather(
 
 
 def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
-    """Return the gathered parameters, unsharded, each contiguous in a storage of its own.
+    """Wait for a gather, and return the unsharded parameters, in the order of the members.
 
-    Waits for them first. Their size is (rows, *rest).
+    Each has its true size, without padding, and is contiguous in a storage of its own. To be called
+    once for a `flight`: it takes the tensors out of a `GroupedFlight`.
     """
     members, world = flight.issued.members, flight.world
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
@@ -294,7 +310,11 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
 
 
 def _in_order(flight: GroupedFlight) -> list[Tensor]:
-    """Return what was gathered of each member, in the order of members; `receive` is emptied."""
+    """Return what was gathered, one padded tensor for each member, in the order of the members.
+
+    That is `flight.receive` itself. Where members share a tensor it is a new list, and `receive` is
+    emptied.
+    """
     if not flight.together:
         return flight.receive
     members = tuple(flight.issued.members[number] for number in flight.together)
@@ -307,7 +327,10 @@ def _in_order(flight: GroupedFlight) -> list[Tensor]:
 
 
 def _parted(receive: Tensor, members: Sequence[Member], world: int) -> list[Tensor]:
-    """Split `receive`, which `members` share, by member: the pieces of all ranks in turn."""
+    """Split `receive`, which `members` share: for each member, the pieces of all ranks in turn.
+
+    These are copies, except that a single member gets `receive` itself.
+    """
     if len(members) == 1:
         return [receive]
     lengths = [member.chunk_numel(world) for member in members]
@@ -324,7 +347,7 @@ def _parted(receive: Tensor, members: Sequence[Member], world: int) -> list[Tens
 def _whole(padded: Tensor, member: Member, world: int) -> Tensor:
     """Return the unsharded parameter from `padded`, the pieces of all ranks in turn.
 
-    It is a view if it is cut on dim 0.
+    It is a view of `padded` if the parameter is cut on dim 0.
     """
     if member.dim == 0:
         return padded[: member.rows * member.row_numel].view(member.size)
@@ -365,16 +388,18 @@ def pack_grads(
     flags: Any = None,
     comm: Comm | None = None,
 ) -> InFlight:
-    """Copy `grads` to where `launch_reduce` sends them from.
+    """Copy `grads`, cast and divided, to the buffer that `launch_reduce` sends; launch nothing.
 
-    grads: one a member, unsharded; the list is emptied, so that they are freed once they are
+    grads: unsharded, one for each member; the list is emptied, so that they are freed once they are
         copied.
-    group: "" if parameters are not cut: then nothing is sent, and this rank's part is all of it.
-    divisor: what they are divided by beforehand.
-    is_last: whether sums go to `split_reduced` next, without an all-reduce.
-    bucket, names: of parameters; see `Issued`.
+    group: of the reduce-scatter; "" if parameters are not cut: then nothing is to be sent, and this
+        rank's part is all of it.
+    divisor: what the gradients are divided by before they are summed.
+    is_last: whether no all-reduce follows. Then, if `transport.swaps`, only the other rank's part
+        is packed to be sent; this rank's part waits in `own`.
+    bucket, names: see `Issued`; `names` are its `params`.
     flags: see `InFlight`.
-    comm: the unit's own communication, if it has some, with which `launch_reduce` is to send.
+    comm: the unit's own reduce-scatter, if it has one; `launch_reduce` needs the same.
     """
     world, rank, swaps = 1, 0, False
     if group:
@@ -394,7 +419,12 @@ def pack_grads(
 
 
 def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
-    """Start summing the gradients in `packed` over its group; each rank is to keep its own part."""
+    """Start the reduce-scatter of `packed`: sum over its group, each rank to keep its own part.
+
+    Returns `packed` itself if the group has one rank: nothing is sent.
+    packed: from `pack_grads`.
+    comm: the one that `pack_grads` was given.
+    """
     issued, send = packed.issued, packed.send
     if packed.world == 1:
         return packed
@@ -414,7 +444,10 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
 
 
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
-    """Start summing, over `group`, this rank's part of `reduced`, which has been waited for."""
+    """Start summing, over `group` and in place, this rank's part of `reduced`.
+
+    reduced: a reduce-scatter that has been waited for.
+    """
     issued = replace(reduced.issued, kind="all_reduce", group=group)
     process_group = _torch.dist.resolve_group(group)
     with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
@@ -429,9 +462,10 @@ def run_hook(
     axes: Axes,
     comm_hook: tuple[Any, Callable[..., Any]],
 ) -> InFlight:
-    """Have the user's hook sum and divide `grads`; see `Reducer`. Nothing is left to wait for.
+    """Have the user's hook sum and divide `grads` at once: nothing is left to wait for.
 
     grads: as for `pack_grads`.
+    comm_hook: (state, hook); see `Reducer`.
     """
     state, hook = comm_hook
     world, rank = axes.shard_world, axes.shard_rank
@@ -449,8 +483,10 @@ def run_hook(
 def split_reduced(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
     """Return this rank's parts of the summed gradients, divided, each in a storage of its own.
 
-    flight: has been waited for, so that what it sent is freed.
-    They have the dtype in which they are summed, but for a member with a `shard_dtype`.
+    A part has the dtype in which it was summed, or the member's `shard_dtype` if it has one.
+    flight: a reduce-scatter, or the all-reduce after it, that has been waited for. To be called
+        once: the sums of a swap are finished here, in place.
+    divisor: what the sums are divided by.
     """
     members, world, rank = flight.issued.members, flight.world, flight.rank
     with record_function(f"autoshard::split_reduced {flight.issued.group}"), torch.no_grad():
@@ -470,7 +506,10 @@ def split_reduced(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
 
 
 def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: int) -> list[Tensor]:
-    """Split `flat` into the parts of `members` on `rank`, without padding, as views."""
+    """Split `flat` into the parts of `members` on `rank`, without padding, as views.
+
+    flat: 1D, the padded chunk of each member in turn.
+    """
     pieces = flat.split([member.chunk_numel(world) for member in members])
     return [
         piece[: member.local_rows(world, rank) * member.row_numel].view(
@@ -491,8 +530,8 @@ def _pack_shards(
 ) -> tuple[Tensor, Tensor]:
     """Pack what is sent, as full chunks, and make room to receive: (send, receive), both 1D.
 
-    `send` is this rank's part of `receive`, or the shard itself if that is one chunk of the right
-    dtype, and `copies` does not forbid it.
+    `send` is this rank's part of `receive`; or the shard itself if it is the only one, a full chunk
+    of the right dtype, and `copies` is False.
     """
     first, dtype = shards[0], members[0].dtype
     lengths = [member.chunk_numel(world) for member in members]
@@ -540,7 +579,7 @@ def _send_buffer(
 def _chunk(
     grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
 ) -> Tensor:
-    """Pack the part of `_send_buffer` for `rank`; nothing reads the padding, left as it was."""
+    """Pack the part of `_send_buffer` for `rank`; nothing reads its padding, left uninitialized."""
     lengths = [member.chunk_numel(world) for member in members]
     send = grads[0].new_empty(sum(lengths), dtype=members[0].dtype)
     for to, grad, member in zip(send.split(lengths), grads, members, strict=True):
@@ -562,6 +601,7 @@ def _own_parts(
 
 
 def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
+    """Write `source`, cast to the dtype of `to` and divided by `divisor`, to `to`."""
     if divisor == 1.0 or to.dtype != source.dtype:
         to.copy_(source)  # a cast comes before the division, which may need its precision
         if divisor != 1.0:
@@ -571,7 +611,10 @@ def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
 
 
 def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:
-    """Return the result of `begin`; observers are told of the collective before."""
+    """Launch a collective: tell observers, count it, and return `begin(*arguments)`.
+
+    A RuntimeError of `begin` is raised with the collective named.
+    """
     for launched, _ in _observers:
         launched(issued)
     _launched[dist.get_rank(), issued.group] += 1
@@ -589,7 +632,7 @@ def _is_recorded() -> bool:
 
 
 def _caller(name: str, begin: Callable[..., Begun]) -> Callable[..., Begun]:
-    """Make a function of that name that calls `begin`.
+    """Wrap `begin` in a function called `name`, which passes its arguments on to `begin`.
 
     The Flight Recorder keeps with each collective the names of the functions that called it.
     """

@@ -20,33 +20,39 @@ from autoshard.runtime.comm.streams import copy_stream
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies that were begun; `sources` are kept until they are over."""
+    """Copies that were begun; it holds their `sources`, which must live until they are over."""
 
     results: list[Tensor]
     sources: list[Tensor]
     done: Any = None  # an event; None: they are there
 
     def wait_on_device(self) -> list[Tensor]:
-        """Have later work of the device wait for the copies, not the host; returns the results."""
+        """Have the device's current stream wait for the copies, not the host; return `results`."""
         if self.done is not None:
             self.done.wait()
         return self.results
 
     def wait_on_host(self) -> list[Tensor]:
-        """Have the host wait for the copies, which it reads next; returns the results."""
+        """Have the host wait until the copies are there; return `results`."""
         if self.done is not None:
             self.done.synchronize()
         return self.results
 
 
 def launch_load(shards: list[Tensor], device: torch.device) -> Copies:
-    """Begin to copy `shards` to `device`: beside compute from pinned memory, at once from other."""
+    """Begin to copy `shards` from the host to `device`, on a stream beside compute.
+
+    From memory that is not pinned, and where `device` is a CPU, the copies are made at once.
+    """
     results = [torch.empty_like(shard, device=device) for shard in shards]
     return _copy(results, shards, results[0].device, "load")
 
 
 def launch_store(shards: list[Tensor]) -> Copies:
-    """Begin to copy `shards` to the host."""
+    """Begin to copy `shards`, all of one device, to pinned host memory, on a stream beside compute.
+
+    From a CPU the copies are made at once, and not pinned.
+    """
     device = shards[0].device
     pin_memory = device.type != "cpu"
     results = [torch.empty_like(s, device="cpu", pin_memory=pin_memory) for s in shards]
@@ -56,6 +62,7 @@ def launch_store(shards: list[Tensor]) -> Copies:
 def _copy(
     results: list[Tensor], sources: list[Tensor], device: torch.device, direction: str
 ) -> Copies:
+    """Begin to copy `sources` to `results`: at once on a CPU, else on the stream of `direction`."""
     with torch.no_grad():
         if device.type == "cpu":
             for result, source in zip(results, sources, strict=True):

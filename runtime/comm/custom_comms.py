@@ -25,7 +25,11 @@ class Comm(Protocol):
     ) -> Tensor: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin it: takes output_tensor, input_tensor, group, a reduce-scatter op, and async_op."""
+        """Launch the collective; return the work to wait for, or None if it is over.
+
+        It is called with output_tensor=, input_tensor=, group=, async_op=True, and a reduce-scatter
+        with op=, too.
+        """
 
 
 class Done:
@@ -36,7 +40,10 @@ class Done:
 
 
 def check_comm(comm: object, what: str) -> None:
-    """Raise TypeError if `comm`, a unit's own `what`, doesn't follow the protocol."""
+    """Raise TypeError if `comm` is not callable, or has no method `allocate`.
+
+    what: what it is to be, "all-gather" or "reduce-scatter", for the message.
+    """
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(
             f"a custom {what} should be callable and have allocate(size, dtype=, device=), as "
@@ -45,14 +52,20 @@ def check_comm(comm: object, what: str) -> None:
 
 
 def buffer(comm: Comm | None, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make a 1D tensor to send from or receive into, by `comm` if there is one."""
+    """Make a 1D tensor to send from or receive into: by `comm`, or, if None, an ordinary one.
+
+    It is uninitialized, on the device of `like`.
+    """
     if comm is None:
         return like.new_empty(numel, dtype=dtype)
     return comm.allocate((numel,), dtype=dtype, device=like.device)
 
 
 def gather(comm: Comm, receive: Sequence[Tensor], send: Sequence[Tensor], group: Any) -> list[Work]:
-    """Begin to gather one tensor by `comm`, as `transport.gather` does."""
+    """Launch the all-gather of one tensor by `comm`; see `transport.gather`.
+
+    receive, send: lists of one tensor. Returns a list of one work.
+    """
     begun: Work | None = comm(
         output_tensor=receive[0], input_tensor=send[0], group=group, async_op=True
     )
@@ -60,7 +73,7 @@ def gather(comm: Comm, receive: Sequence[Tensor], send: Sequence[Tensor], group:
 
 
 def reduce(comm: Comm, receive: Tensor, send: Tensor, group: Any) -> Work:
-    """Begin a reduce-scatter by `comm`, as `transport.reduce` does."""
+    """Launch a reduce-scatter, always of sums, by `comm`; see `transport.reduce`."""
     begun: Work | None = comm(
         output_tensor=receive,
         input_tensor=send,
@@ -72,9 +85,10 @@ def reduce(comm: Comm, receive: Tensor, send: Tensor, group: Any) -> Work:
 
 
 class FromAllocator:
-    """Base of torch's collectives in buffers that `allocate(numel, dtype, device)` gives.
+    """Base of comms that use torch's collectives, in buffers that `allocate` makes.
 
-    prepare: called with each buffer, and the group, before it is used.
+    allocate: called with (numel, dtype, device).
+    prepare: called with each buffer, and the group, before a collective uses the buffer.
     """
 
     def __init__(
@@ -85,18 +99,18 @@ class FromAllocator:
         self._allocate, self._prepare = allocate, prepare
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make a buffer of `size`, 1D."""
+        """Make a 1D buffer; `size` is (numel,)."""
         (numel,) = size
         return self._allocate(numel, dtype, device)
 
 
 class AllGatherIn(FromAllocator):
-    """All-gather of torch's in buffers of an allocator's."""
+    """All-gather by torch, in buffers of a given allocator; a `Comm`."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """Begin it; what is sent is a part of `output_tensor`."""
+        """Launch the all-gather; `input_tensor` is a part of `output_tensor`: one buffer."""
         self._prepare(output_tensor, group)
         return _torch.dist.all_gather_flat(
             output_tensor, input_tensor, group=group, async_op=async_op
@@ -104,7 +118,7 @@ class AllGatherIn(FromAllocator):
 
 
 class ReduceScatterIn(FromAllocator):
-    """Reduce-scatter of torch's in buffers of an allocator's."""
+    """Reduce-scatter by torch, in buffers of a given allocator; a `Comm`."""
 
     def __call__(
         self,
@@ -114,7 +128,7 @@ class ReduceScatterIn(FromAllocator):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Begin it."""
+        """Launch the reduce-scatter, when both buffers are prepared."""
         self._prepare(input_tensor, group)
         self._prepare(output_tensor, group)
         return _torch.dist.reduce_scatter_flat(

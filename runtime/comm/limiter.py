@@ -22,13 +22,16 @@ MAX_AHEAD = 2  # FSDP1's `_MAX_NUM_INFLIGHT_ALL_GATHERS`, "empirically chosen" t
 
 
 class Limiter:
-    """Events of dropped units, oldest first; one for all units of a device."""
+    """Events of dropped units, oldest first; all units share one limiter."""
 
     def __init__(self) -> None:
         self._events: deque[Any] = deque()
 
     def dropped(self, device: torch.device) -> None:
-        """Record that a unit's unsharded parameters on `device` have just been dropped."""
+        """Record an event: a unit's unsharded parameters on `device` have just been dropped.
+
+        Does nothing on a CPU, or while a CUDA graph is captured.
+        """
         if device.type == "cpu":  # it does what it is told before the host goes on
             return
         if not is_captured():
@@ -40,7 +43,10 @@ class Limiter:
         self._events.append(event)
 
     def wait(self) -> None:
-        """Wait, before a gather, until fewer than MAX_AHEAD drops are ahead of the device."""
+        """Have the host wait, before a gather, until the device has passed the oldest drop.
+
+        Does nothing if fewer than MAX_AHEAD drops are recorded, or while a CUDA graph is captured.
+        """
         if len(self._events) >= MAX_AHEAD and not is_captured():
             self._events.popleft().synchronize()
 

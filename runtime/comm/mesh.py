@@ -32,15 +32,18 @@ def default_mesh() -> DeviceMesh:
     Its axis has no name, as in torch's own default, so that the two are equal and DTensors of one
     can be loaded into the other.
 
-    Initialises the default process group first if nobody did: from torchrun's
-    environment, or, with none, as a world of one.
+    Initializes the default process group first, as `ensure_process_group` does.
     """
     ensure_process_group()
     return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
 def ensure_process_group() -> None:
-    """Initialise the default process group if nobody did."""
+    """Initialize the default process group if nobody did.
+
+    From torchrun's environment, with the GPU of LOCAL_RANK as the current device; or, without one,
+    of this rank alone. Whoever initialized it, the group is destroyed when Python exits.
+    """
     _end_group_at_exit()
     if dist.is_initialized():
         return
@@ -55,7 +58,7 @@ def ensure_process_group() -> None:
 
 
 def world_size() -> int:
-    """Size of the default process group, or of the one that torchrun's environment calls for."""
+    """Size of the default process group; before there is one, the environment's WORLD_SIZE or 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -72,7 +75,7 @@ def _end_group_at_exit() -> None:
 
 
 def _end_process_group() -> None:
-    """End the group if the script did not, so that gloo's threads do not outlive Python.
+    """Destroy the group if the script did not, so that gloo's threads do not outlive Python.
 
     A process that ends with such a thread running aborts now and then ("terminate called
     without an active exception"), after all its work is done: the thread lets go of the last
@@ -92,7 +95,7 @@ def device_type() -> str:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """Device of this rank on `mesh`."""
+    """Device of this rank on `mesh`: the CPU, or the current device of the mesh's type."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(
@@ -102,9 +105,9 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 @dataclass(frozen=True)
 class FullMesh:
-    """Mesh on which a whole model lies, and the names of its data-parallel axes.
+    """Mesh on which a whole model lies, and the names of its data-parallel axes (`dp_mesh_dims`).
 
-    All parameters are DTensors on it, replicated over those axes.
+    Before sharding all parameters are DTensors on it, replicated over those axes.
     """
 
     mesh: DeviceMesh
@@ -123,7 +126,7 @@ class Axes:
 
     shard: the axis over which parameters are cut; None if every rank has them unsharded.
     replicate: the axis whose ranks hold copies of each other's shards; None if there is none.
-    full: the mesh of which these are axes, if parameters are DTensors on that.
+    full: the mesh of which these are axes, if parameters were DTensors on that; else None.
     """
 
     mesh: DeviceMesh
@@ -165,14 +168,14 @@ class Axes:
     def reduce_group(self, scatter_group: str) -> str:
         """Name of the group that gradients are averaged over, in the form of `passes/ir/groups.py`.
 
-        scatter_group: by which its first part is known, as one group of those ranks may be beside
-            `shard_group`.
+        scatter_group: name of the group for the reduce-scatter: `shard_group`, or another group of
+            the same ranks. The group of replicas is added to it if there are several.
         """
         return groups.join(scatter_group, self.replicate_group if self._has_copies else "")
 
     @property
     def reduce_name(self) -> str:
-        """Names of the axes that gradients are averaged over."""
+        """Names of the axes that gradients are averaged over, joined: "shard+replicate"."""
         names = None if self.replicate is None else self.replicate.mesh_dim_names
         replicate = (names[0] if names else REPLICATE_AXIS) if self._has_copies else ""
         return groups.join("" if self.shard is None else self.shard_name, replicate)
@@ -182,24 +185,28 @@ class Axes:
         return self.replicate_world > 1
 
     def placements(self, member: Member) -> tuple[Placement, ...]:
-        """Placements of `member`, one an axis of the mesh."""
+        """Placements of `member`, one for each axis of `mesh`: a scalar is replicated over all."""
         copies = () if self.replicate is None else (Replicate(),)
         own = Replicate() if member.is_scalar else Shard(member.dim)
         return copies if self.shard is None else (*copies, own)
 
 
 def check_is_mesh(mesh: object, what: str) -> None:
-    """Raise TypeError for what is no DeviceMesh; `what` is the function that was given it."""
+    """Raise TypeError if `mesh` is no DeviceMesh.
+
+    what: the function that was given `mesh`, for the message.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{what} expects a DeviceMesh as mesh, not {type(mesh).__name__}")
 
 
 def axes_of(mesh: DeviceMesh, what: str) -> Axes:
-    """Assign the axes of `mesh`: of 1-D it shards; of 2-D the first replicates, the second shards.
+    """Assign the axes of `mesh`: a 1-D mesh shards; a 2-D one replicates over its first axis.
 
-    The latter is HSDP.
-    what: the public name that was given the mesh. Raises ValueError for another mesh, TypeError
-        for what is none.
+    The second axis of a 2-D mesh shards (HSDP).
+    what: the public function that was given the mesh, for messages.
+    Raises ValueError for a mesh of more axes, or a 2-D one without names, and TypeError if `mesh`
+    is no DeviceMesh.
     """
     check_is_mesh(mesh, what)
     if mesh.ndim == 1:
@@ -221,7 +228,10 @@ def axes_of(mesh: DeviceMesh, what: str) -> Axes:
 def axes_by_name(mesh: DeviceMesh, dims: DataParallelMeshDims, what: str) -> Axes:
     """Assign the axes of `mesh` that `dims` names; several for one purpose are flattened into one.
 
-    Raises ValueError for a mesh without these names, or if `dims` names one twice, or none.
+    The result's `mesh` has the data-parallel axes alone; its `full` is all of `mesh`.
+    what: the public function that was given the mesh, for messages.
+    Raises ValueError for a mesh without these names, or if `dims` names one twice, or none, and
+    TypeError if `mesh` is no DeviceMesh.
     """
     check_is_mesh(mesh, what)
     names = (*dims.replicate_names, *dims.shard_names)
@@ -252,8 +262,9 @@ def axes_by_name(mesh: DeviceMesh, dims: DataParallelMeshDims, what: str) -> Axe
 def replicate_axes(mesh: DeviceMesh, what: str) -> Axes:
     """Assign the axis of `mesh` to replicas: all of its ranks hold parameters unsharded.
 
-    mesh: 1-D; or 2-D `(replicate, 1)`, named, of which the first axis is taken. Raises ValueError
-        for another one, TypeError for what is none.
+    mesh: 1-D; or 2-D `(replicate, 1)`, named, of which the first axis is taken.
+    what: the public function that was given the mesh, for messages.
+    Raises ValueError for another mesh, TypeError if `mesh` is no DeviceMesh.
     """
     check_is_mesh(mesh, what)
     if mesh.ndim == 2 and mesh.size(1) == 1 and mesh.mesh_dim_names:
@@ -271,9 +282,10 @@ _separate = weakref.WeakKeyDictionary()
 
 
 def separate_group(axes: Axes) -> str:
-    """Name of another group of the ranks of `axes.shard`, for reduces: the same one each time.
+    """Return the name of a second process group over the ranks of `axes.shard`, for reduces.
 
-    Made when it is first asked for, by all of those ranks together. "" if parameters are not cut.
+    The first call makes the group, and all of those ranks must make that call together; later calls
+    return the same one. "" if parameters are not cut, or over one rank.
     """
     if axes.shard is None or axes.shard_world == 1:
         return ""
@@ -291,9 +303,10 @@ _smaller: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
 
 
 def smaller_axes(axes: Axes, ranks: int) -> Axes:
-    """Make axes over groups of `ranks` neighbours along the shard axis.
+    """Make axes that shard over groups of `ranks` neighbors along the shard axis of `axes`.
 
-    All ranks of the mesh make them.
+    ranks: a divisor of the number of ranks that shard.
+    All ranks of the mesh call this together; a mesh is made once for each number of ranks.
     """
     key = axes.mesh, ranks
     if key not in _smaller:

@@ -29,6 +29,9 @@ def add(named: Named) -> None:
 
 
 def names_at(addresses: Collection[object]) -> list[str]:
-    """Names of the parameters whose shards are at `addresses`, in that order."""
+    """Names of the parameters whose shards are at `addresses`, in that order.
+
+    An address at which no known shard lies, or an empty one, gives no name.
+    """
     known = {each.shard.data_ptr(): each.name for each in list(_known) if each.shard.numel()}
     return [known[each] for each in addresses if each in known]

@@ -25,13 +25,13 @@ import torch
 
 @functools.cache
 def all_reduce_stream(device: torch.device) -> Any:
-    """Stream of `device` on which reduce-scatters are waited for, before all-reduces."""
+    """Stream of `device` that waits for reduce-scatters and then launches their all-reduces."""
     return torch.Stream(device)
 
 
 @functools.cache
 def copy_stream(device: torch.device, direction: str) -> Any:
-    """Stream of `device` for copies to it, "load", or for those to the host, "store"."""
+    """Stream of `device` for copies in one `direction`: "load", to it, or "store", to the host."""
     return torch.Stream(device)
 
 
@@ -44,7 +44,9 @@ def is_captured() -> bool:
 def on_all_reduce_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
     """Give the work in this context to the all-reduce stream; on a CPU it makes no difference.
 
-    after_compute: after what compute was given so far, which a reduce-scatter need not wait for.
+    after_compute: whether that stream first waits for all that the current stream was given so far.
+        Not needed if the work in this context waits for a reduce-scatter, which was launched after
+        the compute that it reads from.
     """
     if device.type == "cpu":
         yield

@@ -3,8 +3,8 @@
 gloo's all-gather copies what it has received once more, and its reduce-scatter copies what it
 sends, sums all of it on every rank, and keeps a part (torch 2.11 to 2.15). Among few ranks, pieces
 are sent from where they lie to where they are wanted instead, so that large members of a bucket
-need not be packed. Sums are of two numbers then, in which order doesn't matter; those of more
-ranks are left to gloo, so that they are those of others who use it.
+need not be packed. Reduces are done so between two ranks only, as the order of two summands doesn't
+matter. Sums over more ranks are left to gloo, so that they equal those of other code that uses it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Work(Protocol):
 
 
 def sends_members(group: str, device: torch.device) -> bool:
-    """Tell whether members of a bucket are sent one by one.
+    """Tell whether gathers over `group` are messages: those of gloo on CPUs, among few ranks.
 
-    Nothing is gained then by packing large ones.
+    Nothing is gained then by packing large members of a bucket. False for "", no group.
     """
     return bool(group) and _by_messages(_torch.dist.resolve_group(group), device)
 
@@ -46,14 +46,20 @@ def _by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def sends_alone(member: Member, group: str, device: torch.device) -> bool:
-    """Tell whether `member` has a message of its own in a grouped gather."""
+    """Tell whether `member` is sent as a message of its own in a grouped gather over `group`.
+
+    It is if it has LEAST bytes, unsharded, and if `sends_members`.
+    """
     return member.num_bytes >= LEAST and sends_members(group, device)
 
 
 def too_small(
     members: Sequence[Member], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, ...]:
-    """Numbers of members of a grouped gather that are better sent together: none, or several."""
+    """Positions of `members` that are better sent together in a grouped gather: none, or several.
+
+    They have fewer than LEAST bytes each. None where gathers are not messages, see `sends_members`.
+    """
     if not _by_messages(group, device):
         return ()
     found = [number for number, member in enumerate(members) if member.num_bytes < LEAST]
@@ -61,17 +67,21 @@ def too_small(
 
 
 def swaps(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether a reduce is a `swap`, and an addition."""
+    """Tell whether a reduce over `group` is a `swap` and an addition.
+
+    It is between two ranks, by gloo on a CPU.
+    """
     return group.size() == 2 and _by_messages(group, device)
 
 
 def gather(
     receive: Sequence[Tensor], send: Sequence[Tensor], group: dist.ProcessGroup
 ) -> list[Work]:
-    """Begin to gather each tensor of `send` into that of `receive`.
+    """Begin to gather each tensor of `send` into the one of `receive` at the same position.
 
-    receive: 1D, contiguous, the pieces of all ranks in turn. send: 1D, this rank's, which may lie
-    where it is to be received. All of them must live until the works have been waited for.
+    receive: 1D, contiguous, with room for the pieces of all ranks in turn.
+    send: 1D, this rank's piece, which may lie in its place in `receive`.
+    Returns works, all of which have to be waited for; tensors must live until then.
     """
     if _by_messages(group, receive[0].device):
         return [_exchange_gather(receive, send, group)]
@@ -82,10 +92,11 @@ def gather(
 
 
 def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to sum the ranks' `send`, each to get its part in `receive`: both 1D and contiguous.
+    """Begin a reduce-scatter: sum the ranks' `send`, each rank to get its part in `receive`.
 
-    Most reduces between two ranks are a `swap` instead; an all-reduce wants its input in one piece.
-    Both must live until the work has been waited for.
+    send, receive: both 1D and contiguous; they must live until the work has been waited for.
+    If `swaps`, this is a message each way, and an addition at the wait. It is used then only where
+    an all-reduce follows, which wants its input in one piece; `swap` is used elsewhere.
     """
     if swaps(group, send.device):
         here = group.rank()
@@ -96,29 +107,33 @@ def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
 
 
 def all_reduce(sums: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to sum `sums`, in place. It must live until the work has been waited for."""
+    """Begin to sum `sums` over `group`, in place. It must live until the work is waited for."""
     work: Work = dist.all_reduce(sums, group=group, async_op=True)
     return work
 
 
 def bare_reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin only what a `reduce`, or the `swap` in its place, does to the link: for measuring."""
+    """Begin only the transfer of a `reduce`, or of the `swap` in its place, for measuring.
+
+    receive, send: as for `reduce`; the results are of no use.
+    """
     if swaps(group, send.device):
         return swap(receive, send[: receive.numel()], group)
     return reduce(receive, send, group)
 
 
 def swap(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to send all of `send` to the other one of two ranks, and to receive as much."""
+    """Begin to send all of `send` to the other of two ranks, and to receive `receive` from it."""
     other = 1 - group.rank()
     return Exchange(group, [(other, send)], [(other, receive)])
 
 
 class Exchange:
-    """Messages of one collective, on their way.
+    """Messages of one collective, launched when this is made.
 
-    sends, receives: (rank in the group, tensor). Between two ranks, in the same order on both.
-    own: is added to the first that is received, once it is there.
+    sends, receives: (rank in the group, tensor). What one rank sends to another is matched by order
+        with what the other receives from it.
+    own: added, at the wait, to the first tensor of `receives`; None: nothing is.
     """
 
     def __init__(
@@ -134,7 +149,7 @@ class Exchange:
         self._messages = self._channel.begin(group, sends, receives)
 
     def wait(self) -> None:
-        """Wait until all messages have come and gone; a second time nothing is left to do."""
+        """Wait until all messages have come and gone, and add `own`. A second call does nothing."""
         messages, self._messages = self._messages, None
         if messages is None:
             return
@@ -150,7 +165,10 @@ class Exchange:
 
 @dataclass(eq=False)
 class _Messages:
-    """Messages in flight: their tensors have to live until gloo is done, wanted or not."""
+    """Messages in flight: their tensors have to live until gloo is done, wanted or not.
+
+    is_abandoned: nobody is going to wait for them, or a wait for them has failed.
+    """
 
     receives: Sequence[tuple[int, Tensor]]
     sends: Sequence[tuple[int, Tensor]]
@@ -167,9 +185,9 @@ class _Messages:
 
 
 class _Channel:
-    """Exchanges of one group, each with a tag of its own.
+    """Exchanges of one group, numbered; the number of each is the tag of its messages.
 
-    Ranks that don't begin the same ones wait in vain, and mix nothing up.
+    So messages of an exchange that was abandoned are not taken for those of a later one.
     """
 
     def __init__(self) -> None:
@@ -182,6 +200,7 @@ class _Channel:
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
     ) -> _Messages:
+        """Launch the messages under the next tag. If that raises, they count as abandoned."""
         tag = FIRST_TAG + self._number % TAGS
         self._number += 1
         messages = _Messages(receives, sends, [])
@@ -197,10 +216,9 @@ class _Channel:
         return messages
 
     def end(self, messages: _Messages) -> None:
-        """Note that `messages` have come and gone.
+        """Note that `messages` have come and gone; wait for those abandoned before, and free them.
 
-        Those that were abandoned before have, or soon will: the other ranks began them before
-            these, too.
+        These have come, too, or soon will, as the other ranks began them before `messages`.
         """
         at = self._open.index(messages)
         for each in self._open[:at]:
@@ -216,6 +234,10 @@ _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channel] = weakref.Weak
 def _exchange_gather(
     receive: Sequence[Tensor], send: Sequence[Tensor], group: dist.ProcessGroup
 ) -> Exchange:
+    """Begin a gather by messages: send this rank's pieces to all others, and copy them in place.
+
+    Nothing is sent for a piece without elements.
+    """
     world, here = group.size(), group.rank()
     peers = [(here + distance) % world for distance in range(1, world)]
     wholes = [(whole.view(world, -1), part) for whole, part in zip(receive, send, strict=True)]

@@ -7,7 +7,7 @@
 The graph gets a stand-in for the shard, of its size, in the memory of one element: the first
 method may do what can't be traced. The second is traced once, for one parameter: graphs with
 extended parameters are shared by no two. It has to make a plain tensor out of its arguments;
-what else it reads of its shard must stay as it was, and simple values there are looked at.
+what else it reads of its shard must stay as it was: simple attributes are compared at each call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.S
 
 
 def stand_in(shard: Tensor) -> Tensor:
-    """Make a tensor that the graph gets in place of `shard`."""
+    """Make the tensor that a graph gets in place of `shard`: zeros, in one element's memory."""
     return torch.zeros((), dtype=shard.dtype, device=shard.device).expand(shard.shape)
 
 
 def answer(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
-    """Return what the shard of `owner` asks to have gathered at run time: see `Request.pieces`.
+    """Ask the shard of `owner`, at run time, for what to gather; returns copies of the tensors.
 
-    Raises RuntimeError if it is not what it asked for when the graph was compiled.
+    pieces, metadata: of its `Request` when the graph was compiled.
+    Raises RuntimeError if its request is another one now.
     """
     request, tensors = ask(owner)
     if (request.pieces, request.metadata) != (pieces, metadata):
@@ -52,10 +53,13 @@ def answer(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
 
 
 class Request:
-    """Request of a shard: what is to be gathered for it, without the values.
+    """Request of a shard: what its `fsdp_pre_all_gather` returns, without the tensors' values.
 
-    pieces:   dtypes and sizes of what goes on the wire, then of tensors in the metadata.
-    metadata: as text, with what there is in it beside tensors; and simple attributes of the shard.
+    pieces:   dtypes and sizes of the tensors to send, then of tensors in the metadata.
+    metadata: text of the metadata, without the values of tensors; and simple attributes of the
+        shard.
+    Making one raises ValueError if it can't be written down so: for a tensor on another device, or
+    of a dtype without a name, or other metadata than tensors and simple values.
     """
 
     def __init__(self, owner: ShardedParam, sent: Sent, tensors: list[Tensor]) -> None:
@@ -79,9 +83,9 @@ class Request:
         self.metadata = f"{told} {simple}" if simple else told
 
     def sent(self, tensors: list[Tensor]) -> Sent:
-        """Rebuild what was asked for, with tensors in the metadata, and inputs on the meta device.
+        """Rebuild the request for `after_gather`: metadata with tensors, inputs on the meta device.
 
-        tensors: those of `pieces`, of which the last are in the metadata.
+        tensors: those that `pieces` describes; the last of them go into the metadata.
         """
         beside = iter(tensors[len(self._inputs) :])
         leaves = [
@@ -103,6 +107,7 @@ class _Tensor:
 
 
 def _show(owner: ShardedParam, leaf: Any) -> Any:
+    """Return `leaf`, of metadata. Raises ValueError if its text would not tell its value."""
     if isinstance(leaf, (*_SIMPLE, _Tensor)):
         return leaf
     raise ValueError(
@@ -112,9 +117,10 @@ def _show(owner: ShardedParam, leaf: Any) -> Any:
 
 
 def ask(owner: ShardedParam) -> tuple[Request, list[Tensor]]:
-    """Ask the shard of `owner` what to gather; the tensors are those of `Request.pieces`.
+    """Ask the shard of `owner` what to gather, by its `fsdp_pre_all_gather`.
 
-    Raises ValueError if its answer can't be written down.
+    Returns the request, and the tensors that its `pieces` describes. Raises ValueError as `Request`
+    does.
     """
     with torch.no_grad():
         sent = extensions.before_gather(owner, owner.unit, owner.shard)
@@ -136,9 +142,12 @@ def spell_out(
 ) -> Callable[[Tensor], Tensor]:
     """Make the function that a graph calls for `owner` in place of an `unshard` marker.
 
-    The arguments are the marker's.
-    Raises ValueError if it can't be compiled: the shard is on the host, it asks for something
-    else each time, or a tensor subclass is made of what is gathered.
+    It takes the stand-in of the shard, and gives the unsharded parameter.
+
+    members, group, keep, reduce: arguments of the marker.
+    number: of `owner` in the table of parameters.
+    Raises ValueError if it can't be compiled: the shard is on the host, its request is another one
+    each time or can't be written down, or a tensor subclass is made of what is gathered.
     """
     if owner.unit.settings.is_offloaded:
         raise ValueError(
@@ -172,6 +181,8 @@ def spell_out(
 
 
 class _Gather(torch.autograd.Function):
+    """Autograd function that calls `gather`, and whose backward is that of an `unshard` marker."""
+
     @staticmethod
     def forward(
         ctx: Any, shard: Tensor, gather: Callable[[Tensor], Tensor], arguments: tuple[Any, ...]
@@ -186,10 +197,9 @@ class _Gather(torch.autograd.Function):
 
 
 def _try(owner: ShardedParam, request: Request, tensors: list[Tensor], member: Member) -> None:
-    """Check that `owner`'s extension makes a plain tensor of the right dtype.
+    """Raise ValueError unless `owner`'s extension makes a plain tensor of `member`'s dtype.
 
-    It is given this rank's pieces alone: the values are wrong, but the type is that of all. Raises
-    ValueError if it makes something else.
+    It is called with this rank's pieces in place of all ranks': values are wrong, the type is not.
     """
     with torch.no_grad():
         sent = request.sent(tensors)

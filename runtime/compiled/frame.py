@@ -54,9 +54,10 @@ class Frame:
 
     gm:      takes local shards where Dynamo's graph took DTensor parameters.
     inputs:  example inputs for it, fake where they are shards.
-    params:  the table: what a marker's last argument indexes.
+    params:  the table: what a marker's argument `param` indexes.
     positions: of `params` among the inputs.
-    stays:   numbers of those that are kept unsharded, which are more inputs of the graph.
+    stays:   indices in `params` of those that the runtime keeps unsharded: the graph gets them so,
+        as additional inputs.
     local:   input position -> the parameter whose shard goes there.
     """
 
@@ -84,9 +85,10 @@ class Frame:
 
     @contextlib.contextmanager
     def with_more_inputs(self) -> Iterator[None]:
-        """Add inputs to the graph in this context: parameters kept unsharded, and the table of all.
+        """Add inputs to the graph in this context: parameters kept unsharded, and a table's number.
 
-        No variable of the user's is behind them. For the table of parameters see `tables.py`.
+        No variable of the user's is behind them; the function that `wrap` makes passes them. For
+        the number see `tables.py`. A graph that reads no sharded parameter is left as it is.
         """
         if not self.params:
             yield
@@ -109,6 +111,10 @@ class Frame:
 
     def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap `compiled`, over local shards, in a function with the signature of Dynamo's graph.
+
+        The function passes shards, and the inputs of `with_more_inputs`. Before that, unless
+        `strict_order=False`, it raises RuntimeError if other ranks run another graph now.
+        `compiled` itself is returned if the graph reads no sharded parameter.
 
         name: of the graph and its collectives, the same on every rank.
         """
@@ -147,10 +153,10 @@ class Frame:
 
 
 def _watch_backward(results: Any, table: Table) -> None:
-    """Look at the gradients of `results` when their backward begins.
+    """Have the backward of `results` tell `table`, as it begins, which of them have no gradient.
 
-    `table` is told of results without one. A gradient that is a DTensor is a RuntimeError, unless
-    one of the results is a DTensor.
+    It raises RuntimeError for a gradient that is a DTensor, unless one of the results is a DTensor.
+    Results without a backward are left alone.
     """
     node = _torch.aot.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
@@ -174,11 +180,11 @@ def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
 
 
 def follow_replaced(example_inputs: Sequence[Any]) -> bool:
-    """Tell whether parameters among the inputs were replaced or converted, and follow that.
+    """Have units take note of parameters among the inputs that were replaced or converted.
 
-    The graph was then traced with what stood there before, ties undone or of another dtype: trace
-        it
-    again.
+    Returns whether there are any. The graph was then traced with what stood there before (of
+    another dtype, or with ties undone), so that it has to be traced again. Raises ValueError for a
+    replacement that is not sharded alike.
     """
     changed = False
     for value in example_inputs:
@@ -192,9 +198,11 @@ def follow_replaced(example_inputs: Sequence[Any]) -> bool:
 
 
 def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
-    """Rewrite Dynamo's `gm` in place, to take local shards.
+    """Rewrite Dynamo's `gm` in place, to take local shards, and number the markers in it.
 
-    Parameters that the graph uses as DTensors (in a user's own DTensor code) stay so.
+    Parameters that the graph uses as DTensors (in a user's own DTensor code) stay so. Raises
+    ValueError for a marker of something else than a parameter, for a parameter that is used as
+    `_check_uses` forbids, or whose all-gather extension can't be compiled.
     """
     frame = Frame(gm, list(example_inputs))
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -232,7 +240,11 @@ def _only_read_locally(node: fx.Node) -> bool:
 
 
 def _localize(node: fx.Node, *, as_stand_in: bool) -> Any:
-    """Make `node` the local tensor itself, or its stand-in; returns an example of it."""
+    """Make `node`, a DTensor, the local tensor itself, or its stand-in, in subgraphs, too.
+
+    as_stand_in: for an extended parameter; see `extensions.py`.
+    Returns an example of what `node` is now.
+    """
     fake = node.meta["example_value"]
     with torch.no_grad():
         local = _torch.dtensor.local_tensor(fake).detach()
@@ -265,9 +277,14 @@ def _number_markers(
     numbers: dict[ShardedParam, int],
     staying: set[int],
 ) -> None:
-    """Give each marker its parameter's number, and add those that are kept unsharded to `staying`.
+    """Give each marker in `gm`, and in its subgraphs, its parameter's number.
 
-    Raises ValueError for a marker of something else than a parameter.
+    known:   the parameter behind each input of `gm` that is one.
+    numbers: filled here: a parameter's number, in the order of their first markers.
+    staying: filled here: numbers of parameters that the runtime keeps unsharded.
+
+    A marker of an extended parameter is replaced by what `extensions.spell_out` makes. Raises
+    ValueError as `make_frame` does.
     """
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _UNSHARD:
@@ -311,7 +328,10 @@ def _spell_out(marker: fx.Node, param: ShardedParam, number: int) -> None:
 
 
 def _check_uses(marker: fx.Node, param: ShardedParam) -> None:
-    """Raise ValueError for uses of a parameter that a marker's gathered copy doesn't allow."""
+    """Raise ValueError if the graph uses the gathered copy of `param` in a way that is lost.
+
+    That is a write to the copy, or a read under no_grad whose result is used with gradients.
+    """
     whole = marker.meta["example_value"]
     if whole._version:
         raise ValueError(
@@ -326,6 +346,7 @@ def _check_uses(marker: fx.Node, param: ShardedParam) -> None:
 
 
 def _is_used_with_grad(marker: fx.Node) -> bool:
+    """Tell whether `marker`, read under no_grad, is used where the graph has enabled gradients."""
     enabled = False  # as it is at the marker
     node = marker.next
     while node.op != "output":
@@ -351,10 +372,11 @@ def _subgraphs(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def _operands(node: fx.Node, subgraph: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs of an input of `subgraph`, and the node that `node` passes for it.
+    """Pairs of an input of `subgraph`, and the node that `node`, a higher-order op, passes for it.
 
-    The operands of a higher-order op are its last arguments, one a subgraph's input. None is
-    known of a subgraph that takes more than that: the backward of an autograd.Function.
+    The operands of such an op are its last arguments, one for each input of the subgraph. There are
+    no pairs for a subgraph with more inputs than `node` has arguments, as the backward of an
+    autograd.Function is.
     """
     placeholders = subgraph.graph.find_nodes(op="placeholder")
     if len(placeholders) > len(node.args):
@@ -384,9 +406,10 @@ def _example_of_unsharded(param: ShardedParam) -> Tensor:
 
 
 def _kept_unsharded(params: list[ShardedParam]) -> list[Tensor]:
-    """Return `params` unsharded: those that are kept, and others gathered now.
+    """Return `params` unsharded: those that their units keep, and others gathered now.
 
-    The latter stay if their units are configured so.
+    A unit that is not configured to keep them lets go of them again: at once, as the graph holds
+    what it needs; or, in a checkpoint, at the end of the backward that runs the graph again.
     """
     units = list(dict.fromkeys(param.unit for param in params))
     for unit in units:
@@ -434,6 +457,7 @@ def _input_for(param: Tensor, is_extended: bool) -> Tensor:
 def _shards(
     params: list[Tensor], extended: list[bool], table: Table, units: list[Unit]
 ) -> Sequence[Tensor]:
+    """Return what the graph takes for `params`, with a backward if one of them needs a gradient."""
     inputs = list(map(_input_for, params, extended))
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
         shards: tuple[Tensor, ...] = _torch.autograd.apply(
@@ -454,7 +478,11 @@ def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
 
 
 class _LocalShards(torch.autograd.Function):
-    """Local tensors of all parameters at once; their gradients become DTensors on the way back."""
+    """Autograd function that gives the graph's inputs for all sharded parameters at once.
+
+    Backward makes DTensors of their gradients, and none of one that waits or that no rank has. It
+    raises RuntimeError if a parameter was written to since forward.
+    """
 
     @staticmethod
     def forward(

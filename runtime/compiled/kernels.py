@@ -2,7 +2,8 @@
 
 Collectives and copies in flight are kept here, by the addresses of their tickets, until they are
 waited for. If an exception drops a ticket, its entry goes, too, and compute on a device waits for
-what is in flight, as its buffers are free from then on. No alias stands for a ticket.
+what is in flight, as its buffers are free from then on. An alias of a ticket does not keep its
+entry.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ Flight = InFlight | GroupedFlight | UnitReductions | Copies
 
 @dataclass(frozen=True)
 class _Entry:
+    """Entry for a ticket: what was launched, or packed, and is not waited for yet."""
+
     ticket: weakref.ref[Tensor]  # whose callback drops this
     flight: Flight
     keep: InFlight | None = None  # what it followed upon
@@ -173,6 +176,11 @@ def _pack_grads(
     params: Sequence[int] = (),
     outputs: str = "",
 ) -> Tensor:
+    """Pack a bucket's gradients, with those that wait added, into one buffer for one reduce.
+
+    If that is not all there is to do (`reduce.is_plain`), the reduces are launched here already,
+    unit by unit, and the ops that follow take them further.
+    """
     known, parts = table_at(table), read_members(members)
     owners = [] if known is None else [known[number] for number in params]
     dtype, grads = parts[0].dtype, list(tensors)
@@ -236,6 +244,10 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
 
 
 def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tensor:
+    """Make a ticket for `flight`, on the device of `like`.
+
+    keep: what must outlive `flight`.
+    """
     ticket = like.new_empty(1, dtype=torch.uint8)
     address = ticket.data_ptr()
     is_on_host = ticket.device.type == "cpu"
@@ -245,6 +257,7 @@ def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tenso
 
 
 def _drop(address: int, *, is_on_host: bool) -> None:
+    """Drop the entry of a ticket that was freed without a wait; compute on a device waits then."""
     entry = _in_flight.pop(address, None)
     if entry is None:
         return
@@ -275,6 +288,7 @@ def _redeem_copy(ticket: Tensor) -> Copies:
 
 
 def _take(ticket: Tensor) -> Flight:
+    """Take out what `ticket` stands for. Raises RuntimeError if it stands for nothing any more."""
     try:
         entry = _in_flight.pop(ticket.data_ptr())
     except KeyError:

@@ -22,6 +22,9 @@ def plans(model: nn.Module) -> list[Plan]:
 
 
 def record(units: Iterable[Unit], plan: Plan) -> None:
-    """Add `plan` to those of the outermost module among those that head `units`."""
+    """Record `plan` for the outermost of the modules that head `units`; `plans` finds it there.
+
+    units: those whose parameters the plan's graph reads.
+    """
     root = min(units, key=lambda unit: (not unit.is_root, unit.name.count("."))).modules[0]
     _plans.setdefault(root, []).append(plan)

@@ -2,8 +2,8 @@
 
 Compiled code launches a bucket, goes on to its all-reduce, and waits for it, as
 planned. Mostly that is one collective, and there is no setting to follow. If a unit of the
-bucket has hooks, a number to divide by, or gradients that wait, each unit's are a `Reduction` as
-in the eager runtime, taken through the same three steps.
+bucket has hooks, a number to divide by, or gradients that wait, each unit's gradients are a
+`Reduction` as in the eager runtime, taken through the same three steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from autoshard.runtime.unit.unit import Unit
 
 
 def is_plain(owners: Sequence[ShardedParam]) -> bool:
-    """Tell whether the reduce of these parameters is one collective for a mean.
+    """Tell whether gradients of `owners`, a bucket's, are all reduced now, together, to their mean.
 
-    It is if no setting of the user's concerns it, and no gradient of theirs has to wait for another
-    use of them in this backward.
+    They are not if a setting of the user's says otherwise for one of their units, or if a gradient
+    has to wait for another use of its parameter in this backward.
     """
     units = {owner.unit for owner in owners}
     if not all(unit.reducer.is_plain for unit in units):
@@ -36,14 +36,19 @@ def is_plain(owners: Sequence[ShardedParam]) -> bool:
 
 
 def _comes_again(owner: ShardedParam) -> bool:
-    """Tell whether another use of `owner` than the one whose code runs now is still to come."""
+    """Tell whether another use of `owner` than the one whose code runs now is still to come.
+
+    That is, whether the running backward will bring a further gradient of `owner`.
+    """
     return uses.num_to_come(owner) > 1
 
 
 def add_pending(owners: Sequence[ShardedParam], grads: list[Tensor], dtype: torch.dtype) -> None:
-    """Add to `grads` what came before in this backward, and what waited for it from earlier ones.
+    """Add to each of `grads` those of its owner that came before: the list is changed.
 
-    The latter only for a gradient that goes to `.grad`.
+    Gradients of earlier backwards, which wait, are only added to a gradient that goes to `.grad`.
+
+    owners: the parameter of each gradient. dtype: in which sums are made.
     """
     for index, owner in enumerate(owners):
         if owner.arriving is not None:
@@ -59,12 +64,16 @@ def add_pending(owners: Sequence[ShardedParam], grads: list[Tensor], dtype: torc
 def hold(
     owner: ShardedParam, grad: Tensor | None, members: str, group: str, *, like: Tensor
 ) -> Tensor:
-    """Let `grad`, if there is one, wait. Returns a stand-in for its shard.
+    """Let `grad` of `owner` wait for a later backward. Returns a shard of zeros in its place.
 
-    If `torch.autograd.grad` asks for it, it does not wait, and its shard is returned.
+    If `torch.autograd.grad` asks for it, it does not wait: it is reduced, and its shard returned. A
+    gradient that the running backward is not to accumulate is dropped.
+
+    grad: unsharded; None if this rank has none.
+    members, group: as of the op `hold_grad`.
     like: a tensor on the device of gradients.
-    Raises NotImplementedError if it can't be returned so, and RuntimeError if the parameter has
-    hooks for after its gradient is accumulated.
+    Raises NotImplementedError for `torch.autograd.grad` with `strict_order=False`; without the
+    latter, RuntimeError if a parameter of the unit has a post-accumulate-grad hook.
     """
     (member,) = read_members(members)
     if _is_handed_out(owner):
@@ -97,6 +106,9 @@ class Flags:
 
     They travel as the bucket's last member, a number each, summed like the rest; see
     [Note: gradients that are not there] in unit/reduce.py.
+
+    owners:   parameters that have a flag: those whose gradient comes from some outputs only.
+    has_grad: whether this rank has a gradient of each.
     """
 
     owners: tuple[ShardedParam, ...]
@@ -106,9 +118,11 @@ class Flags:
     def of(
         owners: Sequence[ShardedParam], sources: Sequence[Collection[int]], has: Sequence[bool]
     ) -> Flags:
-        """Make flags of those `owners` whose gradients come from some outputs only.
+        """Make flags for those `owners` whose gradient comes from some of forward's outputs only.
 
-        sources: of each, those outputs; none for all. has: whether there is a gradient of one.
+        sources: for each owner, numbers of these outputs; empty if it comes from all.
+        has: for each owner, whether the running backward has a gradient of one of them. A gradient
+            that waits counts, too.
         """
         pairs = [
             (owner, is_there or _has_before(owner))
@@ -118,16 +132,17 @@ class Flags:
         return Flags(tuple(owner for owner, _ in pairs), tuple(is_there for _, is_there in pairs))
 
     def member(self, dtype: torch.dtype, shards: int) -> Member:
-        """Member for all flags, to be sent to each of the ranks that sums go to."""
+        """Member for all flags, once for each of the `shards` ranks that sums go to."""
         return Member(dtype, (len(self.owners) * shards,))
 
     def tensor(self, dtype: torch.dtype, device: torch.device, shards: int) -> Tensor:
         return reduce.flags_of(self.has_grad, dtype, device).repeat(shards)
 
     def withhold(self, sums: Tensor) -> None:
-        """Note which parameters no rank has a gradient for. `sums`: of all ranks' flags.
+        """Set `is_withheld` of each owner: whether no rank has a gradient for it.
 
-        A rank looks at them only where it has none itself: it need not wait for a device.
+        sums: the flags, summed over ranks. They are read only where this rank has no gradient
+            itself: otherwise the host need not wait for a device.
         """
         for owner, is_there, anywhere in zip(
             self.owners, self.has_grad, sums.unbind(), strict=True
@@ -141,7 +156,14 @@ def _has_before(owner: ShardedParam) -> bool:
 
 
 class UnitReductions:
-    """Reductions of one bucket's gradients, unit by unit."""
+    """Reductions of one bucket's gradients, unit by unit, launched as this is made.
+
+    Gradients that are not to be reduced now are kept to wait instead.
+
+    grads:  unsharded, None where this rank has none.
+    owners: the parameter of each.
+    dtype:  in which they are summed.
+    """
 
     def __init__(
         self,
@@ -167,7 +189,10 @@ class UnitReductions:
     def _to_wait(
         unit: Unit, grads: dict[ShardedParam, Tensor | None]
     ) -> dict[ShardedParam, Tensor | None]:
-        """Select those of `grads`, of `unit`, that are not reduced now."""
+        """Select those of `grads`, of `unit`, that are not reduced now.
+
+        That is all if the unit doesn't sync; RuntimeError if it has post-accumulate-grad hooks.
+        """
         if not unit.reducer.syncs:
             unit.check_may_wait()  # told to wait after forward
             return grads
@@ -183,6 +208,10 @@ class UnitReductions:
         *,
         handed_out: bool,
     ) -> None:
+        """Launch the reduction of `grads`, with those that came before added.
+
+        handed_out: whether they go to `torch.autograd.grad`: then nothing is added.
+        """
         wanted = {owner for owner in grads if handed_out or _is_accumulated(owner)}
         if not handed_out:
             for owner in wanted:
@@ -203,11 +232,13 @@ class UnitReductions:
             reduction.abandon()
 
     def wait(self, like: Tensor, members: str, group: str) -> list[Tensor]:
-        """Wait, and return this rank's parts of the gradients.
+        """Wait, and return this rank's parts of the gradients, one for each owner.
 
-        Gradients that wait still are zeros: a compiler may count on the strides of what a graph
-            waits
-        for.
+        Where a gradient still waits, or no rank has one, it is zeros, and `is_withheld` of its
+        parameter is set. They are contiguous: a compiler may count on the strides of what a graph
+        waits for.
+
+        members, group: of the bucket. like: a tensor on the device of gradients.
         """
         parts: dict[ShardedParam, Tensor] = {}
         for reduction in self._reductions:

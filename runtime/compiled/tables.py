@@ -58,9 +58,9 @@ class Table:
         return weakref.WeakSet(self[number] for number in range(len(self._params)))
 
     def lacks(self, outputs: Collection[int]) -> bool:
-        """Tell whether the running backward has no gradient for any of `outputs`.
+        """Tell whether the running backward has a gradient for none of `outputs`.
 
-        Not if these are none.
+        False if `outputs` is empty, which stands for all of them.
         """
         return bool(outputs) and self.unused_outputs.issuperset(outputs)
 
@@ -95,11 +95,17 @@ class Tables:
 
 
 def table_at(table: Tensor | None) -> Table | None:
-    """Return the table of that number; None if there is none, in a graph by itself."""
+    """Return the table whose number the tensor `table` holds.
+
+    None for None, as in a graph that is run by itself. Raises KeyError if the table is gone.
+    """
     return None if table is None else _tables[int(table.item())]
 
 
 def look_up(table: Tensor | None, params: Sequence[int]) -> list[ShardedParam]:
-    """Return the parameters at `params` in the table of that number; none if there is no table."""
+    """Return the parameters at the indices `params` of the table whose number `table` holds.
+
+    An empty list if `table` is None.
+    """
     known = table_at(table)
     return [] if known is None else [known[number] for number in params]

@@ -1,4 +1,4 @@
-"""Graphs of a unit: what compiled code keeps with the outermost unit of what it runs."""
+"""Graphs of a unit: what compiled code keeps with the unit of a graph's first parameter."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoshard.runtime.unit.unit import Unit
 
 @dataclass(eq=False)
 class UnitGraphs:
-    """Graphs that were compiled for a unit.
+    """Graphs of frames whose first parameter is in one unit.
 
-    agreed:      what ranks have agreed on about them.
-    known_plans: plans that ranks share, by frame.
-    kept_params: parameters that stay unsharded from forward to backward, likewise.
-    misses_plans: of graphs that torch's caches have: nothing is taken from them.
+    agreed:      (frame, digests of plans) that all ranks have; not compared again.
+    known_plans: plans that ranks share, by frame and options.
+    kept_params: names of parameters kept unsharded for backward, by frame and options.
+    misses_plans: whether torch's caches had graphs whose plans are gone: then they are not used.
     """
 
     agreed: Agreed = field(default_factory=set)
@@ -26,5 +26,5 @@ class UnitGraphs:
 
 
 def graphs_of(unit: Unit) -> UnitGraphs:
-    """Return the graphs of `unit`."""
+    """Return what compiled code keeps with `unit`."""
     return unit.state(UnitGraphs)

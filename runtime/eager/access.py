@@ -4,7 +4,10 @@ A sharded module's class is replaced by a subclass with one property per paramet
 The property reads the module's DTensor and answers by where it is read:
 
     under torch.compile     autoshard::unshard(local shard): a marker for the passes
-    in a forward, eagerly   the gathered parameter, from the open step
+    in a forward, eagerly   the unsharded parameter, from the open step
+    in backward             likewise: a checkpoint runs a part of forward again
+    after `unshard()`       likewise, until `reshard()`
+    in another method       likewise, or in a module that is called by itself (`methods.py`)
     anywhere else           the DTensor itself, so `init.normal_(m.weight)`,
                             `SGD([m.weight])` and printing see the parameter
 
@@ -16,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -44,7 +46,10 @@ _classes: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], type]] = weakref
 
 
 def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
-    """Register `param` at `module.attribute`, so that a read of it in forward gathers it."""
+    """Register `param` as `module.attribute`, and have a read of that in forward gather it.
+
+    The class of `module` is replaced by a subclass with a property for each parameter bound so far.
+    """
     module._parameters[attribute] = param.param
     bound = module.__dict__.setdefault(PARAMS, {})
     bound[attribute] = param
@@ -54,7 +59,10 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
 
 
 def head(module: nn.Module, unit: Unit, mixin: type) -> None:
-    """Make `module` the head of `unit`: hooks on its forward begin and end the unit's use."""
+    """Make `module` the head of `unit`: hooks on its forward begin and end the unit's use.
+
+    mixin: the class that gives `module` its methods, put before its own class: `ShardedModule`.
+    """
     module.__dict__[UNIT] = unit
     heads.add(module)
     _torch.fsdp.enter_contract(module)
@@ -65,7 +73,11 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
 
 
 def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
-    """Yield the pairs of `named`, with the unsharded copy of each parameter that has one now."""
+    """Yield the pairs of `named`, with the unsharded copy of each parameter that has one now.
+
+    named: what `nn.Module.named_parameters()` yields. `reads.registered` says which parameters have
+        a copy. Inside `as_sharded()` all pairs are yielded as they are.
+    """
     for name, param in named:
         sharded = None if _asks_for_shards.get() else find(param)
         stands_there = sharded is not None and sharded.param is param
@@ -77,9 +89,9 @@ _asks_for_shards: ContextVar[bool] = ContextVar("_asks_for_shards", default=Fals
 
 @contextlib.contextmanager
 def as_sharded() -> Iterator[None]:
-    """Have `named_parameters()` of modules give sharded parameters in this context.
+    """Have `named_parameters()` and `parameters()` give no unsharded copies in this context.
 
-    It does so whatever is gathered.
+    They give the DTensors, also after `unshard()`, and between forward and backward.
     """
     token = _asks_for_shards.set(True)
     try:
@@ -89,19 +101,26 @@ def as_sharded() -> Iterator[None]:
 
 
 def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """List the names and parameters of `module` and below, each once, as optimizers train them."""
+    """List (name, parameter) in `module` and below, each parameter once.
+
+    Sharded parameters are DTensors, as optimizers train them, also where copies are given out.
+    """
     with as_sharded():
         return list(module.named_parameters())
 
 
 def original_class(module: nn.Module) -> type:
-    """Return the class that the user wrote, behind the subclass that sharding has made."""
+    """Return the class that the user wrote, behind the subclass that sharding has made, if any."""
     cls = type(module)
     original: type = cls.__dict__.get("_autoshard_original", cls)
     return original
 
 
 def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
+    """Give `module` the subclass with a property for each parameter that is bound to it.
+
+    mixins: classes put before its own; () for those that it has already.
+    """
     original = original_class(module)
     mixins = mixins or type(module).__dict__.get("_autoshard_mixins", ())
     names = tuple(module.__dict__.get(PARAMS, {}))
@@ -113,6 +132,10 @@ def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
 
 
 def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]) -> type:
+    """Make a subclass of `mixins` and `original` with a property for each of the `names`.
+
+    It has the name of `original`, follows conversions and loads, and refuses deepcopy and pickle.
+    """
     namespace: dict[str, Any] = {name: _make_property(name) for name in names}
     if issubclass(original, nn.RNNBase):
         namespace.update(_torch.nn.replaced_weights(_read_flat_weights))
@@ -130,11 +153,15 @@ def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]
 
 
 def _make_apply(original: type) -> Callable[..., nn.Module]:
-    def apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Convert `module`, as `to()` does, and follow its dtype before a forward is traced.
+    """Make the method `_apply` for the subclass of `original`; `to()` and its like call it."""
 
-        A forward may convert a module to the dtype that it has. Parameters are left alone then:
-        torch would put new tensors into those that autograd knows already.
+    def apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Convert `module` as `original._apply(module, convert, recurse)` does, and return it.
+
+        Its units then learn the new dtype (`ShardedParam.refresh`), before a forward is traced.
+        Where `convert` returns each own shard itself, as in a forward that converts to the dtype
+        that is there, only buffers and children are converted: torch would put new tensors into
+        parameters that autograd knows already.
         """
         if _changes_nothing(module, convert):
             if recurse:
@@ -153,7 +180,10 @@ def _make_apply(original: type) -> Callable[..., nn.Module]:
 
 
 def _changes_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Tell whether `convert` gives back each of `module`'s own parameters, all of them sharded."""
+    """Tell whether `module`'s own parameters are all sharded, and `convert` returns each shard.
+
+    Calls `convert` on the shards, up to the first that it replaces. True without parameters.
+    """
     for param in module._parameters.values():
         if param is not None:
             if not isinstance(param, DTensor):
@@ -166,6 +196,12 @@ def _changes_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> 
 
 
 def _make_load(original: type) -> Callable[..., None]:
+    """Make the method `_load_from_state_dict` for the subclass of `original`.
+
+    It loads as `original` does. An unsharded tensor that `load_state_dict(assign=True)` would put
+    in place of a sharded parameter is left out, with a message in `error_msgs`, which torch raises.
+    """
+
     def load(module: nn.Module, state: Any, prefix: str, *rest: Any, **named: Any) -> None:
         errors: list[str] = named["error_msgs"] if "error_msgs" in named else rest[-1]
         before = dict(module._parameters)
@@ -184,6 +220,8 @@ def _make_load(original: type) -> Callable[..., None]:
 
 
 def _make_property(name: str) -> property:
+    """Make the property for parameter `name`; what a read gives is at the top of this file."""
+
     def read(module: Any) -> Any:
         if not torch.compiler.is_compiling():
             return _read_eagerly(module, name)
@@ -205,9 +243,10 @@ def _make_property(name: str) -> property:
 
 
 def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
-    """Give the marker, under torch.compile, of a parameter for which there is more to ask.
+    """Return the marker, under torch.compile, of a parameter for which one tuple is not enough.
 
-    That is one with tensor parallelism, or whose dtype follows eval mode.
+    That is a parameter whose dtype depends on eval mode (`full_precision_in_eval`), or one that was
+    a tensor-parallel DTensor: its marker is wrapped as such a DTensor again.
     """
     in_full = sharded.follows_mode and sharded.unit.asks_for_full_precision
     members, group, keep, reduce = (
@@ -226,7 +265,11 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
 
 
 def _read(module: nn.Module, name: str) -> Any:
-    """Read a parameter of `module` eagerly; what it gives is at the top of this file."""
+    """Read parameter `name` of `module` eagerly: unsharded, or the DTensor.
+
+    The top of this file says when. What was put in its place and is no DTensor is returned as it
+    is. Raises AttributeError if the parameter was deleted.
+    """
     try:
         param = module._parameters[name]
     except KeyError:
@@ -269,6 +312,11 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 @_torch.dynamo.disable
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Begin an eager forward of `module`, a head; returns `(args, kwargs)`, cast as its unit asks.
+
+    Inside `full_params()` nothing begins, and nothing is cast; RuntimeError is raised if gradients
+    would be made.
+    """
     if module in unsharded_heads:
         _refuse_training(module)
         return args, kwargs
@@ -282,10 +330,14 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @_torch.dynamo.disable
 def _leave(module: nn.Module, output: Any) -> Any:
+    """End what `_enter` began, also after an exception; returns `output`, cast as the unit asks.
+
+    Inside `full_params()` it returns `output` as it is.
+    """
     if module in unsharded_heads:
         return output
     unit: Unit = module.__dict__[UNIT]
-    outside.explain(sys.exc_info()[1])  # of a forward that failed
+    outside.explain(steps.failure_of(unit))
     steps.leave(unit)
     output = precision.cast_output(unit, output)
     if steps.open_step() is None:
@@ -295,10 +347,12 @@ def _leave(module: nn.Module, output: Any) -> Any:
 
 
 def watch_backward(unit: Unit, output: Any) -> None:
-    """Have the backward of `output`, of an outermost forward, begin and end for all of the model.
+    """Have a backward from `output` gather and reduce the whole model, with `strict_order=False`.
 
-    Where ranks run other parts of it, one may have reached no parameter that is trained: it is to
-    take part in what others gather and reduce.
+    A rank whose part of the model trains no parameter still has to take part in the collectives of
+    the other ranks. Without `strict_order=False`, or without gradients, nothing is done.
+
+    unit: of the outermost forward, which gave `output`.
     """
     if unit.is_unordered and torch.is_grad_enabled():
         for tensor in outside.tensors_in(output):
@@ -307,7 +361,10 @@ def watch_backward(unit: Unit, output: Any) -> None:
 
 
 def _watch_gradient(tensor: Tensor, function: Callable[[], object]) -> None:
-    """Call `function` when the gradient of `tensor` is there; only once for a leaf, which stays."""
+    """Call `function` whenever backward has a gradient of `tensor`; for a leaf only the first time.
+
+    A leaf outlives the step, and would gather hooks.
+    """
 
     is_leaf = tensor.is_leaf
 
@@ -321,16 +378,15 @@ def _watch_gradient(tensor: Tensor, function: Callable[[], object]) -> None:
 
 sharded_by_first_call: weakref.WeakKeyDictionary[nn.Module, Callable[[], object]]
 sharded_by_first_call = weakref.WeakKeyDictionary()
-"""Functions that shard modules which were compiled, and not called yet."""
+"""Function that shards a module, for each module that was compiled before it was sharded."""
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Have `module.name(...)`, a method other than `forward`, gather parameters as forward does.
 
-    module: a sharded one, or one that was compiled with autoshard, as it is or as `torch.compile`
-        gave it back; if that is to be sharded by its first call, such a call is one.
-    A module that heads no unit is left alone. Raises ValueError if it heads one and has no such
-    method.
+    module: heads a unit, or was compiled with backend "autoshard" and is not sharded yet; then a
+        call of the method shards it first. What `torch.compile` returned stands for the module.
+    Any other module is left alone. Raises ValueError if the module has no such method.
     """
     module = _torch.dynamo.compiled_module(module) or module
     if unit_of(module) is None and module not in sharded_by_first_call:
@@ -357,6 +413,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def _refuse_training(module: nn.Module) -> None:
+    """Raise RuntimeError if a forward of `module` inside `full_params()` would make gradients."""
     if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):
         unit: Unit = module.__dict__[UNIT]
         raise RuntimeError(

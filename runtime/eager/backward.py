@@ -15,8 +15,8 @@ class Backward:
     """Unsharded parameters that the backward of a step of `owner` wants, or has.
 
     order:     units in the order in which forward has first gathered them.
-    gathered:  what is here, or on its way.
-    needed:    units of which backward wants something again.
+    gathered:  unsharded parameters of each unit, here or in flight.
+    needed:    units that backward gathers again, for tensors that forward has saved.
     run_again: units that checkpoints run again, in steps of their own.
     """
 
@@ -31,15 +31,19 @@ class Backward:
 
     @property
     def wants_some(self) -> bool:
-        """Tell whether it wants anything that forward has had."""
+        """Tell whether backward wants any unit that forward has had."""
         return bool(self.needed or self.run_again)
 
     def has_read(self, unit: Unit) -> bool:
-        """Tell whether `unit` is gathered, and not just fetched ahead."""
+        """Tell whether backward uses `unit` now: gathered, and not just prefetched."""
         return unit in self._read
 
     def gather(self, unit: Unit) -> Unsharded:
-        """Gather `unit`, which is wanted now, and launch what is wanted next."""
+        """Gather `unit`, which is wanted now, wait for it, and prefetch what is wanted next.
+
+        Units that this backward has used and doesn't reduce are dropped first. With
+        `prefetches_after_backward` nothing is prefetched here.
+        """
         task = _torch.autograd.graph_task()
         # A unit that is not reduced has no end of its own: the next gather is it.
         for other, gathered_by in list(self._read.items()):
@@ -60,15 +64,18 @@ class Backward:
             self.gathered[unit] = kept or Unsharded(unit, self._parts.pop(unit, None))
 
     def _will_reduce(self, unit: Unit) -> bool:
-        """Tell whether this backward reduces `unit`.
+        """Tell whether the running backward reduces `unit`.
 
-        It does if something in `unit` trains, and is among the inputs of the backward.
+        It does if a parameter of `unit` that this step has read gets a gradient in that backward.
         """
         tokens = self._tokens.made(unit)
         return tokens is not None and tokens.will_reduce()
 
     def prefetch(self, unit: Unit | None) -> None:
-        """Launch the gathers that backward needs after `unit`, or, for None, first."""
+        """Launch the gathers that backward needs after `unit`, or, for None, first.
+
+        A unit that only a checkpoint runs again keeps what was gathered: that step finds it there.
+        """
         for each in self._ahead(unit):
             if each in self.needed:
                 self._launch(each)
@@ -76,6 +83,11 @@ class Backward:
                 each.kept = Unsharded(each)  # that step finds it there
 
     def _ahead(self, unit: Unit | None) -> Sequence[Unit]:
+        """List the units to prefetch at `unit`, or, for None, as backward begins.
+
+        They are those the user has set for it (for None, for the owner), or the next ones that
+        backward wants, in the reverse of forward's order.
+        """
         wanted = self.needed | self.run_again
         coming = [
             each
@@ -89,23 +101,29 @@ class Backward:
         return following(at, given, coming, limit)
 
     def keep_parts(self, unit: Unit, whole: Unsharded) -> None:
-        """Cut `whole`, which forward is about to drop, to what backward gathers of it.
+        """Keep this rank's part of `whole`, cut over fewer ranks, from which backward gathers.
 
-        That is for units that reshard to fewer ranks than they are sharded over.
+        Only for a unit that reshards to fewer ranks than it is sharded over, that backward needs,
+        and of which nothing is kept yet; for another one nothing is done.
+
+        whole: unsharded parameters, which forward is about to drop.
         """
         smaller = unit.settings.smaller
         if smaller is not None and unit in self.needed and unit not in self._parts:
             self._parts[unit] = whole.cut(smaller)
 
     def reshard(self, unit: Unit) -> None:
-        """Drop what is kept of `unit`, unless it is in use."""
+        """Drop what was gathered of `unit`, unless backward is using it."""
         if unit not in self._read:
             whole = self.gathered.pop(unit, None)
             if whole is not None:
                 whole.drop()
 
     def end(self, unit: Unit) -> None:
-        """End backward for `unit`: drop its unsharded parameters, or keep them for later."""
+        """End backward for `unit`: drop its unsharded parameters, or have the unit keep them.
+
+        The unit keeps them if it is configured so, or after `unshard()`.
+        """
         whole = self.gathered.pop(unit, None)
         self._read.pop(unit, None)
         if whole is None or whole is unit.kept:
@@ -116,14 +134,14 @@ class Backward:
             whole.drop()
 
     def drop_fetched_ahead(self) -> None:
-        """Drop units that were fetched ahead for a checkpoint, and not run again after all."""
+        """Drop units that were prefetched for a checkpoint, and not run again after all."""
         for unit in self.run_again:
             if unit.kept is not None and not unit.is_unsharded_by_user and unit.reshards:
                 unit.kept.drop()
                 unit.kept = None
 
     def abandon(self) -> None:
-        """Drop everything after an exception, in flight or not."""
+        """Drop all unsharded parameters after an exception, those in flight, too."""
         for whole in self.gathered.values():
             whole.drop()
         self.gathered, self._read = {}, {}

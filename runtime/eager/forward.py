@@ -15,9 +15,9 @@ class Forward:
     """Unsharded parameters that a forward of `owner` has read, or gathers ahead.
 
     order:    units in the order in which they were first gathered.
-    gathered: what is here, or on its way.
-    read:     units of `gathered` that are not just fetched ahead.
-    sources:  storages of what is here.
+    gathered: unsharded parameters of each unit, here or in flight.
+    read:     units of `gathered` that were read; the others were only prefetched.
+    sources:  storages of the unsharded parameters of units that were read.
     """
 
     def __init__(self, owner: Unit, backward: Backward, *, has_grad: bool) -> None:
@@ -29,7 +29,11 @@ class Forward:
         self._expected = steps_of(owner).last_order  # what the step before gathered
 
     def gather(self, unit: Unit) -> Unsharded:
-        """Gather `unit`, which is read for the first time, and launch what is read next."""
+        """Gather `unit` for its first read, wait for it, and prefetch the units that follow.
+
+        What was prefetched of `unit` before its shards were written to is gathered anew. With
+        `strict_order=False` nothing is prefetched.
+        """
         ahead = self.gathered.get(unit)
         if ahead is not None and ahead.is_stale:  # written to since, as a momentum encoder is
             self.gathered.pop(unit).drop()
@@ -44,6 +48,10 @@ class Forward:
         return whole
 
     def _prefetch(self, unit: Unit) -> None:
+        """Launch the gathers of the units that the user put after `unit`, or that are read next.
+
+        The latter are known from the step before, and not launched if this forward had them before.
+        """
         given = unit.settings.next_in_forward
         ahead = following(unit, given, self._expected, unit.settings.forward_prefetch)
         for each in ahead:
@@ -56,9 +64,10 @@ class Forward:
             self.gathered[unit] = take_kept(unit) or Unsharded(unit)
 
     def _is_checkpointed(self, unit: Unit) -> bool:
-        """Tell whether what reads `unit` seems to be in a checkpoint, to be read again.
+        """Tell whether `unit` seems to be read inside a checkpoint, to be read again in backward.
 
-        That is when this forward is over.
+        For a reentrant checkpoint that is a guess: a trainable unit is read under no_grad. While a
+        checkpoint runs again, only a unit that keeps its parameters after backward counts.
         """
         if not self._has_grad:
             return False
@@ -69,16 +78,24 @@ class Forward:
         return in_checkpoint()
 
     def keep_for_backward(self, unit: Unit) -> None:
-        """Have backward find what forward has of `unit`, if the unit is one that keeps it."""
+        """Hand unsharded parameters on to backward if `unit` keeps them until the next forward.
+
+        That is a unit that reshards neither after forward nor after backward. For others nothing is
+        done: backward gathers them again, or autograd holds what it has saved. Nor is it for units
+        that checkpoints run again: `drop` keeps those.
+        """
         # What a checkpoint runs again is kept by `drop`.
         keeps = unit.keeps_after_backward and unit not in self._backward.run_again
         if keeps and not unit.reshards:
             self._backward.gathered.setdefault(unit, self.gathered[unit])
 
     def drop(self, unit: Unit, *, check: bool = True) -> None:
-        """Drop what forward has of `unit`, but for what is kept elsewhere.
+        """Drop forward's unsharded parameters of `unit`, unless backward or the unit keeps them.
 
-        check: whether it was written to, which raises RuntimeError.
+        The unit keeps them after `unshard()`, and for a checkpoint that runs it again if it doesn't
+        reshard after forward.
+
+        check: raise RuntimeError if one of them was written to.
         """
         whole = self.gathered.pop(unit, None)
         self.read.discard(unit)
@@ -99,7 +116,7 @@ class Forward:
         whole.drop()
 
     def abandon(self) -> None:
-        """Drop everything after an exception, in flight or not."""
+        """Drop all unsharded parameters after an exception, those in flight, too."""
         for whole in self.gathered.values():
             whole.drop()
         self.gathered, self.read = {}, set()

@@ -19,12 +19,15 @@ from autoshard.runtime.unit.unit import Unit, root_of, unit_of
 
 @dataclass
 class MethodForward:
-    """Forward for which no hook has opened a step, in `frame`.
+    """Forward, or other method, that reads parameters and for which no hook has opened a step.
 
     It had begun when its model was sharded, or modules of the model are called by another method
     of it, or by themselves.
 
-    root: the unit that owns the step. units: those of its model.
+    frame: Python frame of the method: steps are open for it until it returns.
+    root:  the unit that owns the steps.
+    units: all units of the model that `root` heads.
+    step:  the one that reads belong to now.
     """
 
     frame: FrameType
@@ -33,7 +36,10 @@ class MethodForward:
     step: steps.Step
 
     def step_for(self, unit: Unit) -> steps.Step:
-        """Return the step that reads of `unit` belong to now: another one after each backward."""
+        """Return the step that reads of `unit` belong to now.
+
+        If the step so far is over for `unit` (`Step.is_over_for`), it is closed and replaced.
+        """
         if self.step.is_over_for(unit):
             self.close()
             self.step = _step_in(self.root, self.frame)
@@ -49,10 +55,11 @@ _open: list[MethodForward] = []
 
 
 def began_before(root: nn.Module) -> bool:
-    """Have reads gather in a forward of `root` that began before `root` was sharded.
+    """Open a step for a running forward of `root` that began before `root` was sharded, if any.
 
-    Returns whether there is such a forward. That is so when Dynamo gave up on the root's frame and
-    met the backend further in.
+    Returns whether there is such a forward, in which reads gather from now on. There is when Dynamo
+    gave up on the root's forward, and called the backend for a function further in. False, too, if
+    `root` heads no unit.
     """
     frame: FrameType | None = sys._getframe()
     outermost = None
@@ -68,7 +75,7 @@ def began_before(root: nn.Module) -> bool:
 
 
 def _open_in(root: nn.Module, frame: FrameType) -> steps.Step:
-    """Open a step for what `frame` reads of `root`, which heads a unit."""
+    """Open a step for what `frame` reads of `root`, which heads a unit, until it returns."""
     unit = unit_of(root)
     assert unit is not None
     units = frozenset(filter(None, map(unit_of, root.modules())))
@@ -84,11 +91,14 @@ def _step_in(root: Unit, frame: FrameType) -> steps.Step:
 
 
 def begin_step(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
-    """Open a step for a read in a method other than the forward of what is sharded.
+    """Open a step for a read of `sharded` where no hook has opened one, and return it.
 
-    The read is in the forward of `module`, or of a module around it. The step stays open for as
-    long as the outermost method of the model runs. None where nothing computes, as in a function
-    that initialises.
+    It does so if the innermost running call of a module is of `module`, or of a module around it,
+    as when another method of the model calls its layers. The step is owned by the outermost sharded
+    module around `module`, and open until the outermost running method of that model returns.
+    Returns None, and opens nothing, where no such call runs, as in a function that initialises.
+
+    module: whose parameter is read.
     """
     reader = None
     outermost = None
@@ -111,9 +121,9 @@ def begin_step(module: nn.Module, sharded: ShardedParam) -> steps.Step | None:
 
 
 def _is_method(owner: nn.Module, code: CodeType) -> bool:
-    """Tell whether `code` is that of a method of `owner`, and not of a function that is given it.
+    """Tell whether `code` is of a method or property of `owner`, decorated or not.
 
-    As a training loop is, which is no forward. A method may have decorators, or be a property.
+    A function that takes `owner` as its first argument, as a training loop may, is none.
     """
     own: list[object] = list(vars(owner).values())
     functions = (each for cls in type(owner).__mro__ for each in vars(cls).values())
@@ -121,7 +131,10 @@ def _is_method(owner: nn.Module, code: CodeType) -> bool:
 
 
 def _codes(value: object) -> Iterator[CodeType]:
-    """Yield the code of a function, and of what it wraps."""
+    """Yield the code of a function, method or property, and of functions that it wraps.
+
+    Nothing for another value.
+    """
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, functools.cached_property):
@@ -134,13 +147,16 @@ def _codes(value: object) -> Iterator[CodeType]:
 
 
 def step_open_for(unit: Unit) -> steps.Step | None:
-    """Return the step that reads of `unit` belong to, if such a forward is running."""
+    """Return the step that reads of `unit` belong to, if a `MethodForward` of its model is running.
+
+    Else None. Steps of forwards that have returned are closed first.
+    """
     close_returned()
     return next((late.step_for(unit) for late in _open if unit in late.units), None)
 
 
 def close_returned() -> None:
-    """Close the steps of forwards whose frames have returned."""
+    """Close the steps of each `MethodForward` whose frame has returned."""
     if not _open:
         return
     frames = set()

@@ -25,12 +25,15 @@ _latest = threading.local()
 
 
 def note_read(name: str) -> None:
-    """Note that the parameter of that name was read outside of a forward, as a DTensor."""
+    """Note, for `hint`, that parameter `name` was read outside of a forward, as a DTensor."""
     _latest.name = name
 
 
 def hint() -> str:
-    """Advice, in a sentence, on how to compute with a parameter outside of a forward."""
+    """Advice, in words, on how to compute with a parameter outside of a forward.
+
+    It names the parameter that this thread has read last, if any.
+    """
     name = getattr(_latest, "name", None)
     which = f" ({name} was the latest)" if name else ""
     return (
@@ -43,7 +46,7 @@ def hint() -> str:
 
 
 def explain(error: BaseException | None) -> None:
-    """Add the hint to `error` if it is torch's about a DTensor that met a plain tensor."""
+    """Add the hint, as a note, to `error` if it is torch's about a DTensor and a plain tensor."""
     if isinstance(error, RuntimeError) and _MIXED in str(error):
         text = f"autoshard: {hint()}"
         if text not in getattr(error, "__notes__", ()):
@@ -80,7 +83,11 @@ def refuse_dtensor(grad: Tensor | None) -> None:
 
 
 def watch_output(output: Any) -> None:
-    """Check the gradients of `output`, of an outermost forward, when they arrive."""
+    """Have backward raise RuntimeError if a gradient of `output` is a DTensor.
+
+    output: of an outermost forward. Only tensors found by `tensors_in` are watched that have a
+        `grad_fn` and are no DTensors themselves.
+    """
     if torch.is_grad_enabled():
         for tensor in tensors_in(output):
             # Not a leaf, which an identity hands on: it would gather hooks from step to step.
@@ -89,7 +96,7 @@ def watch_output(output: Any) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield `value`, or the tensors right in it."""
+    """Yield `value` if it is a tensor, or the tensors right in a mapping, tuple or list."""
     if isinstance(value, Tensor):
         yield value
         return

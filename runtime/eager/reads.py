@@ -1,4 +1,4 @@
-"""Reads outside of a forward that give unsharded parameters: when asked for, or before backward."""
+"""Reads outside of a forward that give unsharded parameters: after `unshard()`, before backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from autoshard.runtime.unit.unsharded import is_kept, keep
 
 
 def read_unsharded(param: ShardedParam) -> Tensor:
-    """Return the unsharded parameter, outside of forward, between `unshard()` and `reshard()`."""
+    """Return the unsharded parameter, outside of forward, between `unshard()` and `reshard()`.
+
+    Its unit is gathered anew if shards were written to. Gradients go to the unit's reduce.
+    """
     unit = param.unit
     kept = keep(unit)
     step = steps_of(unit).reading
@@ -25,9 +28,10 @@ def read_unsharded(param: ShardedParam) -> Tensor:
 def registered(param: ShardedParam) -> Tensor:
     """Return what `parameters()` gives for `param`: itself, or its unsharded copy if there is one.
 
-    There is between `unshard()` and `reshard()` or the next backward, and between a forward that
-    keeps it and its backward. A parameter that has a gradient is given as it is: code that clips
-    gradients, or looks at them, is to find it.
+    There is one from `unshard()` to `reshard()` or the next backward, and, if its unit lends
+    (`Unit.lends`), from a forward to its backward. Gradients of a copy go to the unit's reduce.
+    Inside a forward or a backward the parameter itself is given; likewise one that has a gradient,
+    as code that clips gradients, or looks at them, is to find it.
     """
     unit = param.unit
     if open_step() is not None or _torch.autograd.in_backward() or param.param.grad is not None:

@@ -24,10 +24,15 @@ class Reduces:
         self._in_flight: list[Reduction] = []
 
     def take(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
-        """Take gradients of `unit`, and reduce those that need not wait for others.
+        """Take gradients of `unit`, and launch the reduce of those that need not wait.
 
-        grads: taken out, so that each is freed when it is copied.
-        wanted: the parameters of which `.grad` is to be filled.
+        A gradient waits if this backward brings more of the same parameter, until the last is in.
+        All wait for a later backward if the unit doesn't sync (`no_sync()`), and for the end of
+        this one with `strict_order=False`.
+
+        grads: unsharded; the dict is emptied, so that each is freed when it is copied.
+        wanted: parameters whose `.grad` the running backward is to fill. Gradients of others are
+            sent, as other ranks send them, and then dropped.
         """
         self._join_arrived(unit, grads, wanted)
         if not unit.reducer.syncs or unit.is_unordered:
@@ -39,9 +44,10 @@ class Reduces:
             self._launch(unit, grads, wanted)
 
     def _join_arrived(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
-        """Add to `grads` what came before in this backward; take out those that are to come again.
+        """Join `grads` with those that came before in this backward, for the same parameters.
 
-        See unit/uses.py.
+        If another gradient of a parameter is still to come, the sum so far waits instead, and is
+        taken out of `grads`. See unit/uses.py.
         """
         tokens = self._tokens.made(unit)
         if tokens is not None:
@@ -59,9 +65,11 @@ class Reduces:
                 reduce.arrive(param, grad, dtype)
 
     def reduce_apart(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> Tensors:
-        """Reduce gradients of `unit` at once, and fill no `.grad`.
+        """Reduce gradients of `unit`, wait for them, and fill no `.grad`.
 
-        Returns this rank's part of the mean gradients, each in its parameter's dtype.
+        grads: unsharded; the dict is emptied.
+        Returns this rank's part of the mean gradients, each in its parameter's dtype, of those
+        `wanted` that have a gradient on any rank.
         """
         reduced: Tensors = {}
         for reduction in self._reductions(unit, grads, wanted, stands_alone=True):
@@ -79,6 +87,11 @@ class Reduces:
     def _reductions(
         self, unit: Unit, grads: Grads, wanted: set[ShardedParam], *, stands_alone: bool = False
     ) -> list[Reduction]:
+        """Make a reduction for each dtype in which gradients are summed; launches none.
+
+        grads: the dict is emptied. stands_alone: as of a `Reduction`.
+        Raises NotImplementedError for a sparse gradient.
+        """
         take_in_order(self._owner, "backward", f"the reduce of {unit.name}")
         by_dtype: dict[torch.dtype, Grads] = {}
         for param in list(grads):
@@ -95,6 +108,7 @@ class Reduces:
         ]
 
     def _start(self, reduction: Reduction) -> None:
+        """Launch `reduction`, after waiting for the oldest ones if too many are in flight."""
         queue = self._in_flight
         for earlier in queue:
             earlier.advance()  # an all-reduce runs beside the next gather and reduce-scatter
@@ -108,7 +122,8 @@ class Reduces:
     def launch_what_waits(self, units: Iterable[Unit]) -> None:
         """Launch what backwards have left to reduce, or to all-reduce, of `units`.
 
-        Leaves what is in flight to the owner.
+        Gradients of units that don't sync go on waiting. All that is in flight is left to
+        `finish_reduces` of the owner.
         """
         for unit in units:
             self._hold_arrived(unit)
@@ -122,9 +137,9 @@ class Reduces:
         self._in_flight = []
 
     def _hold_arrived(self, unit: Unit) -> None:
-        """Let sums that lack the last of their gradients wait for a later backward.
+        """Let incomplete sums of `unit` wait for a later backward.
 
-        This backward did not bring it.
+        This backward did not bring the last gradient of their parameters.
         """
         for param in unit.params:
             if param.arriving is None:
@@ -135,10 +150,10 @@ class Reduces:
                 reduce.hold(param, grad, dtype)
 
     def _launch_waiting(self, unit: Unit) -> None:
-        """Reduce gradients of `unit` that backwards have left to wait.
+        """Launch the reduce of gradients of `unit` that backwards have left to wait, if it syncs.
 
-        Where ranks have no order, it does so with zeros for what no backward of this rank has
-        reached.
+        If none waits, nothing is sent; but with `strict_order=False` all is, with zeros for what no
+        backward of this rank has reached.
         """
         if not unit.reducer.syncs:
             return
@@ -149,7 +164,7 @@ class Reduces:
                 self._launch(unit, dict.fromkeys(trainable), set(trainable))
 
     def _launch_partial(self, unit: Unit) -> None:
-        """All-reduce what was only reduce-scattered of `unit` before."""
+        """Launch the all-reduce of gradients of `unit` that were only reduce-scattered before."""
         left: dict[torch.dtype, list[ShardedParam]] = {}
         for param, partial in unit.reducer.partial.items():
             left.setdefault(partial.chunk.dtype, []).append(param)

@@ -58,7 +58,10 @@ class Sources:
                 self._by_storage.pop(_torch.tensors.storage_id(tensor), None)
 
     def of(self, tensor: Tensor) -> Source | None:
-        """Find the owner of the memory of `tensor`, which is no subclass."""
+        """Find the owner of the memory of `tensor`, which is no subclass.
+
+        None if that is no unsharded parameter's, or is viewed in another dtype.
+        """
         source = self._by_storage.get(_torch.tensors.storage_id(tensor))
         return source if source is not None and source.dtype == tensor.dtype else None
 
@@ -69,7 +72,7 @@ class Sources:
 class Held:
     """Memory of an unsharded parameter that stays from forward to backward.
 
-    What autograd saved of it holds this, and lets go of it as backward goes on.
+    Tensors that autograd has saved hold this object, and let go of it as backward goes on.
     """
 
     def __init__(self, step: Step, unit: Unit, memory: Tensor) -> None:
@@ -85,7 +88,7 @@ class Held:
 
 
 class _Regathered:
-    """Object kept in place of a tensor whose memory is a gathered parameter's."""
+    """Object that autograd keeps in place of a tensor whose memory is a gathered parameter's."""
 
     def unpack(self) -> Tensor:
         raise NotImplementedError
@@ -93,7 +96,10 @@ class _Regathered:
 
 @dataclass(frozen=True)
 class _SavedView(_Regathered):
-    """View of a gathered parameter, to be made again from a new gather."""
+    """View of a gathered parameter, to be made again: of held memory, or else of a new gather.
+
+    `unpack` raises RuntimeError if the parameter, or the held memory, was written to since.
+    """
 
     step: Step
     source: Source
@@ -119,7 +125,7 @@ class _SavedView(_Regathered):
 
 @dataclass(frozen=True)
 class _SavedSubclass(_Regathered):
-    """Tensor subclass around such views, as all-gather extensions may make them."""
+    """Tensor subclass with gathered memory inside, as all-gather extensions may make one."""
 
     kind: Any
     parts: dict[str, Any]  # each a tensor or `_Regathered`
@@ -138,7 +144,10 @@ class _SavedSubclass(_Regathered):
 
 @dataclass(frozen=True)
 class _SavedOther:
-    """Tensor that is no gathered parameter's, and the version that it had."""
+    """Tensor that is no gathered parameter's, and the version that it had.
+
+    `unpack` raises RuntimeError if it was written to since.
+    """
 
     tensor: Tensor
     version: int
@@ -159,7 +168,11 @@ def _check_version(tensor: Tensor, expected: int) -> None:
 
 
 def _pack(step: Step, tensor: Tensor) -> Any:
-    """Return what autograd keeps instead of `tensor`: itself, or how to gather it again."""
+    """Return what autograd keeps instead of `tensor`: itself, or how to gather it again.
+
+    In the latter case, backward is told to gather the unit again, or, if the unit doesn't reshard,
+    the memory is held.
+    """
     if _torch.tensors.is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # as checked
         parts = {name: _pack(step, getattr(tensor, name)) for name in names}
@@ -190,9 +203,9 @@ def _pack(step: Step, tensor: Tensor) -> Any:
 
 
 def push_hooks(step: Step) -> bool:
-    """Have autograd keep what `_pack` makes of tensors; returns whether that is needed.
+    """Push hooks by which autograd saves what `_pack` makes of tensors; returns whether it did.
 
-    It is not in a checkpoint, in backward, or in a transform of torch.func.
+    It does not in a non-reentrant checkpoint, in backward, or in a transform of torch.func.
     """
     outer = _torch.autograd.saved_tensors_hooks_on_top()
     # A checkpointed block is run again in backward, parameters and all, and what that

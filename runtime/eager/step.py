@@ -52,13 +52,16 @@ def open_step() -> Step | None:
 class Step:
     """One forward of `owner`, and the backward that follows it.
 
-    Its parts know nothing of it, so that it is freed with the graph that holds it.
+    Its parts hold no reference to it, so that it is freed with the autograd graph that holds it.
 
-    has_hooks: on saved tensors.
-    has_grad:  whether a backward may follow.
-    opened_in: who called the owner, while it is open.
+    owner:     unit of the outermost module that runs.
+    has_hooks: whether it has pushed hooks on saved tensors.
+    has_grad:  whether gradients were enabled when it began, so that a backward may follow.
+    opened_in: Python frame that called the owner's module, or of the method that reads parameters,
+        while the forward is open; else None.
     running:   units whose forward is on the stack, outermost first.
-    has_ended: its backward.
+    handled:   with each of them, the exception that was being handled when its forward began.
+    has_ended: whether a backward of it has ended.
     """
 
     def __init__(self, owner: Unit) -> None:
@@ -67,6 +70,7 @@ class Step:
         self.has_grad = torch.is_grad_enabled()
         self.opened_in: FrameType | None = None
         self.running: list[Unit] = []
+        self.handled: list[tuple[Unit, BaseException | None]] = []
         self.has_ended = False
         self.tokens = StepTokens()
         self.backward = Backward(owner, self.tokens)
@@ -88,17 +92,20 @@ class Step:
             pop_hooks()
 
     def is_on_the_stack(self) -> bool:
-        """Tell whether the owner's forward is still running; it may have broken off unnoticed."""
+        """Tell whether the Python frame that opened the step is still on this thread's stack.
+
+        It is not after a KeyboardInterrupt, which ends a forward without running its hooks.
+        """
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self.opened_in:
             frame = frame.f_back
         return frame is not None
 
     def is_over_for(self, unit: Unit) -> bool:
-        """Tell whether what a method reads of `unit` from now on belongs to another step.
+        """Tell whether the next read of `unit` in a method needs another step than this one.
 
-        It does after a backward, if parameters were written to, and for the first gradients after
-        reads without.
+        It does after a backward of this step, if gradients are enabled now and were not when the
+        step began, or if the unit's parameters were written to since this step has read them.
         """
         if self.has_ended or (torch.is_grad_enabled() and not self.has_grad):
             return True
@@ -107,11 +114,15 @@ class Step:
     # ---- forward
 
     def read(self, param: ShardedParam) -> Tensor:
-        """Return the unsharded parameter, as forward may use it."""
+        """Return the unsharded parameter for a read in forward, gathering its unit if need be."""
         return self.attach(param, self._in_forward(param.unit).tensors()[param])
 
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
-        """Return `data`, gathered for `param`, with its gradient going to the unit's reduce."""
+        """Return `data`, gathered for `param`, with its gradient going to the unit's reduce.
+
+        In a step without gradients, or for a frozen parameter, it gets none. `data` of a parameter
+        that was a tensor-parallel DTensor are wrapped as such a DTensor again.
+        """
         if not (self.has_grad and param.param.requires_grad):
             return data if param.tp is None else param.tp.wrap(data)
         # Also under the caller's no_grad: what it reads may be used outside of that.
@@ -120,6 +131,10 @@ class Step:
             return attached if param.tp is None else param.tp.wrap(attached)
 
     def _in_forward(self, unit: Unit) -> Unsharded:
+        """Return what forward has of `unit`; the first read gathers it.
+
+        Raises RuntimeError if other ranks gather another unit now, or run another forward.
+        """
         forward = self.forward
         if unit in forward.read:
             return forward.gathered[unit]
@@ -139,7 +154,10 @@ class Step:
         return whole
 
     def _note_forward(self) -> None:
-        """Compare with other ranks that a forward of the owner begins."""
+        """Raise RuntimeError unless all ranks begin this forward of the owner now.
+
+        With `strict_order=False` nothing is compared.
+        """
         if self.owner.is_unordered:
             return  # compiled code or a checkpoint, which others may not run, comes here, too
         what = f"an eager forward of {self.owner.name}"
@@ -148,17 +166,24 @@ class Step:
         forward_order.take(event, self.owner.axes.mesh)
 
     def _list(self, unit: Unit) -> None:
+        """Note that this step, as the latest one, gathers `unit`."""
         self.forward.order.append(unit)
         steps_of(unit).last_step = self
         for param in unit.params:
             param.is_updated_by_hook = False
 
     def leave(self, unit: Unit, *, failed: bool) -> None:
-        """End a forward of `unit`; drop its parameters if it was the last, and the unit reshards.
+        """End a forward of one of `unit`'s modules; after the last one, drop unsharded parameters.
 
-        failed: by an exception.
+        The last one has run when each module of the unit has. Nothing is dropped here if the unit
+        keeps its parameters for backward, or with `strict_order=False`.
+
+        failed: whether an exception ended it. If not, RuntimeError is raised for an unsharded
+            parameter that is dropped and was written to.
         """
         self.running.remove(unit)
+        last = max(at for at, (each, _) in enumerate(self.handled) if each is unit)
+        del self.handled[last]
         self._ended[unit] = self._ended.get(unit, 0) + 1
         # A unit of several modules is done when each of them has run.
         done = unit not in self.running and self._ended[unit] % len(unit.modules) == 0
@@ -166,9 +191,11 @@ class Step:
             self.forward.drop(unit, check=not failed)
 
     def close(self, *, failed: bool = False) -> None:
-        """End the owner's forward: only what backward needs stays.
+        """End the owner's forward: of unsharded parameters, only what backward is to find stays.
 
-        failed: by an exception.
+        failed: whether an exception ended it: then the order of collectives so far is forgotten. If
+            not, RuntimeError is raised for an unsharded parameter that was written to, or if other
+            ranks gather more.
         """
         for unit in list(self.forward.gathered):
             if self.has_grad and not failed:
@@ -184,11 +211,11 @@ class Step:
 
     @property
     def sources(self) -> Sources:
-        """Storages of what forward has gathered."""
+        """Storages of the unsharded parameters that forward has read."""
         return self.forward.sources
 
     def hold(self, source: Source) -> Held:
-        """Return what keeps the memory of `source`, read in forward, while it is saved."""
+        """Return the `Held` of `source`, which forward has read: the same for all saved tensors."""
         known = self._held.get(source)
         if known is None:
             unit = source.param.unit
@@ -199,7 +226,12 @@ class Step:
     # ---- backward
 
     def begin_backward(self) -> None:
-        """Begin backward, as something saved in forward is wanted: launch its first gathers."""
+        """Begin backward, as a tensor saved in forward is unpacked: launch the first gathers.
+
+        Called at each such tensor: once begun, outside of a backward, or if backward gathers no
+        unit again, it launches nothing. Raises RuntimeError if an unsharded copy that
+        `parameters()` gave was written to.
+        """
         if not _torch.autograd.in_backward():
             return
         self.tokens.take_back()
@@ -218,7 +250,10 @@ class Step:
         return self.attach(param, self.gather_again(param.unit).tensors()[param])
 
     def gather_again(self, unit: Unit) -> Unsharded:
-        """Gather `unit` for backward, or for what a checkpoint runs again."""
+        """Return `unit` gathered for backward, or for what a checkpoint runs again.
+
+        Raises RuntimeError if other ranks launch another collective now.
+        """
         if self.backward.has_read(unit):
             return self.backward.gathered[unit]
         take_in_order(self.owner, "backward", unit.gather)
@@ -226,15 +261,19 @@ class Step:
         return self.backward.gather(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Drop what is kept of `unit` from forward to backward, or after it, unless in use."""
+        """Drop what was gathered of `unit` for backward, unless forward or backward is using it."""
         if unit not in self.forward.read:
             self.backward.reshard(unit)
 
     def reduce(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
         """Launch the reduce of `unit`, of which every gradient is in, and drop its parameters.
 
-        grads: taken out, so that each is freed when it is copied.
-        wanted: the parameters of which `.grad` is to be filled.
+        Gradients that wait for others, or for a later backward, are kept instead: `Reduces.take`.
+
+        grads: unsharded; the dict is emptied, so that each is freed when it is copied.
+        wanted: parameters whose `.grad` the running backward is to fill.
+        Raises RuntimeError if gradients are to wait for a later backward, and a parameter has a
+        post-accumulate-grad hook.
         """
         self._queue_callback()
         self.tokens.take_back()
@@ -249,9 +288,11 @@ class Step:
         self.backward.needed.discard(unit)
 
     def reduce_now(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> Tensors:
-        """Reduce gradients of `unit` as `reduce` does, but fill no `.grad`.
+        """Reduce gradients of `unit` for `torch.autograd.grad`, wait, and fill no `.grad`.
 
-        Returns this rank's part of the mean gradients.
+        Arguments are those of `reduce`. Returns this rank's part of the mean gradients, but none
+        for parameters without a gradient on any rank. Raises NotImplementedError with
+        `strict_order=False`.
         """
         unit.check_may_return()
         self._queue_callback()
@@ -261,6 +302,7 @@ class Step:
         return reduced
 
     def _queue_callback(self) -> None:
+        """Have `finish_backward` run when the running backward ends; outside of one do nothing."""
         if not self._callback_queued and _torch.autograd.in_backward():
             _torch.autograd.queue_backward_callback(self.finish_backward)
             self._callback_queued = True
@@ -272,7 +314,11 @@ class Step:
     def finish_backward(self, *, waits: bool = True) -> None:
         """End the backward: launch what is left to reduce, and drop what was gathered for it.
 
-        waits: for reduces, too, where the owner does.
+        With `strict_order=False` only the first step to end in a backward does so, and none in a
+        backward that runs inside another one.
+
+        waits: whether to wait for reduces and fill `.grad`, too, unless the owner was told
+            `set_is_last_backward(False)`.
         """
         self._callback_queued = False
         owner, own = self.owner, steps_of(self.owner)
@@ -304,20 +350,21 @@ class Step:
             order_of(owner, "backward").end()
 
     def abandon(self) -> None:
-        """Drop everything after an exception, in flight or not."""
+        """Drop all that this step has gathered or launched, after an exception."""
         self.forward.abandon()
         self.backward.abandon()
         self.reduces.abandon()
         self.tokens.abandon()
-        self.running = []
+        self.running, self.handled = [], []
         for phase in ("forward", "backward"):
             order_of(self.owner, phase).forget()
 
 
 def close_compiled(owner: Unit) -> None:
-    """Do, at the end of a backward that runs compiled code, what is left of gradients.
+    """Have the running backward, which runs compiled code, end as an eager one does.
 
-    Of those in `owner`'s model that waited, some may be of parameters which that code doesn't use.
+    At its end, gradients in `owner`'s model that still wait are reduced: they may be of parameters
+    that this code doesn't use. Hooks that were set aside are put back. Done once a backward.
     """
     task = _torch.autograd.graph_task()
     if steps_of(owner).closed_in != task:
@@ -326,16 +373,20 @@ def close_compiled(owner: Unit) -> None:
 
 
 def take_part_in_backward(owner: Unit) -> None:
-    """Gather and reduce what all ranks do in a backward, where each runs other parts of a model."""
+    """Gather all units of `owner`'s model, and have the end of the running backward reduce them.
+
+    For `strict_order=False`, where each rank runs other parts of the model.
+    """
     gather_all(owner)  # what was resharded since forward
     close_compiled(owner)
 
 
 def finalize(owner: Unit) -> None:
-    """Launch, outside of backward, what is left to reduce of `owner`'s model.
+    """Launch, outside of backward, what is left to reduce in `owner`'s model.
 
-    As the end of a backward would; also drops what was kept for another. Raises RuntimeError inside
-    of one, or of a forward.
+    `finish_reduces` waits for that. Unsharded parameters that were kept for another backward are
+    dropped, unless `set_reshard_after_backward(False)` or `unshard()` keeps them. Raises
+    RuntimeError inside a forward or a backward.
     """
     if open_step() is not None or _torch.autograd.in_backward():
         raise RuntimeError("finalize_backward was called inside a forward or a backward")
@@ -349,14 +400,17 @@ def finalize(owner: Unit) -> None:
 
 
 def _step_over_all(owner: Unit) -> Step:
-    """Make a step at whose end the hooks of all of `owner`'s model are looked after."""
+    """Make a step whose `finish_backward` puts back the hooks of all units of `owner`'s model."""
     step = Step(owner)
     step.tokens.trained = set(units_below(owner))
     return step
 
 
 def step_in_backward(unit: Unit) -> Step:
-    """Return the step whose backward is running, as far as `unit` can tell: its latest."""
+    """Return the step whose backward is running, as far as `unit` can tell.
+
+    It is the latest step that gathered `unit`; if there is none, a new one, owned by `unit`.
+    """
     steps = steps_of(unit)
     if steps.last_step is None:
         steps.last_step = Step(unit)
@@ -364,7 +418,7 @@ def step_in_backward(unit: Unit) -> Step:
 
 
 def abandon_open_step() -> None:
-    """Abandon the open step after an exception that no hook saw: nothing is open any more."""
+    """Abandon this thread's open step, if any, after an exception that no hook saw."""
     step = open_step()
     if step is not None:
         step.pop_hooks()
@@ -373,7 +427,7 @@ def abandon_open_step() -> None:
 
 
 def _caller() -> FrameType | None:
-    """Return the innermost frame that is not of this package, nor of what wraps its functions."""
+    """Return the innermost Python frame that is neither in this package nor in Dynamo."""
     frame: FrameType | None = sys._getframe()
     ours = ("autoshard.", "torch._dynamo.")
     while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
@@ -382,7 +436,10 @@ def _caller() -> FrameType | None:
 
 
 def enter(unit: Unit) -> None:
-    """Begin the forward of a module of `unit`: open a step if none is open."""
+    """Begin the forward of a module of `unit`: open a step if none is open in this thread.
+
+    An open step of the same unit whose forward has broken off unnoticed is abandoned first.
+    """
     step = open_step()
     if step is not None and step.owner is unit and not step.is_on_the_stack():
         abandon_open_step()  # no hook ran for a KeyboardInterrupt
@@ -394,17 +451,31 @@ def enter(unit: Unit) -> None:
         if unit.is_unordered:
             begin_forward(unit)  # also on a rank that will read nothing
     step.running.append(unit)
+    step.handled.append((unit, sys.exc_info()[1]))
+
+
+def failure_of(unit: Unit) -> BaseException | None:
+    """Return the exception that ends the running forward of `unit`; None if it ends by itself.
+
+    An exception that was being handled when the forward began, as where a model is called in an
+    `except:` block, is not returned.
+    """
+    step, error = open_step(), sys.exc_info()[1]
+    known = reversed(step.handled) if step is not None else ()
+    before = next((handled for each, handled in known if each is unit), None)
+    return None if error is before else error
 
 
 def leave(unit: Unit) -> None:
-    """End the forward of a module of `unit`, and close the step that `unit` opened.
+    """End the forward of a module of `unit`, and close the step if this forward opened it.
 
-    Also run for exceptions.
+    Also run for exceptions. Does nothing if `unit` is not running in an open step. Raises
+    RuntimeError as `Step.leave` and `Step.close` do.
     """
     step = open_step()
     if step is None or unit not in step.running:
         return
-    failed = sys.exc_info()[0] is not None  # an exception of forward's is being handled
+    failed = failure_of(unit) is not None
     try:
         step.leave(unit, failed=failed)
     finally:

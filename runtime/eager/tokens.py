@@ -41,10 +41,10 @@ Grads = dict[ShardedParam, Tensor | None]
 class Tokens:
     """Tokens of `unit`, one for each trainable parameter; their gradients end in `step.reduce`.
 
-    lent: unsharded parameters that forward left there, to be read before backward.
+    lent: unsharded parameters that `parameters()` gives between forward and backward, or None.
 
-    The graph holds them, by the nodes that attach to them, and the step only weakly: it is
-    held by the graph itself, and the two would keep each other alive for ever.
+    Autograd's graph holds this object, by its `_Attach` nodes, and the step has it only weakly: as
+    the graph holds the step, too, they would keep each other alive for ever.
     """
 
     def __init__(self, step: Step, unit: Unit) -> None:
@@ -88,7 +88,7 @@ class StepTokens:
         self._lends = False  # some of them do
 
     def made(self, unit: Unit) -> Tokens | None:
-        """Return the tokens of `unit`, if it has some."""
+        """Return the tokens of `unit`; None if it has none, or their graph is gone."""
         known = self._made.get(unit)
         return None if known is None else known()
 
@@ -102,7 +102,10 @@ class StepTokens:
         return made
 
     def lend(self, unit: Unit, whole: Unsharded) -> None:
-        """Have reads of `unit` outside of forward give unsharded parameters until backward."""
+        """Have `parameters()` give unsharded copies of `unit`'s parameters until backward.
+
+        Nothing is done for a unit without tokens: none of its parameters trains, or is used still.
+        """
         tokens = self.made(unit)
         if tokens is not None:
             tokens.lent = Lent(whole)
@@ -110,7 +113,7 @@ class StepTokens:
             self._lends = True
 
     def lent(self, unit: Unit) -> Lent | None:
-        """Return the unsharded parameters that `unit` lends until backward, if it does."""
+        """Return the unsharded parameters that `unit` lends until backward, or None."""
         tokens = self.made(unit) if self._lends else None
         return None if tokens is None else tokens.lent
 
@@ -136,7 +139,7 @@ class StepTokens:
 class _Collect(torch.autograd.Function):
     """Autograd function whose forward makes a unit's tokens, and whose backward takes gradients.
 
-    Its backward is run when all of the tokens' gradients are in.
+    Its backward runs when all of the tokens' gradients are in, and puts them into `grads`.
     """
 
     @staticmethod
@@ -159,7 +162,11 @@ class _Collect(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Autograd function whose backward reduces the gradients that `_Collect` has taken."""
+    """Autograd function whose backward reduces the gradients that `_Collect` has taken.
+
+    It returns them, reduced, only to `torch.autograd.grad`. Else autograd gets none, and `.grad` is
+    filled once the reduce has been waited for.
+    """
 
     @staticmethod
     def forward(

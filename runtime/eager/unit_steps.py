@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class UnitSteps:
-    """Steps that have used a unit, and those that it has owned as the outermost one that ran.
+    """State that a unit keeps from step to step.
 
+    Of all steps that use the unit:
     last_step:  the latest step that gathered it.
     reading:    the step of reads between `unshard()` and `reshard()`.
-    held:       what stays of unsharded parameters from forward to backward, unless it is resharded.
+    held:       what holds unsharded parameters from forward to backward; `reshard()` frees it.
 
-    Of steps that it owns:
-    last_order: what the latest of them gathered, in order.
+    Of steps that it owns, as the unit of the outermost module that ran:
+    last_order: units that the latest forward gathered, in order.
     orders:     the order of collectives, by phase ("forward", "backward").
-    backward_ran: whether one has since the latest forward.
-    post_optim_event: what the first gather of the next one waits for.
-    is_last_backward: False: reduces need not be over when a backward is.
-    carried:    reduces that are not.
-    closed_in:  the latest backward that ran compiled code of its model.
-    reduced_in: the latest backward at whose end all of its units were reduced.
+    backward_ran: whether a backward has begun since the latest forward began.
+    post_optim_event: event that the first gather of the next forward waits for.
+    is_last_backward: False lets a backward end before its reduces have.
+    carried:    reduces that were launched and not waited for.
+    closed_in:  number of the latest backward that `close_compiled` looked after, or -1.
+    reduced_in: number of the latest backward whose end has reduced the model, or -1.
     """
 
     last_step: Step | None = None
@@ -51,12 +52,15 @@ class UnitSteps:
 
 
 def steps_of(unit: Unit) -> UnitSteps:
-    """Return the steps of `unit`."""
+    """Return what the eager runtime keeps with `unit`."""
     return unit.state(UnitSteps)
 
 
 def order_of(unit: Unit, phase: str) -> CollectiveOrder:
-    """Return the order of collectives in one phase ("forward", "backward") of steps it owns."""
+    """Return the order of collectives in a `phase`, "forward" or "backward", of `unit`'s steps.
+
+    Its steps are those that it owns.
+    """
     orders = steps_of(unit).orders
     if phase not in orders:
         key = f"{unit.identity}/{phase}"
@@ -65,7 +69,11 @@ def order_of(unit: Unit, phase: str) -> CollectiveOrder:
 
 
 def take_in_order(owner: Unit, phase: str, event: str) -> None:
-    """Note that `event` is about to be launched, in the order of all ranks if there is one."""
+    """Note that `event` is about to be launched in a `phase` of a step that `owner` owns.
+
+    event: the collective in words. Raises RuntimeError if other ranks launch another one; with
+    `strict_order=False` nothing is compared.
+    """
     if not owner.is_unordered:
         order_of(owner, phase).take(event)
 
@@ -73,7 +81,11 @@ def take_in_order(owner: Unit, phase: str, event: str) -> None:
 def following(
     unit: Unit, given: Sequence[Unit] | None, order: Iterable[Unit], limit: int
 ) -> Sequence[Unit]:
-    """Select the units to gather ahead at `unit`: those `given`, or the next `limit` in `order`."""
+    """Select the units to prefetch when `unit` is gathered.
+
+    They are the `given` ones; or if that is None, up to `limit` units after `unit` in `order`, and
+    none if it is not there.
+    """
     if given is not None:
         return given
     order = list(order)
@@ -82,9 +94,10 @@ def following(
 
 
 def take_kept(unit: Unit) -> Unsharded | None:
-    """Take out of `unit` what it keeps unsharded, if that is what a gather would give.
+    """Take out of `unit`, and return, the unsharded parameters that it keeps.
 
-    In a unit that ranks run in no order it stays, for all of the step.
+    Returns None, and forgets them, if shards were written to since they were gathered. With
+    `strict_order=False` the unit keeps them, too, for all of the step.
     """
     kept = unit.kept if is_kept(unit) else None
     if kept is None or not unit.is_unordered:
@@ -93,10 +106,13 @@ def take_kept(unit: Unit) -> Unsharded | None:
 
 
 def describe_forward(owner: Unit, what: str, units: Iterable[Unit]) -> str:
-    """Describe a forward that `owner` owns and that uses `units`, as ranks compare it.
+    """Describe a forward that begins, in the text that ranks compare: call it once a forward.
 
-    what: its name. Added are the settings of `units`, and whether no backward came since the
-        forward before: so a rank that left out a backward, which others are in, is noticed.
+    The text is `what`, the settings of `units`, and a remark if no backward came since the forward
+    before, so that a rank that left out a backward is noticed. `owner` then counts as having had no
+    backward since this forward.
+
+    owner: the unit that owns the forward's step. what: its name. units: those that it may use.
     """
     steps = steps_of(owner)
     ran, steps.backward_ran = steps.backward_ran, False
@@ -111,9 +127,9 @@ def describe_forward(owner: Unit, what: str, units: Iterable[Unit]) -> str:
 
 
 def wait_for_optimizer(owner: Unit) -> None:
-    """Wait for the event that the user gave for the end of the optimizer's step, if there is one.
+    """Wait for the event that `set_post_optim_event` has given to `owner`, if there is one; once.
 
-    Compute, not the host, waits on a device.
+    On a device, compute waits, not the host.
     """
     steps = steps_of(owner)
     if steps.post_optim_event is not None:
@@ -122,9 +138,9 @@ def wait_for_optimizer(owner: Unit) -> None:
 
 
 def reshard(unit: Unit) -> None:
-    """Drop unsharded parameters of `unit`, those that backward is to find in place, too.
+    """Drop unsharded parameters of `unit`, those kept from forward for backward, too.
 
-    Raises RuntimeError if one of them was written to.
+    Backward gathers them again. Raises RuntimeError if one of them was written to.
     """
     steps = steps_of(unit)
     unit.is_unsharded_by_user = False
@@ -143,14 +159,17 @@ def reshard(unit: Unit) -> None:
 
 
 def finish_reduces(owner: Unit) -> None:
-    """Wait for reduces that backwards of its steps have launched, and fill `.grad`."""
+    """Wait for reduces that backwards of `owner`'s steps have launched, and fill `.grad`."""
     carried = steps_of(owner).carried
     while carried:
         carried.pop(0).accumulate()
 
 
 def reset(unit: Unit) -> None:
-    """Forget unsharded parameters, steps, and gradients on their way to `.grad`."""
+    """Forget unsharded parameters, steps, and gradients on their way to `.grad`, of `unit`.
+
+    For a fresh start after an exception.
+    """
     steps = steps_of(unit)
     if steps.last_step is not None:
         steps.last_step.abandon()

@@ -33,8 +33,11 @@ def tell_or_watch(
 ) -> None:
     """Warn of unsharded `params`, about to be stepped, if they are trained with sharded ones.
 
-    That may be known now, or only after the next backward, which is watched then.
-    has_sharded: whether `optimizer` trains sharded parameters too.
+    has_sharded: whether `optimizer` trains sharded parameters, too: then the warning comes now.
+        Else the next backward that gives a parameter a gradient is watched, and the warning comes
+        at its end if sharded parameters are part of it.
+    Each parameter is looked at once only. There is no warning for one that torch's own `replicate`
+    or `fully_shard` manages.
     """
     for param in params:
         if not hasattr(param, _WATCH):
@@ -46,13 +49,18 @@ def tell_or_watch(
 
 
 def unwatch(param: nn.Parameter) -> None:
-    """Stop watching `param`, which is going to be sharded."""
+    """Stop watching `param`, which is going to be sharded, if it is watched."""
     handle = getattr(param, _WATCH, None)
     if handle is not None:
         handle.remove()
 
 
 def _watch(param: nn.Parameter, owner: str) -> None:
+    """Warn at the end of the next backward that reaches `param`, if it reaches sharded ones, too.
+
+    owner: type of the optimizer, for the message.
+    """
+
     def check(param: nn.Parameter) -> None:
         handle.remove()
         task = _torch.autograd.graph_task()

@@ -23,7 +23,10 @@ from autoshard.runtime.unit.unsharded import keep
 
 
 def begin_forward(root: Unit) -> None:
-    """Begin a forward of `root`'s model: gather all of it; not what a checkpoint runs again."""
+    """Begin a forward of `root`'s model: launch the gathers of all its units.
+
+    Nothing is done in backward, where a checkpoint runs a part of forward again.
+    """
     if _torch.autograd.in_backward():
         return
     for unit in units_below(root):
@@ -33,15 +36,19 @@ def begin_forward(root: Unit) -> None:
 
 
 def gather_all(root: Unit) -> None:
-    """Begin to gather all units of `root`'s model that are not gathered; they stay so."""
+    """Launch the gathers of all units of `root`'s model; the units keep what is gathered.
+
+    A unit that keeps its parameters unsharded already is not gathered again.
+    """
     for unit in units_below(root):
         keep(unit)
 
 
 def drop_all(units: Iterable[Unit]) -> None:
-    """Drop what `gather_all` has gathered, unless the user has asked for it.
+    """Drop what `gather_all` has gathered of `units`, unless `unshard()` has asked for it.
 
-    Raises RuntimeError if it was written to.
+    Units without `strict_order=False` are left alone. Raises RuntimeError if an unsharded parameter
+    was written to.
     """
     for unit in units:
         if unit.is_unordered and unit.kept is not None and not unit.is_unsharded_by_user:

@@ -29,8 +29,8 @@ COMPILE_TIMEOUT = timedelta(minutes=10)  # ranks may differ by a compilation, co
 class CompileOutcome:
     """Outcome of a compilation on one rank.
 
-    error:    why it can't be used; None if it can.
-    digests:  of its plans.
+    error:    why the result can't be used; None if it can.
+    digests:  of its plans, which say what collectives it launches.
     options:  those that it was compiled with, as text.
     """
 
@@ -42,7 +42,7 @@ class CompileOutcome:
 class PlansDiffer(RuntimeError):
     """Error on all ranks when they compiled different collectives for one frame.
 
-    ranks: those that have others than this one.
+    ranks: those whose collectives differ from this rank's.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -51,14 +51,16 @@ class PlansDiffer(RuntimeError):
 
 
 Agreed = set[tuple[str, tuple[str, ...]]]
-"""(frame, digests) that all ranks have, of one model."""
+"""Set of (frame, digests), of one model, that all ranks were found to have."""
 
 
 def agree(frame: str, outcome: CompileOutcome, mesh: DeviceMesh, agreed: Agreed) -> str | None:
-    """Exchange outcomes with all ranks of `mesh`; returns an error if any of them has one.
+    """Exchange outcomes with all ranks of `mesh`; returns the error of the first rank that has one.
 
+    None if no rank has one. Nothing is exchanged if this rank is alone, or if its outcome is in
+    `agreed`.
     frame: a name for what was compiled, the same on every rank.
-    agreed: what need not be compared any more; this outcome is added to it.
+    agreed: outcomes that need not be compared any more; this one is added if all ranks have it.
     Raises PlansDiffer, naming the ranks, if they compiled different collectives, and RuntimeError
     if a rank has other options, or does not answer in time.
     """
@@ -106,8 +108,9 @@ def agree(frame: str, outcome: CompileOutcome, mesh: DeviceMesh, agreed: Agreed)
 def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
     """Raise RuntimeError, with the first difference, unless all of `mesh` have the same `lines`.
 
+    All ranks of `mesh` call this; it also raises RuntimeError if some don't in time.
     topic: tells the comparison from others, the same on every rank.
-    what: the same in words, "the model to shard".
+    what: what is compared, in words, "the model to shard".
     """
     if is_alone(mesh):
         return
@@ -122,9 +125,10 @@ def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh)
 
 
 def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
-    """Describe the first difference between `lines` here and on rank `other`.
+    """Describe the first difference between `lines` here and on rank `other`, where they differ.
 
-    All ranks of `mesh` call this, after an exchange.
+    All ranks of `mesh` call this, after an exchange that showed that lines differ. If `other` does
+    not send its lines in time, the text says that.
     """
     text = read_from(other, f"differing/{topic}", json.dumps(list(lines)), mesh)
     if text is None:
@@ -135,9 +139,12 @@ def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceM
 
 
 def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) -> str:
-    """Return the `text` of the first rank of `mesh` about `frame`; all of its ranks call this.
+    """Return the `text` that the first rank of `mesh` has given; all of its ranks call this.
 
-    is_first: whether nothing of `frame` was compared before: ranks may be a compilation apart.
+    frame: what the text is about, the same on every rank.
+    is_first: whether nothing of `frame` was compared before: ranks may be a compilation apart, and
+        wait for longer.
+    Raises RuntimeError if some ranks don't call this in time.
     """
     if is_alone(mesh):
         return text

@@ -50,12 +50,15 @@ def exchange(
     hint: str,
     may_differ: bool = False,
 ) -> dict[int, str]:
-    """Exchange answers with the ranks of `mesh`; returns those of all, by global rank.
+    """Exchange answers with all ranks of `mesh`; returns those of all, by global rank.
 
-    failed, hint: words for the error if some ranks don't answer.
-    may_differ: whether ranks go on if answers differ. Otherwise a rank that reads another answer
-        than its own is about to raise, and leaves once all have read them, as it may be the one
-        with the store.
+    All ranks call this with one `topic`, and wait for each other.
+    failed, hint: what the message of an error begins and ends with.
+    may_differ: whether the caller goes on if answers differ. Otherwise it is about to raise then,
+        so this returns only once all ranks have read the answers (after LEAVING_S at most), as this
+        rank may be the one with the store.
+    Raises RuntimeError if some ranks don't answer within `timeout`, if one of them waits elsewhere
+    for this one, or if the store is gone.
     """
     with _store_may_end(failed, hint):
         answers, place = _answers(topic, answer, mesh, timeout, failed=failed, hint=hint)
@@ -67,7 +70,9 @@ def exchange(
 def read_from(other: int, topic: str, text: str, mesh: DeviceMesh) -> str | None:
     """Return the text of rank `other`; all ranks of `mesh` call this, each with its own `text`.
 
-    They have exchanged others before. None if `other` does not say it within the group's timeout.
+    There must have been an `exchange` over `mesh` before. None if `other` does not call this within
+    the group's timeout; otherwise returns once all have read, or after LEAVING_S.
+    Raises DistError if the store is gone.
     """
     sessions, rank = _local.sessions_of(mesh), dist.get_rank()
     store, session = sessions.store, sessions.by_mesh[mesh_name(mesh)]
@@ -83,7 +88,10 @@ def read_from(other: int, topic: str, text: str, mesh: DeviceMesh) -> str | None
 
 
 def is_alone(mesh: DeviceMesh) -> bool:
-    """Tell whether there is no other rank in `mesh` to exchange anything with."""
+    """Tell whether there is no other rank in `mesh` to exchange anything with.
+
+    There is none in a mesh of one rank, or if the default group's backend is one to skip.
+    """
     return mesh.size() == 1 or dist.get_backend() in _skipped
 
 
@@ -91,7 +99,7 @@ _skipped = {"fake"}  # backends
 
 
 def skip_backend(backend: str) -> None:
-    """Exchange nothing over groups of `backend`, of whose ranks only this one exists."""
+    """Have ranks exchange nothing if `backend` is the default group's: only this rank exists."""
     _skipped.add(backend)
 
 
@@ -103,7 +111,7 @@ def mesh_name(mesh: DeviceMesh) -> str:
 
 
 def group_timeout(mesh: DeviceMesh) -> timedelta:
-    """Timeout of collectives over `mesh`, as the user set it."""
+    """Timeout of collectives over the first axis of `mesh`, as the user set it."""
     return _torch.dist.group_timeout(mesh.get_group(0))
 
 
@@ -111,7 +119,7 @@ class _Sessions:
     """Sessions over one store: prefixes of the keys that ranks use in it.
 
     store:   the client to ask it by.
-    own:     a number of this process, that no other has, nor one that lived before it.
+    own:     a number of this process, which no other one has, or had before a restart.
     by_mesh: the session of each mesh, by name.
     """
 
@@ -125,7 +133,8 @@ class _Sessions:
     def _note_collective(self, store: Any) -> None:
         """Note in `store` which collective this rank's thread has waited for, if for long.
 
-        Other ranks may wait here, in vain, for a rank that waits there.
+        Other ranks that wait in the store for this rank, in vain, read it. The note is cleared when
+        the wait is over.
         """
         notice = collective_notice(self._rank, self._thread)
         if not notice and not self._has_noted:
@@ -148,9 +157,9 @@ class _Local(threading.local):
         return number
 
     def sessions_of(self, mesh: DeviceMesh) -> _Sessions:
-        """Return the sessions over the default store.
+        """Return the sessions over the default store, made if there are none.
 
-        The store is to answer within the timeout of the group of `mesh`.
+        Also sets the time for the store to answer in to the timeout of `mesh`.
         """
         store = _torch.dist.default_store()
         if store not in self.sessions:
@@ -165,6 +174,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def _store_may_end(failed: str, hint: str) -> Iterator[None]:
+    """Turn an error of the store in this context into a RuntimeError that explains it."""
     try:
         yield
     except dist.DistError as error:
@@ -188,7 +198,9 @@ def _answers(
 ) -> tuple[dict[int, str], str]:
     """Exchange answers with all ranks of `mesh`.
 
-    Returns them by rank, and where in the store they are.
+    Returns them by rank, and the prefix of their keys in the store. After an exception this rank's
+    answer is gone from the store, and its next call on `topic` is in the same round.
+    Raises RuntimeError if some ranks don't answer in time, or wait elsewhere for this one.
     """
     sessions, rank = _local.sessions_of(mesh), dist.get_rank()
     store = sessions.store
@@ -225,8 +237,9 @@ def _session(
     failed: str,
     hint: str,
 ) -> str:
-    """Return the prefix of all keys of `ranks`, which only their processes that live now know.
+    """Return the prefix of all keys of `ranks`, agreed on by their processes that live now.
 
+    mesh: its `mesh_name`. At its first call for a mesh, ranks wait for each other.
     torchrun's store outlives a restart (torch 2.11 to 2.15), and answers that ranks put there
     before would be taken for new ones. So every rank puts up a number of its own; the first one
     answers each with the session, under a key with that number, until all have confirmed it. Raises
@@ -259,9 +272,10 @@ def _session(
 def _answer_all(
     store: Store, mesh: str, session: str, others: Sequence[int], deadline: float
 ) -> list[int]:
-    """Send the session to `others` until each has confirmed it.
+    """Send the session to `others` until each has confirmed it; returns those that don't in time.
 
-    Returns those that had not by the deadline.
+    mesh: its `mesh_name`.
+    deadline: in the time of `time.monotonic()`.
     """
     here = f"autoshard/session/{mesh}"
     keys = {other: f"{session}/{mesh}/has/{other}" for other in others}

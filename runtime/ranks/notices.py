@@ -31,11 +31,13 @@ def wait_and_look(
     what: str,
     hint: str,
 ) -> None:
-    """Wait for all ranks, and look at what those that are missing wait for themselves.
+    """Wait for `arrivals`, and look at what the ranks that are missing wait for themselves.
 
-    A rank that waits at another place, to which this one has not come, would do so for ever: both
-    raise RuntimeError. So does a rank that has waited for `timeout`.
-    place: where this rank waits. Its notice in the store says so for as long as it does.
+    arrivals: of this exchange, already waited for for PATIENCE_S, which counts for `timeout`.
+    place: prefix of the exchange's keys. While this rank waits, a notice in the store says where.
+    what, hint: what the message of an error begins and ends with.
+    Raises RuntimeError after `timeout`, or if a missing rank waits, at another place or in a
+    collective, for this one: the two would wait for ever. At another place, that rank raises, too.
     """
     rank = dist.get_rank()
     notice = {"what": what, "place": place, "gives_up": False}
@@ -62,7 +64,10 @@ def wait_and_look(
 
 
 def collective_notice(rank: int, thread: int) -> dict[str, Any]:
-    """Notice of the collective that `thread` of `rank` has waited for, if for long; else {}."""
+    """Notice of the collective that a thread of `rank` has waited for, if for long; else {}.
+
+    thread: its `threading.get_ident()`. Long is more than PATIENCE_S.
+    """
     waiting = collectives.waiting.get(thread)
     if waiting is None or time.monotonic() - waiting.since <= PATIENCE_S:
         return {}
@@ -71,14 +76,15 @@ def collective_notice(rank: int, thread: int) -> dict[str, Any]:
 
 
 def collective_key(session: str, rank: int) -> str:
-    """Key of the notice of a collective, in the store."""
+    """Key in the store of the notice of the collective that `rank` waits for."""
     return f"{session}/collective/{rank}"
 
 
 def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
-    """Tell whether `other` waits where `rank`, which waits elsewhere, has not come to.
+    """Tell whether rank `other` waits for this one, `rank`, which waits elsewhere.
 
-    That may be at another place in the store, or for a collective.
+    It does at a place in the store to which `rank` has not come, or for a collective that `rank`
+    has not launched.
     """
     place = _notice(store, session, other).get("place")
     if place is not None:
@@ -88,7 +94,7 @@ def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
 
 
 def _describe(store: Store, session: str, other: int) -> str:
-    """Describe where `other` waits."""
+    """Describe where rank `other` waits, by its notices in the store."""
     notice = _notice(store, session, other) or _read(store, collective_key(session, other))
     return str(notice.get("what", f"rank {other}"))
 
@@ -96,7 +102,7 @@ def _describe(store: Store, session: str, other: int) -> str:
 def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
     """Wait until the ranks `stuck` have given up, too, so that they see this one's notice.
 
-    For 3 * LOOK_S at most.
+    It waits for 3 * LOOK_S at most, and not for ranks without a notice, as in a collective.
     """
     deadline = time.monotonic() + 3 * LOOK_S
     while time.monotonic() < deadline:

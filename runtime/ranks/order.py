@@ -27,10 +27,10 @@ class CollectiveOrder:
 
     A collective that came next in each of the latest steps that began like this one is not
     compared; any other is, with what the other ranks are about to launch. As all ranks start with
-    nothing, they remember the same steps, and none can leave them unnoticed.
+    nothing, they remember the same steps, and a rank that leaves these is noticed.
 
     key:   tells it from other orders, the same on every rank.
-    topic: the same in words, "the forward of layers.3".
+    topic: the phase in words, "the forward of layers.3".
     """
 
     key: str
@@ -42,9 +42,10 @@ class CollectiveOrder:
     """Steps of `_known` that may be running again, each with the place that it has come to."""
 
     def take(self, event: str) -> None:
-        """Note that `event` is about to be launched.
+        """Note that `event` is about to be launched; wait for other ranks if it is new here.
 
-        Raises RuntimeError if other ranks launch another.
+        event: the collective in words, the same on every rank.
+        Raises RuntimeError if other ranks launch another one, or don't come in time.
         """
         self._check(event)
         self._taken.append(event)
@@ -58,7 +59,10 @@ class CollectiveOrder:
         self._start()
 
     def forget(self) -> None:
-        """Note that the phase broke off: the next may expect only what was launched until then."""
+        """Note that an exception broke the phase off.
+
+        The steps before are forgotten: the next one may expect only what was launched until then.
+        """
         self._known = [self._taken]
         self._start()
 
@@ -66,6 +70,7 @@ class CollectiveOrder:
         self._taken, self._ahead = [], [(known, 0) for known in self._known]
 
     def _check(self, event: str) -> None:
+        """Compare `event` with other ranks unless all steps of `_ahead` go on with it."""
         same = [(known, at) for known, at in self._ahead if _at(known, at) == event]
         if len(same) < len(self._ahead):
             _compare(self.key, self.topic, event, self.mesh)
@@ -96,9 +101,10 @@ class ForwardOrder(threading.local):
         self._after: dict[tuple[str, str], str] = {}
 
     def take(self, event: str, mesh: DeviceMesh) -> None:
-        """Note that `event` begins.
+        """Note that the forward `event` begins; wait for other ranks if it is new after the last.
 
-        Raises RuntimeError if other ranks of `mesh` begin another one.
+        event: the forward in words, the same on every rank.
+        Raises RuntimeError if other ranks of `mesh` begin another one, or don't come in time.
         """
         name = mesh_name(mesh)
         before = name, self._last.get(name, "")
@@ -112,9 +118,10 @@ forward_order = ForwardOrder()
 
 
 def compare_event(event: str, mesh: DeviceMesh, *, hint: str) -> None:
-    """Compare `event`, which is rare, with what the other ranks of `mesh` come to.
+    """Raise RuntimeError unless all ranks of `mesh` come to the same `event`; waits for them.
 
-    hint: what to do if they come to something else, which raises RuntimeError.
+    For what is rare, as each call is an exchange over the store.
+    hint: what to do about it, the end of the message.
     """
     _compare("program", "the program", event, mesh, hint=hint)
 
@@ -135,7 +142,10 @@ _RECOMPILE_HINT = (
 def _compare(
     key: str, topic: str, event: str, mesh: DeviceMesh, *, hint: str = _ORDER_HINT
 ) -> None:
-    """Raise RuntimeError unless all ranks of `mesh` have come to `event`."""
+    """Raise RuntimeError unless all ranks of `mesh` come to `event` in time.
+
+    key, topic: as of a `CollectiveOrder`.
+    """
     if is_alone(mesh):
         return
     here = f"in {topic}, rank {dist.get_rank()} came to {event}"

@@ -29,8 +29,9 @@ _Question = tuple[Callable[[], Any], queue.SimpleQueue[Any]]
 
 
 class Store:
-    """A `torch.distributed.Store` that answers within `limit_s`, or raises DistNetworkError.
+    """Client of a `torch.distributed.Store` that waits for an answer no longer than `limit_s`.
 
+    Then it raises DistNetworkError, and so does every later question, at once.
     idle: called with the store itself by the thread that asks, whenever there was nothing to ask
         for IDLE_S.
     """
@@ -55,11 +56,11 @@ class Store:
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str:
-        """Return the value of a key that is there."""
+        """Return the value of `key`, which has to be there: torch waits for one that is not."""
         return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the values of keys that are there."""
+        """Return the values of `keys`, all of which have to be there."""
         found = self._ask(lambda: self._store.multi_get(list(keys)))
         return [value.decode() for value in found]
 
@@ -67,6 +68,7 @@ class Store:
         self._ask(lambda: self._store.delete_key(key))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
+        """Have the thread call `question`; return what that returns, or raise what it raises."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
             if self._is_silent:
@@ -84,6 +86,7 @@ class Store:
 
 
 def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]) -> None:
+    """Answer questions in turn until a None comes, as the thread of a `Store` does."""
     while True:
         try:
             each = asked.get(timeout=IDLE_S)
@@ -103,9 +106,8 @@ def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]
 class Arrivals:
     """Keys, by rank, that are waited for in the store.
 
-    They are asked for more and more rarely: a store that is told to wait says so on stderr when it
-        has
-    waited in vain.
+    They are asked for more and more rarely. (A store that is told to wait says so on stderr when it
+    has waited in vain.)
     """
 
     def __init__(self, store: Store, keys: dict[int, str]) -> None:
@@ -124,7 +126,10 @@ class Arrivals:
         return True
 
     def missing(self) -> list[int]:
-        """List ranks whose keys are not there now, LOOKED_AT of them at most."""
+        """List ranks whose keys are not there now, LOOKED_AT of them at most.
+
+        Keys that it finds there are dropped, all but the last: `wait` asks for them no more.
+        """
         found: list[int] = []
         for rank, key in list(self._keys.items()):
             if len(found) == LOOKED_AT:

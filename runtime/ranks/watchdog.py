@@ -49,7 +49,9 @@ _ASKED, _ANSWER = "autoshard/watchdog/asked", "autoshard/watchdog/answer"
 class _Open:
     """Collective that was launched and may not have ended.
 
-    event: of a device, after which it has ended.
+    number: among those of its group since the watchdog started.
+    event: recorded on the device after the wait; None before that. The collective has ended when
+        the device has passed it.
     """
 
     what: Issued
@@ -60,10 +62,10 @@ class _Open:
 
 
 class Watchdog:
-    """Watchdog of this process: reports which collective each rank is at.
+    """Watchdog of this process, from when it is made to `stop`: logs which collective ranks are at.
 
-    after_s: seconds that one may take.
-    store: to talk over, for this thread alone.
+    after_s: seconds that a collective may take.
+    store: a client of the store for the watchdog alone.
     """
 
     def __init__(self, after_s: float, store: Any, rank: int) -> None:
@@ -84,16 +86,17 @@ class Watchdog:
 
     @property
     def is_running(self) -> bool:
-        """Tell whether it was not stopped, and its store is there."""
+        """Tell whether it still watches: it was not stopped, and has not lost its store."""
         return not self._stop.is_set()
 
     def stop(self) -> None:
-        """Stop observing; the thread ends by itself."""
+        """Stop observing; the thread ends by itself. A second call does nothing."""
         if not self._stop.is_set():
             self._stop.set()
             self._observing.__exit__(None, None, None)
 
     def _launched(self, issued: Issued) -> None:
+        """Open an entry for `issued`; see `collectives.observe`."""
         key = id(issued)
         with self._lock:
             number = self._counts[issued.group] = self._counts.get(issued.group, 0) + 1
@@ -104,11 +107,13 @@ class Watchdog:
         weakref.finalize(issued, self._forget, key, entry).atexit = False
 
     def _forget(self, key: int, entry: _Open) -> None:
+        """Drop `entry`, whose collective nobody can wait for any more, if nobody has."""
         with self._lock:
             if self._open.get(key) is entry and entry.event is None:
                 del self._open[key]
 
     def _waited(self, issued: Issued) -> None:
+        """Close the entry of `issued`; on a device, once that has passed an event recorded now."""
         with self._lock:
             entry = self._open.get(id(issued))
             if entry is None:
@@ -120,6 +125,7 @@ class Watchdog:
                 del self._open[id(issued)]
 
     def _run(self) -> None:
+        """Answer other ranks, and log reports, until stopped or without a store."""
         try:
             while not self._stop.wait(min(LOOK_S, self._after_s / 2)):
                 self._answer()
@@ -131,9 +137,9 @@ class Watchdog:
             self.stop()
 
     def _stuck(self) -> _Open | None:
-        """Return the collective that was launched first of those that are late, if worth a report.
+        """Return the oldest collective that has not ended, if it is late and due for a report.
 
-        It is reported once, and then each time that it is twice as late.
+        It is due once it is `after_s` old, and then each time that its age has doubled.
         """
         with self._lock:
             for key, entry in list(self._open.items()):
@@ -158,6 +164,7 @@ class Watchdog:
             self._store.set(f"{_ANSWER}/{asked}/{self._rank}", json.dumps(self._position()))
 
     def _position(self) -> dict[str, Any]:
+        """Where this rank is: its line of code, and of each group [number, collective, waits]."""
         with self._lock:
             waits = {entry.what.group for entry in list(self._open.values())}
             return {
@@ -169,6 +176,7 @@ class Watchdog:
             }
 
     def _report(self, stuck: _Open) -> str:
+        """Ask the ranks of the group of `stuck` where they are; describe each in a line."""
         asked = self._store.add(_ASKED, 1)
         group = stuck.what.group
         ranks = dist.get_process_group_ranks(_torch.dist.resolve_group(group))
@@ -198,7 +206,10 @@ class Watchdog:
 
 
 def _line(rank: int, position: dict[str, Any] | None, group: str, number: int) -> str:
-    """Describe where `rank` is, for one that waits for collective `number` of `group`."""
+    """Describe where `rank` is, for a rank that waits for collective `number` of `group`.
+
+    position: what `rank` has answered; None if it has not.
+    """
     if position is None:
         return f"rank {rank} does not answer: it has ended, or is stopped, or watches nothing"
     reached, what, waits = position["groups"].get(group, [0, "none", False])
@@ -213,7 +224,7 @@ def _line(rank: int, position: dict[str, Any] | None, group: str, number: int) -
 
 
 def _code_of(frame: FrameType | None) -> str:
-    """Describe where the user's code is: the innermost frame outside of autoshard and torch."""
+    """Describe where the user's code is: the innermost Python frame outside autoshard and torch."""
     innermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -233,13 +244,14 @@ _running: list[Watchdog] = []  # one, or none
 def watchdog(after_s: float | None = 30.0) -> None:
     """Start a thread that logs where every rank is when a collective does not end.
 
-    after_s: seconds that one may take; None for no watchdog any more. To be called by all ranks,
-        after `init_process_group`; those without it don't answer. The environment variable
-        AUTOSHARD_WATCHDOG does the same for all models that are sharded later, and
-        TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL has it after 60 s.
-    Its thread asks a GPU for events, which a capture of a CUDA graph forbids to all threads, unless
+    All ranks call this, after `init_process_group`: a rank without a watchdog does not answer.
+    after_s: seconds that a collective may take; None only stops the watchdog. A new one takes the
+        place of the one that runs.
+    The environment variable AUTOSHARD_WATCHDOG does the same for all models that are sharded later,
+    and TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL does with 60 s.
+    The thread asks a GPU for events, which a capture of a CUDA graph forbids to all threads, unless
     it is configured otherwise: `torch.cuda.graph(graph, capture_error_mode="thread_local")`.
-    Raises ValueError if it is no positive number, RuntimeError if there is no process group.
+    Raises ValueError if `after_s` is not positive, RuntimeError if there is no process group.
     """
     if after_s is not None and not after_s > 0:
         raise ValueError(f"watchdog({after_s}): a number of seconds over 0, or None, is expected")
@@ -256,7 +268,9 @@ def watchdog(after_s: float | None = 30.0) -> None:
 def watch_as_told() -> None:
     """Start a watchdog if the environment asks for one, and none is running.
 
-    Raises ValueError if the variable AUTOSHARD_WATCHDOG is no number.
+    AUTOSHARD_WATCHDOG asks by a number of seconds, 0 for none; without it TORCH_DISTRIBUTED_DEBUG
+    does, as INFO or DETAIL. Nothing starts without a process group, or over the fake backend.
+    Raises ValueError if AUTOSHARD_WATCHDOG is no number.
     """
     told = os.environ.get(VARIABLE, "")
     is_debugged = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() in ("INFO", "DETAIL")

@@ -1,4 +1,4 @@
-"""Form of one line: shard a plain model in place, and move its optimizers over.
+"""One-line form, torch.compile alone: shard a plain model in place, and move its optimizers over.
 
 A compiled module is sharded at its first call (`first_call.py`). Where a function was
 compiled, the backend gets a graph over plain parameters, finds the modules that hold
@@ -35,7 +35,10 @@ from autoshard.runtime.unit.reduce import Reduction
 
 
 def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
-    """Parameters among the inputs of a captured graph that are neither sharded nor ignored."""
+    """List the plain parameters among the inputs of a captured graph, without ignored ones.
+
+    DTensors are not plain, nor are parameters from before sharding.
+    """
     return [
         value
         for value in example_inputs
@@ -47,23 +50,27 @@ def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
 
 
 def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
-    """Shard the model that `params`, read by a captured graph, belong to.
+    """Shard the compiled modules that `params`, read by a captured graph, belong to.
 
+    shard_arguments: of `shard()`.
     Returns whether anything was sharded: not if the model was sharded explicitly
     before, and these are parameters that the user left out.
-    Raises RuntimeError if a parameter belongs to no module that was compiled, or if an
-    optimizer holds one that can't be moved.
+    Raises RuntimeError if a parameter belongs to no module that was compiled or that the compiled
+    code can name, or as `adopt_module`.
     """
     adopted = [adopt_module(root, shard_arguments) for root in _find_roots(params)]
     return any(adopted)
 
 
 def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
-    """Shard `root` and move its optimizers over; returns whether it was sharded.
+    """Shard `root`, and have all optimizers that hold its parameters train the sharded ones.
 
-    It is not if it, a part of it, or a module around it is sharded already. Unless a forward of
-    `root` is running, nothing needs the old parameters any more: any use of one is an error
-    from now on.
+    Returns False, and does nothing, if `root` heads a unit, or a parameter in it is sharded
+    already. From now on any use of an old parameter raises, unless a forward of `root` is running,
+    which may need it: see [Note: parameters from before sharding].
+
+    shard_arguments: of `shard()`.
+    Raises as `shard()`, and RuntimeError, before anything is sharded, as `check_owners`.
     """
     if access.unit_of(root) is not None:  # also one without parameters
         return False
@@ -85,9 +92,10 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
 
 
 def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
-    """Find the compiled modules that hold `params`: one, or several that a function calls.
+    """Find the outermost modules that hold `params`: a compiled one, or several of a function's.
 
-    Raises RuntimeError if a parameter is in none.
+    Looks at compiled modules and then at others whose call is on the stack, and then at modules
+    that the traced frame can name. Raises RuntimeError if a parameter is in none.
     """
     missing = dict.fromkeys(params)
     roots: list[nn.Module] = []
@@ -107,7 +115,7 @@ def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
 
 
 def _compiled_modules() -> list[nn.Module]:
-    """Modules given to torch.compile whose call is on the stack, outermost first."""
+    """List the modules given to torch.compile whose call is on the stack, outermost first."""
     found: dict[nn.Module, None] = {}
     for frame in _stack():
         module = _torch.dynamo.compiled_module(frame.f_locals.get("self"))
@@ -117,12 +125,12 @@ def _compiled_modules() -> list[nn.Module]:
 
 
 def _running_modules() -> list[nn.Module]:
-    """Modules whose call is on the stack, outermost first: a compiled function called them."""
+    """List all modules whose call is on the stack, outermost first, compiled or not."""
     return [frame.f_locals["self"] for frame in _stack() if frame.f_code is _torch.nn.CALL]
 
 
 def _stack() -> list[FrameType]:
-    """Frames of Python's stack, outermost first."""
+    """List the frames of this thread's stack, outermost first."""
     frames = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -132,14 +140,20 @@ def _stack() -> list[FrameType]:
 
 
 def _modules_in_scope() -> list[nn.Module]:
-    """Modules that the frame being traced can name, those with the most modules inside first."""
+    """List the modules that the frame being traced can name, those with most modules inside first.
+
+    It names them by its locals and globals: see `_modules_in`.
+    """
     local, outer = _torch.dynamo.traced_scope()
     found = _modules_in((*local.values(), *outer.values()))
     return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
 
 
 def modules_named_by(function: Any) -> list[nn.Module]:
-    """Modules that `function` can name, by its globals, closure and defaults, or is bound to."""
+    """List the modules that `function` names as globals, closes over, defaults to or is bound to.
+
+    If it is a module itself, that is among them.
+    """
     code = getattr(function, "__code__", None)
     outer = getattr(function, "__globals__", {})
     named = [outer.get(name) for name in code.co_names] if code is not None else []
@@ -147,7 +161,10 @@ def modules_named_by(function: Any) -> list[nn.Module]:
 
 
 def _modules_in(values: Iterable[Any]) -> dict[nn.Module, None]:
-    """Modules among `values`, or that a function among them is bound to or closes over."""
+    """Find modules among `values`, or that a function among them is bound to or closes over.
+
+    Returns them in order, as the keys of a dict.
+    """
     found: dict[nn.Module, None] = {}
     for value in values:
         for each in (value, getattr(value, "__self__", None), *_closure(value)):
@@ -165,7 +182,10 @@ def _closure(value: Any) -> Iterable[Any]:
 
 
 class _StaleParameter(nn.Parameter):
-    """Parameter from before sharding, which the model no longer reads: any use of it raises."""
+    """Parameter from before sharding, which the model no longer reads.
+
+    Any torch function or attribute that is used on it raises RuntimeError.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,9 +200,10 @@ class _StaleParameter(nn.Parameter):
 
 
 def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
-    """Reduce a gradient that arrives at `old` into `sharded`.
+    """Have gradients that arrive at `old`, of before sharding, reduced into `.grad` of `sharded`.
 
-    See [Note: parameters from before sharding].
+    See [Note: parameters from before sharding]. Does nothing if `old` is frozen. A gradient that
+    arrives after `sharded` was written to raises RuntimeError.
     """
     if not old.requires_grad:
         return

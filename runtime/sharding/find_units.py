@@ -23,15 +23,15 @@ def find_units(
 ) -> dict[nn.Module, Overrides]:
     """Find the modules of `model` that become units, each with a dict of overrides of its own.
 
-    Parents come first; `model` is not among them. No unit is made of a module without
-    forward, which is never called, or without parameters, or in several places twice.
+    Parents come first; `model` is not among them. A module in several places is one unit. No unit
+    is made of a module without forward, which is never called, or without parameters.
 
     policy: see `wrap_policies.py`. None takes the classes that Hugging Face's `_no_split_modules`
         names, or else the model's repeated blocks.
     ignored: modules that become no units, with all below them; their parameters don't count.
 
-    Raises ValueError, naming the module, if one is sharded already, or for what a policy
-    may not return; TypeError for something that can't be called as a policy.
+    Raises ValueError, naming the module, if one is sharded already, or if the policy returns
+    something else than its form may; TypeError if `policy` can't be called in any of the forms.
     """
     candidates = _Candidates(model, ignored)
     if policy is None:
@@ -57,10 +57,11 @@ def override_mixed_precision(
     units: Mapping[nn.Module, Overrides],
     ignored: Set[nn.Module] = frozenset(),
 ) -> dict[nn.Module, Overrides]:
-    """Add every instance of `classes` to `units`, in a unit of its own that keeps its dtypes.
+    """Return `units` with every instance of `classes` a unit of its own without mixed precision.
 
-    The override is {"mp_policy": None}; units that were there keep their others. The dicts
-    are new, and no two units share one. `model` stays out, and what is in `ignored` or below.
+    Such a unit has the override {"mp_policy": None}, in place of an "mp_policy" that it had; its
+    other overrides stay. All dicts are new. An instance need not have parameters. Left out are
+    `model` itself, modules without forward, and modules in `ignored` or below one.
     """
     candidates = _Candidates(model, ignored)
     wanted = tuple(set(classes))
@@ -75,8 +76,8 @@ def override_mixed_precision(
 def log_mixed_units(model: nn.Module) -> None:
     """Log, at level INFO, each unit in sharded `model` that has frozen and trainable parameters.
 
-    That is right, but wasteful: the frozen are gathered with the others, though none of
-    their gradients are reduced. FSDP1 warned, or refused.
+    Such a unit trains correctly, but backward gathers its frozen parameters with the others,
+    though they have no gradient to reduce. FSDP1 warned, or refused.
     """
     units = dict.fromkeys(access.unit_of(module) for module in model.modules())
     for unit in filter(None, units):
@@ -90,7 +91,10 @@ def log_mixed_units(model: nn.Module) -> None:
 
 
 class _Candidates:
-    """Modules of a model that may become units."""
+    """Modules of a model that may become units.
+
+    Raises ValueError if one of them, outside of `ignored`, heads a unit already.
+    """
 
     def __init__(self, model: nn.Module, ignored: Set[nn.Module]) -> None:
         self._model = model
@@ -105,8 +109,10 @@ class _Candidates:
                 )
 
     def chosen_by(self, policy: Policy, *, overrides: bool = False) -> dict[nn.Module, Overrides]:
-        """Select the modules for which `policy(module)` is true, or returns allowed `overrides`.
+        """Select the modules for which `policy(module)` is true, each with its overrides.
 
+        overrides: whether `policy` may return a dict of overrides; it must then return that or a
+            bool.
         Raises ValueError for other answers.
         """
         units = {}
@@ -128,12 +134,12 @@ class _Candidates:
         return units
 
     def chosen_on_the_way_up(self, policy: Policy) -> dict[nn.Module, Overrides]:
-        """Select the modules for which `policy(module=, recurse=, nonwrapped_numel=)` is true."""
+        """Select modules by a policy of FSDP1's form, as `wrap_policies.py` says; no overrides."""
         units: dict[nn.Module, Overrides] = {}
         seen: dict[nn.Module, set[nn.Parameter]] = {}
 
         def visit(module: nn.Module) -> set[nn.Parameter]:
-            """Return the module's parameters that units have; if in two places it is one unit."""
+            """Return those parameters in `module` that units in it have; decides only once."""
             if module not in seen:
                 seen[module] = decide(module)
             return seen[module]
@@ -158,7 +164,7 @@ class _Candidates:
         return units
 
     def may_be_called(self, module: nn.Module) -> bool:
-        """Tell whether `module` is below the model, has a forward, and is not ignored."""
+        """Tell whether `module` is not the model itself, has a forward and is not ignored."""
         return (
             module is not self._model
             and module not in self._ignored
@@ -173,6 +179,10 @@ class _Candidates:
 
 
 def _takes(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Tell whether `policy` can be called with these arguments; never if it is a class.
+
+    A function written in C shows no signature: it is taken to have positional arguments only.
+    """
     if isinstance(policy, type) or not callable(policy):
         return False
     try:
@@ -191,9 +201,10 @@ def _numel(params: Iterable[nn.Parameter]) -> int:
 def _parents_first(
     model: nn.Module, units: Mapping[nn.Module, Overrides]
 ) -> dict[nn.Module, Overrides]:
-    """Sort `units` in the model's order, but one in several places after all that contain it.
+    """Sort `units` in the order of `model.modules()`, but each behind all units that contain it.
 
-    Sharded backwards, every unit then finds those inside it sharded.
+    The two differ for a module in several places. If units are made in the reverse order, those
+    inside a unit are made before it.
     """
     found = [module for module in model.modules() if module in units]
     around: dict[nn.Module, list[nn.Module]] = {unit: [] for unit in found}
@@ -215,12 +226,14 @@ def _parents_first(
 
 
 def _automatic_policy(model: nn.Module) -> Policy:
+    """Make the policy for None: `_no_split_classes`, or, if there are none, `_repeated_blocks`."""
     classes = _no_split_classes(model)
     blocks = set() if classes else _repeated_blocks(model)
     return lambda module: type(module) in classes or module in blocks
 
 
 def _no_split_classes(model: nn.Module) -> set[type]:
+    """Find the classes in `model` that Hugging Face's `_no_split_modules` of any module names."""
     names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
@@ -228,10 +241,11 @@ def _no_split_classes(model: nn.Module) -> set[type]:
 
 
 def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
-    """Find the modules that stand, twice or more, beside each other in one container.
+    """Find blocks of one class that are, twice or more, direct children of one container.
 
-    A transformer's blocks sit in one ModuleList or Sequential; a block is a module with
-    children of its own. Blocks inside such blocks (experts, heads) stay with theirs.
+    A container is a ModuleList, ModuleDict or Sequential. A block is a module with children,
+    other than a ModuleList or ModuleDict. Blocks inside such a block (experts, heads) are not
+    found: they stay in its unit.
     """
     found: set[nn.Module] = set()
 

@@ -4,8 +4,9 @@ The backend itself is only called if Dynamo captures a graph, and then in the mi
 a forward. A model that Dynamo captures nothing of (a recurrent network, say) would run
 unsharded, each rank for itself, without a message. So a compiled module is sharded when
 it is first called, before its forward begins; graphs come after that. Of a compiled
-function the modules in its graphs are sharded. Others that it can name are an error if an
-optimizer steps them unsharded, as are compiled modules that were never called.
+function the modules in its graphs are sharded. An optimizer's step raises if it trains unsharded
+parameters of other modules that the function can name, or of compiled modules that were never
+called.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autoshard.runtime.unit.precision import cast_buffers, units_that_cast
 from autoshard.runtime.unit.unit import Unit, unit_of
 
 ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""The backend's options, checked, as the arguments of `shard()`."""
+"""Function that checks the backend's options and gives the arguments of `shard()` in them."""
 
 num_graphs = 0  # compiled so far, of those that read sharded parameters
 
@@ -39,7 +40,12 @@ num_graphs = 0  # compiled so far, of those that read sharded parameters
 def watch_first_calls(read_options: ReadOptions) -> None:
     """Have modules that are compiled with autoshard from now on sharded at their first call.
 
-    read_options: makes arguments of `shard()` of the backend's options.
+    So is the module of a compiled method. A compiled function warns if its first call compiles no
+    graph that reads sharded parameters. Warns at once if TORCHDYNAMO_DISABLE=1 and there are
+    several ranks.
+
+    read_options: makes arguments of `shard()` of the backend's options, when torch.compile is
+        called.
     """
 
     def wrap(fn: Any, compiled: Any, options: dict[str, Any]) -> Any:
@@ -64,6 +70,13 @@ def watch_first_calls(read_options: ReadOptions) -> None:
 
 
 def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
+    """Wrap `compiled`, made of a method of `module`, to shard `module` at the first call.
+
+    Gives `module` the methods of `ShardedModule` now. Each call also casts buffers, gathers the
+    model if it has `strict_order=False`, and adds a hint to torch's error about DTensors.
+
+    arguments: of `shard()`.
+    """
     _offer_methods(module, arguments)
     uncalled_modules.add(module)  # an optimizer that steps it uncalled is told so
     watch_optimizers()
@@ -110,7 +123,10 @@ _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
     """Give `module`, to be sharded at its first call, the methods of `ShardedModule` now.
 
-    The first call, of the module or of such a method, shards it.
+    The first call, of the module or of such a method, shards it. Does nothing if `module` heads a
+    unit or has a sharded parameter of its own already.
+
+    arguments: of `shard()`.
     """
     if access.PARAMS in module.__dict__ or unit_of(module) is not None:
         return  # it is sharded, or a part of what is
@@ -130,6 +146,10 @@ def _shard(known: weakref.ref[nn.Module]) -> None:
 
 
 def _class_with_methods(original: type) -> type:
+    """Make a subclass of `original`, of the same name, with a sharding method for each of _METHODS.
+
+    Copies and pickles of its modules are of `original`.
+    """
     namespace: dict[str, Any] = {name: _sharding_method(name) for name in _METHODS}
     namespace.update(
         _autoshard_original=original,
@@ -142,6 +162,11 @@ def _class_with_methods(original: type) -> type:
 
 
 def _sharding_method(name: str) -> Callable[..., Any]:
+    """Make a method that shards its module, and calls the `ShardedModule` method called `name`.
+
+    It raises RuntimeError if the module heads no unit after that, as a part of it was sharded.
+    """
+
     @functools.wraps(getattr(ShardedModule, name))
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         adopt_module(module, _arguments[module])
@@ -157,9 +182,9 @@ def _sharding_method(name: str) -> Callable[..., Any]:
 
 
 def _reduce_as_original(module: nn.Module, protocol: Any) -> Any:
-    """Reduce `module` to the class that the user wrote, for copies and pickles.
+    """Reduce `module`, which is not sharded yet, to an instance of the user's class.
 
-    They are not sharded at a call.
+    As `__reduce_ex__`, for copies and pickles: a call of the copy does not shard it.
     """
     original: Any = access.original_class(module)
     _, _, *rest = original.__reduce_ex__(module, protocol)
@@ -171,6 +196,11 @@ def _empty(cls: Any) -> Any:
 
 
 def _expecting_a_graph(fn: Any, compiled: Any) -> Any:
+    """Wrap `compiled`, made of the function `fn`, to look after its first call at what was sharded.
+
+    Warns if the call compiled no graph that reads sharded parameters. From then on, an optimizer's
+    step raises if it trains unsharded parameters of modules that `fn` can name.
+    """
     pending = True
 
     @functools.wraps(compiled)

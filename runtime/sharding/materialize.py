@@ -25,7 +25,8 @@ SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKE
 class Ignored:
     """Modules and parameters that the user wants left alone.
 
-    They are not sharded, moved or cast, and take part in no collective.
+    They are not sharded, moved or cast, and take part in no collective. `params` has those of
+    `modules`, too.
     """
 
     modules: frozenset[nn.Module] = frozenset()
@@ -35,11 +36,12 @@ class Ignored:
 def find_ignored(
     model: nn.Module, modules: Iterable[nn.Module] | None, params: Iterable[nn.Parameter] | None
 ) -> Ignored:
-    """Find `modules` with all modules inside, their parameters, and `params`.
+    """Collect what to ignore: `modules` with the modules inside, their parameters, and `params`.
 
-    Parameters are ignored wherever else they are. Modules sharded before stay what they are. Raises
-    TypeError for what is no iterable of modules or parameters, ValueError for a module that is
-    sharded.
+    A parameter is ignored in all modules that have it. Modules inside that are sharded already
+    are left out. Warns if `model`, which is to be sharded, is among `modules`.
+    Raises TypeError for what is no iterable of modules or parameters, ValueError if one of
+    `modules` heads a unit.
     """
     subtrees: dict[nn.Module, None] = {}
     for top in _iterate(modules, nn.Module, "ignored_modules"):
@@ -62,7 +64,7 @@ def find_ignored(
 
 
 def _subtree(top: nn.Module) -> Iterable[nn.Module]:
-    """`top` and the modules inside, down to those that are sharded."""
+    """Yield `top` and the modules inside, without those that head units and what is below them."""
     yield top
     for child in top.children():
         if access.unit_of(child) is None:
@@ -70,6 +72,10 @@ def _subtree(top: nn.Module) -> Iterable[nn.Module]:
 
 
 def _iterate(given: Any, kind: type, what: str) -> list[Any]:
+    """Return `given`, an iterable of `kind`, as a list; None gives an empty one.
+
+    what: the argument's name. Raises TypeError for anything else.
+    """
     noun = f"torch.nn.{kind.__name__}s"
     if given is None:
         return []
@@ -87,7 +93,10 @@ def _iterate(given: Any, kind: type, what: str) -> list[Any]:
 def unsharded(
     modules: Iterable[nn.Module], ignored: Ignored = Ignored()
 ) -> dict[nn.Parameter, str]:
-    """Parameters below `modules` that are neither sharded nor ignored, with their first names."""
+    """Map each parameter below `modules` that is neither sharded nor ignored to its first name.
+
+    Names are paths from the module; for all but the first of `modules`, behind its number.
+    """
     several: dict[nn.Parameter, str] = {}
     for number, module in enumerate(modules):
         for name, param in module.named_parameters():
@@ -97,9 +106,10 @@ def unsharded(
 
 
 def check_parameters(modules: tuple[nn.Module, ...], ignored: Ignored, *, moves: bool) -> None:
-    """Raise ValueError for parameters on several devices, or with gradients already.
+    """Raise ValueError if parameters to shard are on several devices, or one has a gradient.
 
-    moves: whether they are moved to one device anyway.
+    moves: whether they are going to be moved to one device: then they may be on the CPU and on
+        accelerators of one type.
     """
     what = type(modules[0]).__name__
     devices: dict[torch.device, str] = {}
@@ -123,10 +133,10 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_embeddings(modules: tuple[nn.Module, ...], ignored: Ignored) -> None:
-    """Raise an error for embeddings that can't be sharded.
+    """Raise an error for an embedding whose weight is to be sharded, and can't be.
 
-    It is a ValueError for one that writes to its weight in forward, a NotImplementedError for one
-    whose gradient is sparse.
+    It is a ValueError for one that writes to its weight in forward (`max_norm`), a
+    NotImplementedError for a trainable one whose gradient is sparse.
     """
     left = {id(param) for param in unsharded(modules, ignored)}
     for top in modules:
@@ -158,8 +168,9 @@ def check_device_id(device_id: object) -> None:
 
 
 def resolve_device(device_id: int | torch.device | None, mesh_device: torch.device) -> torch.device:
-    """Return this rank's device on the mesh; `device_id`, if given, has to name it.
+    """Return `mesh_device`, this rank's device on the mesh; `device_id`, if given, has to name it.
 
+    An int is an index; a device without one stands for the current device, with a warning.
     Raises ValueError if it names another, TypeError if it is neither an int nor a device.
     """
     check_device_id(device_id)
@@ -187,7 +198,10 @@ def resolve_device(device_id: int | torch.device | None, mesh_device: torch.devi
 
 
 def move(modules: tuple[nn.Module, ...], device: torch.device, ignored: Ignored) -> None:
-    """Move parameters and buffers to `device`, but for ignored ones; those on meta stay there."""
+    """Move the plain parameters and buffers of `modules` to `device`, in place.
+
+    What is ignored, sharded, a DTensor or on meta stays where it is.
+    """
     for module in modules:
         tensors: list[Tensor] = [*unsharded((module,), ignored)]
         for each in module.modules():
@@ -206,12 +220,15 @@ def materialize(
 ) -> None:
     """Allocate memory on `device` for parameters and buffers on meta, and give them first values.
 
-    Each module with some of its own is initialised by itself: by `param_init_fn(module)`,
-    which should fill that module's own tensors and not its children's, or else by its
-    `reset_parameters()`. Models whose tensors torchdistX defers are materialised by it.
+    Each module that has some of its own is initialized by itself, ignored ones excepted: by
+    `param_init_fn(module)`, which should fill that module's own tensors and not its children's,
+    or else by its `reset_parameters()`. `param_init_fn` is first called while they are on meta;
+    if it leaves some there, memory is allocated for them and it is called again.
+    If torchdistX defers a parameter of the model, only `param_init_fn(model)`, or else torchdistX,
+    is called.
 
     Raises TypeError if `param_init_fn` is needed and can't be called; RuntimeError, naming
-    the module, if there is no way to initialise it.
+    the module, if there is no way to initialize it.
     """
     if _materialize_deferred(model, ignored, param_init_fn):
         return
@@ -246,7 +263,10 @@ def _has_own_meta(module: nn.Module, ignored: Ignored) -> bool:
 
 
 def _make_empty(module: nn.Module, device: torch.device, ignored: Ignored) -> None:
-    """Allocate memory for the module's own meta tensors; ties to other modules are kept."""
+    """Allocate memory for the module's own meta tensors, uninitialized.
+
+    Ties of parameters to other modules are kept; those of buffers are not.
+    """
     for name, param in module._parameters.items():
         if param is not None and param.is_meta and param not in ignored.params:
             # Swapped in place, so that every module that has this parameter sees it.
@@ -261,6 +281,10 @@ def _make_empty(module: nn.Module, device: torch.device, ignored: Ignored) -> No
 def _materialize_deferred(
     model: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None
 ) -> bool:
+    """Materialize a model with parameters that torchdistX defers, by `param_init_fn` or by it.
+
+    Returns whether there are any; not if torchdistX is not installed.
+    """
     try:
         # Optional, and mostly not there, mypy's environment included.
         from torchdistx import deferred_init, fake  # type: ignore[import-not-found]
@@ -280,9 +304,11 @@ def _materialize_deferred(
 def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None:
     """Overwrite every rank's parameters and buffers by those of the mesh's first rank.
 
-    One broadcast a dtype and SYNC_BUCKET_BYTES, each tensor sent once however it is tied:
-    over replicas first, then over shards.
-    Raises RuntimeError, naming the first that differs, if ranks would not send the same.
+    Leaves out what is sharded, ignored or on meta. There is one broadcast a bucket, of one dtype
+    and up to SYNC_BUCKET_BYTES, over the replicate axis and then over the shard axis. A tied tensor
+    is sent once.
+    Raises RuntimeError, naming the first that differs, if names, dtypes or sizes of the tensors
+    are not the same on all ranks.
     """
     buffers = [b for m in model.modules() if m not in ignored.modules for b in m.buffers(False)]
     found = dict.fromkeys((*unsharded((model,), ignored), *buffers))
@@ -312,7 +338,7 @@ def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
-    """View `tensor` without elements that are copies: of an expanded dim, the first is left."""
+    """Return a view of `tensor` in which each expanded dim has only its first element."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -320,6 +346,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def _sync_buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Yield `tensors` in lists of one dtype, of up to SYNC_BUCKET_BYTES or of one larger tensor."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

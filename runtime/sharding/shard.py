@@ -52,7 +52,7 @@ else:
 log = logging.getLogger(__name__)
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
-"""Along which dim a parameter is cut; None is `Shard(0)`."""
+"""Function that says along which dim a parameter is cut, as `Shard(dim)`; None is `Shard(0)`."""
 
 
 @torch.inference_mode(False)
@@ -72,7 +72,9 @@ def fully_shard(
 
     Call bottom-up: blocks first, the whole model last. Parameters become DTensors of
     their global size, sharded on dim 0 over `mesh`, scalars replicated; `requires_grad` and ties
-    are kept; buffers are left alone.
+    are kept. A nested unit's parameter that modules outside of that unit read, too, moves to this
+    unit. Parameters and buffers are moved to this rank's device on `mesh`; those on meta stay
+    there. Buffers are not sharded.
 
     module: one module, or several that are gathered and reduced together.
     mesh: 1-D; or 2-D, named, to replicate over its first axis and shard over its second
@@ -80,20 +82,23 @@ def fully_shard(
         process group is made from torchrun's environment if there is none.
     reshard_after_forward: True frees unsharded parameters after forward and gathers them
         again in backward; False keeps them until backward is over; None is True, but
-        False for the outermost module; an int, a factor of the number of ranks, keeps
-        shards over groups of so many neighbouring ranks, from which backward gathers.
-    shard_placement_fn: the dim along which a parameter is cut, as `Shard(dim)`. Dims other
-        than 0 must divide evenly.
+        False for the outermost module. An int, a divisor of the number of ranks that shard,
+        frees them, too, but keeps shards over groups of so many neighboring ranks, from which
+        backward gathers; the number of ranks itself is True, 1 is False.
+    shard_placement_fn: called with each parameter; returns the dim along which to cut it, as
+        `Shard(dim)`, or None for dim 0. Dims other than 0 must divide evenly.
     mp_policy, offload_policy: in which dtypes the unit works, and where its shards live.
     ignored_params: parameters to leave alone.
     dp_mesh_dims: torch's `DataParallelMeshDims`, since 2.13: which axes of `mesh`, on which the
         whole model lies, shard and replicate. Each parameter is a DTensor on `mesh`, replicated
-        over them. Several axes for one purpose are flattened into one.
+        over these axes. Several axes for one purpose are flattened into one.
 
-    Returns `module`, of a class that is also a `ShardedModule`.
+    Returns `module`, now of a subclass of its class and of `ShardedModule`.
     Raises TypeError or ValueError, naming the module or parameter, for a container
-    without forward, a module sharded before, parameters on several devices, or another mesh;
-    NotImplementedError for a non-contiguous parameter.
+    without forward, a module sharded before or given to torch's `fully_shard` or `replicate`,
+    parameters on several devices or with gradients, an embedding with `max_norm`, or a mesh of
+    another form; NotImplementedError for a non-contiguous parameter or an embedding with
+    sparse gradients.
     """
     modules = _check_modules(module, "fully_shard")
     axes: Axes | None = None
@@ -122,6 +127,10 @@ def fully_shard(
 def _named_axes(
     mesh: DeviceMesh | None, dims: DataParallelMeshDims, reshard: bool | int | None
 ) -> Axes:
+    """Return the axes of `mesh` that `dims` names.
+
+    Raises ValueError without a mesh, if `reshard` is an int, or as `axes_by_name`.
+    """
     if mesh is None:
         raise ValueError("fully_shard got dp_mesh_dims, and no mesh: pass the mesh of all axes")
     if isinstance(reshard, int) and not isinstance(reshard, bool):
@@ -142,13 +151,17 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     device_id: int | torch.device | None = None,
 ) -> Any:
-    """Make one unit of `module` with unsharded parameters on every rank, all-reduced in backward.
+    """Make `module` one unit whose parameters stay whole on every rank, in place.
 
-    There is one all-reduce a unit. Otherwise it is like `fully_shard`.
-    mesh: 1-D; or 2-D of (replicate, shard) whose second axis has size 1.
-    device_id: this rank's device, to check it.
+    Parameters become DTensors that are replicated over `mesh`. Backward all-reduces their
+    gradients: eagerly, the unit's of one dtype together. All else is as in `fully_shard`.
 
-    Raises as `fully_shard`, and ValueError for a module that `fully_shard` has sharded.
+    mesh: 1-D; or 2-D of (replicate, shard), named, whose second axis has size 1; by default all
+        ranks.
+    device_id: this rank's device, only to be checked.
+
+    Returns `module`, as `fully_shard` does, and raises as it does; also ValueError if `device_id`
+    is not this rank's device on the mesh.
     """
     materialize.check_device_id(device_id)
     modules = _check_modules(module, "replicate")
@@ -193,40 +206,43 @@ def shard(
 ) -> nn.Module:
     """Shard a model in one call, in place: find its units by a policy; the rest is the root's unit.
 
-    mesh: 1-D, or for the hybrid strategies 2-D and named (replicate, shard).
+    mesh: 1-D, or for the hybrid strategies, which need one, 2-D and named (replicate, shard).
     policy: which modules are units: one of `autoshard.wrap`, or a function of a module
-        that returns a bool. None takes the model's repeated blocks, or what Hugging
-        Face's `_no_split_modules` names. A `CustomPolicy` may return a strategy, or
+        that returns a bool. None takes the classes that Hugging Face's `_no_split_modules`
+        names, or else the model's repeated blocks. A `CustomPolicy` may return a strategy, or
         arguments of `fully_shard`, for one unit.
-    strategy: "full_shard" (parameters, gradients and optimizer state; unsharded
-        parameters freed after forward), "shard_grad_op" (kept until backward),
-        "no_shard" (replicas), "hybrid_shard" and "hybrid_shard_zero2" (the first two
-        inside, replicas across).
-    mp_policy: dtypes. BatchNorm layers stay in full precision, as units of their own, and
-        `output_dtype` is that of the model.
+    strategy: "full_shard" shards parameters, gradients and optimizer state, and frees unsharded
+        parameters after forward, except the root's; "shard_grad_op" keeps them until backward is
+        over; "no_shard" replicates. "hybrid_shard" and "hybrid_shard_zero2" do what the first
+        two do over the mesh's second axis, and replicate over its first.
+    mp_policy: dtypes. With a `param_dtype`, BatchNorm layers become units of their own, in full
+        precision. `output_dtype` applies to outputs of the model, not of the units inside.
     offload_policy: where shards live.
     ignored_modules, ignored_params: left alone, with all that is in those modules. Ranks
         may ignore different ones as long as the rest agrees.
-    param_init_fn: fills the own parameters and buffers of a module that is on the meta
-        device; by default its `reset_parameters()` does.
-    device_id: this rank's device, to which the model is moved.
+    param_init_fn: called with each module that has parameters or buffers of its own on meta, to
+        fill them; by default its `reset_parameters()` does. See `materialize.materialize`.
+    device_id: this rank's device. Given one, parameters may also lie partly on the CPU. The model
+        is moved to this rank's device on the mesh in any case.
     sync_module_states: broadcast the first rank's parameters and buffers first, so that
         ranks that built the model from different seeds agree.
-    forward_prefetch: how many units to gather ahead in forward: True is one, False none.
+    forward_prefetch: how many units to gather ahead in forward, in the order of the step before:
+        True is one, False none.
     backward_prefetch: "pre" gathers one unit ahead when the current one is gathered, "post"
-        when its gradients are in; None gathers nothing ahead; an int is so many as "pre".
-    limit_all_gathers: keep the host from running ahead of the device by more than two
-        gathers, and so from taking memory for them; a CPU is never ahead.
-
+        when the current one's reduce is launched; None gathers nothing ahead; an int is so many
+        as "pre".
+    limit_all_gathers: have the host wait before it launches a gather if the device has yet to
+        come to the drops of two units, whose memory is not free before; a CPU is never behind.
+        In a compiled graph the plan decides about this and about prefetch.
     strict_order: False lets each rank run other parts of the model, or leave some out; see
         `ShardedModule.set_strict_order`.
 
     A unit may have frozen parameters beside trainable ones; which ones do is logged at INFO.
 
-    Returns `model`. Raises as `fully_shard`, and ValueError for an unknown strategy, a mesh
-    that doesn't fit it, unknown overrides, or if a module of `model` is sharded already;
-    RuntimeError, naming the first parameter that differs, if `sync_module_states` finds another
-    model on another rank.
+    Returns `model`. Raises as `fully_shard`; ValueError also for an unknown strategy, a mesh
+    that doesn't fit it, a wrong prefetch, unknown overrides, or if a module of `model` is sharded
+    already; RuntimeError if a module on meta can't be initialized, or, naming the first parameter
+    that differs, if `sync_module_states` finds another model on another rank.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
@@ -281,7 +297,10 @@ STRATEGIES: dict[str, bool | None] = {
 
 
 def _strategy_axes(strategy: str, mesh: DeviceMesh) -> Axes:
-    """Return the axes of `mesh` as `strategy` uses them. Raises ValueError if it doesn't fit."""
+    """Return the axes of `mesh` as `strategy` uses them.
+
+    Raises ValueError if the number of axes doesn't fit, TypeError for what is no mesh.
+    """
     check_is_mesh(mesh, f"strategy {strategy!r}")
     wanted = 2 if strategy.startswith("hybrid") else 1
     if strategy == "no_shard":
@@ -307,9 +326,11 @@ _OVERRIDES = (
 
 
 def _check_overrides(model: nn.Module, units: Mapping[nn.Module, Overrides]) -> None:
-    """Check overrides before anything is sharded: a strategy, or named arguments of `fully_shard`.
+    """Check the overrides of `units`, as a policy returned them, before anything is sharded.
 
-    Raises ValueError or TypeError for others.
+    They may be a strategy and arguments of `fully_shard`: see `_OVERRIDES`. Raises ValueError for
+    another key or a wrong value, TypeError for a value of a wrong type. Whether a strategy fits
+    the model's mesh is only seen when the unit is made.
     """
     for path, module in model.named_modules():
         overrides = units.get(module, {})
@@ -323,9 +344,12 @@ def _check_overrides(model: nn.Module, units: Mapping[nn.Module, Overrides]) -> 
 
 
 def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
-    """Make arguments of `_make_unit` from those of `fully_shard`, and a strategy.
+    """Translate `overrides`, with a "strategy" among them, to arguments of `_make_unit`.
 
-    axes: those of the whole model, which the strategy may use otherwise; None: only check.
+    axes: of the whole model; a unit of another strategy uses their mesh in its own way, and a
+        "mesh" in `overrides` takes their place. None: only check the values.
+    Returns also "ignored_params", for the caller to take out. Raises ValueError or TypeError for a
+    wrong value.
     """
     given = dict(overrides)
     strategy = given.pop("strategy")
@@ -353,7 +377,7 @@ _BACKWARD = 'an int, "pre", "post" or None'
 
 
 def _prefetch(forward: bool | int, backward: str | int | None) -> dict[str, int]:
-    """Make settings of a unit from the arguments of `shard()` that are about prefetch.
+    """Translate `forward_prefetch` and `backward_prefetch` of `shard()` to `UnitSettings` by name.
 
     Raises ValueError for other values than `shard()` takes.
     """
@@ -374,8 +398,9 @@ def _prefetch(forward: bool | int, backward: str | int | None) -> dict[str, int]
 
 
 def _read_mp_policy(policy: Any) -> MixedPrecisionPolicy:
-    """Return `policy` as one of ours: that of torch's FSDP2 has the same fields, fewer of them.
+    """Return `policy` as a `MixedPrecisionPolicy` of ours; None is the default one.
 
+    Of torch's own policies, which have a `param_dtype`, the fields of the same names are copied.
     Raises TypeError for something else.
     """
     if policy is None:
@@ -389,6 +414,10 @@ def _read_mp_policy(policy: Any) -> MixedPrecisionPolicy:
 
 
 def _read_offload_policy(policy: Any) -> OffloadPolicy:
+    """Return `policy`, ours or FSDP2's, as one of ours; None is the default one.
+
+    Raises TypeError for something else.
+    """
     if policy is None:
         return OffloadPolicy()
     if isinstance(policy, OffloadPolicy):
@@ -406,10 +435,14 @@ ARGUMENT_CHECKS: dict[str, Callable[[Any], object]] = {
     "forward_prefetch": lambda value: _prefetch(value, None),
     "backward_prefetch": lambda value: _prefetch(0, value),
 }
-"""Readers of the arguments of `shard()`; they raise TypeError or ValueError for a wrong one."""
+"""Checks of arguments of `shard()`: for a wrong value they raise TypeError or ValueError."""
 
 
 def _check_reshard(reshard: bool | int | None, axes: Axes | None) -> None:
+    """Raise ValueError unless `reshard` is None, a bool, or a positive divisor of `shard_world`.
+
+    axes: None: `shard_world` is not known yet, and any positive int will do.
+    """
     if reshard is None or isinstance(reshard, bool):
         return
     if not isinstance(reshard, int) or reshard < 1:
@@ -433,6 +466,12 @@ def _make_unit(
     placement_fn: PlacementFn | None,
     ignored: Ignored,
 ) -> Unit:
+    """Make one unit of `modules`, headed by each of them, of the parameters no nested unit has.
+
+    Moves parameters and buffers to the mesh's device, shards the parameters, marks ignored ones,
+    makes the modules `ShardedModule`s, and names all units and parameters below anew. Watches
+    optimizers from then on.
+    """
     reshard, smaller = _read_reshard(reshard_after_forward, axes)
     watch_as_told()
     outside.explain_uncaught()
@@ -449,9 +488,10 @@ def _make_unit(
 
 
 def _read_reshard(reshard: bool | int | None, axes: Axes) -> tuple[bool | None, Axes | None]:
-    """Return whether a unit reshards after forward, and the smaller mesh that it reshards to.
+    """Split `reshard_after_forward` into a bool or None, and the axes of a smaller mesh or None.
 
-    An int that is the number of ranks is True, 1 is False, and others name a smaller mesh.
+    An int that is the number of ranks that shard is True; 1 is False, with a logged warning;
+    another one is True, with the axes of groups of so many ranks. Raises as `_check_reshard`.
     """
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
@@ -465,6 +505,12 @@ def _read_reshard(reshard: bool | int | None, axes: Axes) -> tuple[bool | None, 
 
 
 def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.Module, ...]:
+    """Return `module`, one or several, as a tuple of modules that may head a new unit.
+
+    what: the public function that was given it, for messages.
+    Raises TypeError for what is no module; ValueError for an empty list, a ModuleList or
+    ModuleDict without forward, a module that heads a unit, or as `_check_contracts`.
+    """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     if not modules:
         raise ValueError(f"{what} got an empty list of modules")
@@ -490,7 +536,7 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
 
 
 def _check_contracts(top: nn.Module, what: str) -> None:
-    """Raise ValueError if torch's own sharding or replication has taken a part of `top`."""
+    """Raise ValueError if `top` or a module in it was given to torch's fully_shard or replicate."""
     for path, module in top.named_modules():
         taken = [] if access.unit_of(module) is not None else _torch.fsdp.contracts(module)
         if taken:
@@ -507,7 +553,11 @@ def _first_names(container: nn.Module) -> str:
 
 
 def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
-    """Shard parameters below the unit's modules; tie what is sharded already."""
+    """Shard the plain parameters below the unit's modules, as its own, except ignored ones.
+
+    A module whose parameter is tied to a sharded one gets that. A parameter of a nested unit moves
+    to `unit` if modules outside of the nested unit read it, too.
+    """
     names = materialize.unsharded(unit.modules)
     inside = {each for module in unit.modules for each in module.modules()}
     for module in (each for top in unit.modules for each in top.modules()):
@@ -531,6 +581,10 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
 
 
 def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> int:
+    """Return the dim along which to cut `param`, never negative; 0 by default, and for a scalar.
+
+    Raises ValueError if `placement_fn` returns no `Shard`, or a dim that `param` has not.
+    """
     placement = None if placement_fn is None else placement_fn(param)
     if placement is None or param.dim() == 0:  # a scalar is not cut
         return 0
@@ -547,6 +601,7 @@ def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | N
 
 
 def _params_below(modules: Iterable[nn.Module]) -> list[ShardedParam]:
+    """List the sharded parameters of `modules`, each once; not of modules inside them."""
     found: dict[ShardedParam, None] = {}
     for module in modules:
         for sharded in module.__dict__.get(access.PARAMS, {}).values():
@@ -560,7 +615,12 @@ def _reads_only_inside(sharded: ShardedParam, unit: Unit) -> bool:
 
 
 def _name_everything(modules: tuple[nn.Module, ...]) -> None:
-    """Name parameters and units from the outermost sharded module, which is the last to come."""
+    """Name all parameters and units in `modules`, which head one unit, by their paths from there.
+
+    Units below are no roots any more. As enclosing modules are sharded later and name all anew,
+    names are in the end paths from the outermost one. If `modules` are several, their numbers
+    come first.
+    """
     for number, top in enumerate(modules):
         prefix = f"{number}." if len(modules) > 1 else ""
         named: set[ShardedParam] = set()

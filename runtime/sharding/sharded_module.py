@@ -1,7 +1,7 @@
 """Methods that a sharded module has beside those of its own class.
 
-They have the names and the meaning that FSDP2 gave them. `recurse=True` acts on
-the units of all modules inside, too.
+Most have the names and the meaning that FSDP2 gave them, some those of FSDP1. A setting is of
+this module's unit; with `recurse=True` also of the units of all modules inside.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class UnshardHandle(fsdp.UnshardHandle):
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait until the unsharded parameters are there; forward waits by itself."""
+        """Wait until the unsharded parameters are there; does nothing after `reshard()`.
+
+        Forward and other reads wait by themselves.
+        """
         if self._unit.kept is not None:
             self._unit.kept.tensors()
 
@@ -45,25 +48,25 @@ class GradientReductionHandle:
         self._root = root
 
     def wait(self) -> None:
-        """Wait until reduces that were launched are over, and `.grad` is filled."""
+        """Wait until all reduces that were launched are done, and fill `.grad`."""
         unit_steps.finish_reduces(self._root)
 
 
 class ShardedModule(fsdp.FSDPModule, nn.Module):
     """Mixin for the class of every module that heads a unit; `isinstance` tells such modules.
 
-    They are FSDP2's `FSDPModule` to code that asks for that, with all of its public methods up to
-    torch 2.13, and nothing of what FSDP2 does: `torch.distributed.fsdp.fully_shard` has not seen
-    them. A part of a container that heads a unit, as `model.layers[1:3]`, is of the container's
-    own class.
+    To `isinstance` they are FSDP2's `FSDPModule`, too, and have all of its public methods up to
+    torch 2.13, but none of FSDP2's hooks or state. A slice of a container that heads a unit, as
+    `model.layers[1:3]`, is of the container's own class, without these methods.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class that was sharded, as containers do for parts of themselves."""
+        """Make an instance of the user's class: containers call their class to make a slice."""
         original: type[nn.Module] | None = cls.__dict__.get("_autoshard_original")
         return object.__new__(cls) if original is None else original(*args, **kwargs)
 
     def _get_fsdp_state(self) -> Any:
+        """Raise NotImplementedError: FSDP2 keeps no state of this module."""
         raise NotImplementedError(
             f"unit {_unit(self).name!r} is autoshard's, and keeps none of the state that FSDP2 "
             "keeps of its modules: what asked for that works with torch's fully_shard alone"
@@ -72,9 +75,11 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     # ---- whole parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's unit now, until `reshard()`; not the units of modules inside.
+        """Gather this module's unit and keep it until `reshard()`; not the units of modules inside.
 
-        Reads of its parameters then give unsharded ones. Returns a handle if `async_op`.
+        Reads of its parameters then give unsharded ones outside of forward, too.
+
+        async_op: return once the gather is launched, a handle to wait for it; else None.
         """
         unit = _unit(self)
         keep(unit)
@@ -89,44 +94,48 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def reshard(self) -> None:
         """Drop unsharded parameters of this module's unit; not of the units of modules inside.
 
-        Those, too, that stay from forward to backward (`reshard_after_forward=False`): backward
-        gathers them again. Compiled code has such parameters among what it saved for backward, and
-        keeps those.
-        Raises RuntimeError if one was written to, as that would be lost.
+        Also drops parameters that an eager forward kept for backward
+        (`reshard_after_forward=False`): backward gathers them again. Parameters that compiled code
+        saved for backward stay.
+        Raises RuntimeError if an unsharded parameter was written to, as that would be lost.
         """
         unit_steps.reshard(_unit(self))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters as they stand in the modules: DTensors, or unsharded copies of them.
+        """Yield parameters as sharded DTensors, or as unsharded copies while their unit shows them.
 
-        There are copies from `unshard()` to `reshard()` or the next backward; and of a unit of
-        `fully_shard`, or one that `set_reshard_after_forward` was called on, with
-        `reshard_after_forward=False`, after an eager forward with gradients, until backward. A
-        parameter with a gradient is given sharded all the same. Gradients of what is computed from
-        copies go to the sharded parameters, writes to copies raise RuntimeError later, and
-        optimizers refuse them. What was computed before doesn't depend on them: inputs of
-        `torch.autograd.grad`, or of a backward, have to be taken before the forward. Inside of a
-        forward it gives sharded ones. `parameters()` is the same without names.
+        A unit shows copies
+        - from `unshard()` to `reshard()` or the next backward;
+        - from an eager forward with gradients to its backward, if `fully_shard` or
+          `set_reshard_after_forward` was given `reshard_after_forward=False`.
+        A parameter that has a gradient is sharded all the same, and all are inside a forward or a
+        backward, or in compiled code.
+
+        Gradients of what is computed from copies go to the sharded parameters. A write to a copy
+        raises RuntimeError later, and so does the step of an optimizer that holds one. The output
+        of a forward doesn't depend on copies that are yielded after it: take inputs of
+        `torch.autograd.grad` or `backward(inputs=...)` before the forward. `parameters()` is the
+        same without names.
         """
         named = super().named_parameters(prefix, recurse, remove_duplicate)
         return named if torch.compiler.is_compiling() else access.named_registered(named)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Empty the gradients of the parameters that optimizers train, gathered or not."""
+        """Clear the gradients of sharded parameters, as `nn.Module` does, also while gathered."""
         with access.as_sharded():
             super().zero_grad(set_to_none)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze or unfreeze the parameters that optimizers train, gathered or not."""
+        """Freeze or unfreeze the sharded parameters, also while gathered; returns this module."""
         with access.as_sharded():
             return super().requires_grad_(requires_grad)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether unsharded parameters are freed after forward; False keeps them for backward.
 
-        Raises ValueError for another type.
+        An int that `fully_shard` was given counts no more. Raises ValueError for what is no bool.
         """
         _expect_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
@@ -139,20 +148,21 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     ) -> None:
         """Set whether unsharded parameters are freed after backward.
 
-        False keeps them: for microbatches between two updates. Raises ValueError for another type.
+        False keeps them for the next forward, as for microbatches between two optimizer steps.
+        Raises ValueError for what is no bool.
         """
         _expect_bool("reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
             unit.configure(reshard_after_backward=reshard_after_backward)
 
     def set_strict_order(self, strict_order: bool) -> None:
-        """Set whether ranks run the same parts of the model in the same order.
+        """Set whether all ranks run the same modules in the same order, for the whole model.
 
-        False: they may run other parts, or leave some out, in each step.
-        Then a forward gathers the whole model first, which stays until backward is over, and the
-        end of backward reduces all of it: the memory of a replica, and no overlap. Parameters that
-        no rank has reached get no gradient.
-        Raises ValueError for another type, RuntimeError if this is not the root.
+        False lets each rank run other modules, or leave some out, in each step. A forward then
+        gathers all units before it begins, they stay unsharded until backward is over, and the end
+        of backward reduces all of them: a replica's memory, and no overlap. Parameters that no rank
+        has reached get no gradient.
+        Raises ValueError for what is no bool, RuntimeError if this is not the root.
         """
         _expect_bool("strict_order", strict_order)
         root = _unit(self)
@@ -162,10 +172,11 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             unit.configure(strict_order=strict_order)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward prefetches this unit; False if it needs none of its parameters.
+        """Set whether an eager backward prefetches this unit.
 
-        An embedding's backward needs none. One that backward asks for all the same is gathered
-        then. Raises ValueError for another type.
+        False is for a unit whose backward reads none of its parameters, such as an embedding. If
+        it reads one all the same, the unit is gathered at that point.
+        Raises ValueError for what is no bool.
         """
         _expect_bool("unshard_in_backward", unshard_in_backward)
         _unit(self).configure(unshard_in_backward=unshard_in_backward)
@@ -173,13 +184,20 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     # ---- prefetch
 
     def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
-        """Gather the units of `modules` ahead when this one's is gathered in forward."""
+        """Set which units an eager forward gathers ahead when it gathers this module's unit.
+
+        They are those that `modules` head, instead of the next ones in the order of the step
+        before. An empty list: none. Compiled code follows its plan.
+        Raises ValueError for a module that heads no unit.
+        """
         _unit(self).configure(next_in_forward=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
-        """Gather the units of `modules` ahead when this one's is gathered in backward.
+        """Set which units an eager backward gathers ahead when it gathers this module's unit.
 
-        An empty list is the default, the unit before in forward.
+        They are those that `modules` head. An empty list is the default: the unit that forward
+        gathered before this one. Compiled code follows its plan.
+        Raises ValueError for a module that heads no unit.
         """
         _unit(self).configure(next_in_backward=_units_of(modules) or None)
 
@@ -187,7 +205,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of backwards in this context wait, unsharded, for the first one after."""
+        """Context in which backward reduces no gradients of this module's units or units inside.
+
+        They wait, unsharded, for the next backward that reduces, which reduces the sum.
+        """
         before = [(unit, unit.reducer.syncs) for unit in _units(self, True)]
         self.set_requires_gradient_sync(False)
         try:
@@ -200,9 +221,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward reduces gradients; with False they wait for one that does.
+        """Set whether backward reduces gradients.
 
-        Raises ValueError for another type.
+        With False they wait, unsharded, for a backward that does. Raises ValueError for what is no
+        bool.
         """
         _expect_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
@@ -210,10 +232,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             unit.describe()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward all-reduces over replicas; with False that is left to a later one.
+        """Set whether backward all-reduces gradients over replicas.
 
-        It reduce-scatters in any case. Without a replicated axis it makes no difference. Raises
-        ValueError for another type.
+        With False this is left to a later backward, and only the reduce-scatter is done. Without a
+        replicated axis it makes no difference. Raises ValueError for what is no bool.
         """
         _expect_bool("requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
@@ -221,9 +243,12 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             unit.describe()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether a backward ends only when its reduces have; with False it may end before.
+        """Set whether a backward waits for its reduces before it ends, in this module's units.
 
-        Raises ValueError for another type.
+        With False it may end while reduces are in flight and `.grad` is not filled; a later
+        backward with True, or `finalize_backward()`, waits for them. The call also lets
+        torch.distributed.pipelining find this module as a stage that it can finalize.
+        Raises ValueError for what is no bool.
         """
         _expect_bool("is_last_backward", is_last_backward)
         _torch.fsdp.stand_in_for_fsdp2(self, self.finalize_backward)  # for a stage of a pipeline
@@ -231,24 +256,25 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             unit_steps.steps_of(unit).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether `finalize_backward()` is called after the last backward before a step.
+        """Set whether the user calls `finalize_backward()` after the last backward before a step.
 
-        It is `set_is_last_backward(not enabled)`, whose place it takes; False undoes both.
-        Raises ValueError for another type, RuntimeError if this is not the root.
+        The same as `set_is_last_backward(not enabled)`; the later of two calls counts.
+        Raises ValueError for what is no bool, RuntimeError if this is not the root.
         """
         _expect_bool("enabled", enabled)
         _root(self, "set_manual_backward_finalization")
         self.set_is_last_backward(not enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce gradients that wait, as the next backward that is reduced would; fill `.grad`.
+        """Reduce gradients that wait, without a backward, wait for all reduces, and fill `.grad`.
 
         For schedules in which reduction is a step of its own: let gradients wait in all backwards,
-        then `set_requires_gradient_sync(True)`, and call this, on all ranks together. Unsharded
-        parameters that were kept for the next backward are dropped, unless
-        `set_reshard_after_backward(False)` holds still.
+        call `set_requires_gradient_sync(True)`, and then this, on all ranks together. Gradients of
+        units for which that is still False go on waiting. Unsharded parameters that were kept for
+        a next backward are dropped, except after `unshard()` or
+        `set_reshard_after_backward(False)`.
 
-        async_op: return when reduces are launched, a handle to wait for them.
+        async_op: return once reduces are launched, a handle to wait for them; else None.
         Raises RuntimeError if this is not the root, or inside a forward or a backward.
         """
         root = _root(self, "finalize_backward")
@@ -280,8 +306,8 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank has used get gradients of zeros rather than none.
 
-        Ranks that use different parameters of a unit are right in either case. Raises ValueError
-        for another type.
+        A parameter that some rank has used gets its mean gradient on all ranks in either case.
+        Raises ValueError for what is no bool.
         """
         _expect_bool("enable", enable)
         for unit in _units(self, recurse):
@@ -290,11 +316,11 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many reduces may be in flight at once; by default one, with replicas two.
+        """Set how many reduces an eager backward may have in flight; by default 1, with replicas 2.
 
-        Each holds the gradients that it sends. More of them hide reduces that take longer than
-        what is computed beside them. Compiled code ignores it: there the plan says what is in
-        flight, and a `memory_budget` bounds it.
+        Each holds the gradients that it sends. A larger number hides reduces that take longer than
+        the backward of one unit. Compiled code ignores it: there the plan says what is in flight,
+        and a `memory_budget` bounds it.
         Raises TypeError for what is no int, and ValueError for one less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -309,11 +335,13 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reduce-scatter over a process group of their own, rather than over that of gathers.
+        """Set whether reduce-scatters have a process group of their own, beside that of gathers.
 
-        Backends run what goes over one group one after another; so both may run at once. All ranks
-        that share parameters call it together; units over the same ranks share one group. Compiled
-        code is compiled anew for it. Where parameters are not cut it makes no difference.
+        Backends run the collectives of one group one after another; with two groups a gather and a
+        reduce-scatter may run at once. All ranks that share parameters call it together, as it may
+        make the group; units over the same ranks share one. Compiled code is compiled anew. Where
+        parameters are not cut it makes no difference.
+        Raises ValueError for what is no bool.
         """
         _expect_bool("enable", enable)
         for unit in _units(self, recurse):
@@ -324,14 +352,14 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """Gather this unit's parameters by `comm` rather than by collectives of ours.
 
         comm: as `torch.distributed.fsdp`'s `AllGather`. `comm.allocate(size, dtype=, device=)`
-            gives what is received into, which parameters are copied out of, and
+            gives the tensor to receive into, out of which parameters are copied, and
             `comm(output_tensor=, input_tensor=, group=, async_op=)` begins to gather, returning
-            what to wait for, or None. One call a dtype; both tensors are 1-D, and `input_tensor`
-            is a part of `output_tensor`. None: ours again.
+            an object with `wait()`, or None. There is one call a dtype; both tensors are 1-D, and
+            `input_tensor` is a part of `output_tensor`. None: collectives of ours again.
 
-        Compiled code finds such a unit's parameters gathered when it begins, and keeps them until
-        its backward is over: no graph can hold what `comm` does.
-        Raises TypeError for what can't be called so.
+        No graph can hold the call of `comm`: such a unit is gathered before compiled code runs,
+        and stays unsharded until its backward is over.
+        Raises TypeError if `comm`, or its `allocate`, can't be called.
         """
         if comm is not None:
             check_comm(comm, "all-gather")
@@ -342,8 +370,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
 
         comm: as `torch.distributed.fsdp`'s `ReduceScatter`: as for `set_custom_all_gather`, and
             called with `op=`, which is always the sum: we divide, before and after. Compiled code
-            calls it, too. Where parameters are not cut there is nothing to scatter.
-        Raises TypeError for what can't be called so.
+            calls `comm`, too. Where parameters are not cut it is not called. None: collectives of
+            ours again.
+        Raises TypeError if `comm`, or its `allocate`, can't be called.
         """
         if comm is not None:
             check_comm(comm, "reduce-scatter")
@@ -352,11 +381,13 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         unit.configure(allocates=None)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Send this unit's parameters and gradients from, and to, memory of the process group's.
+        """Set whether this unit's collectives use buffers that the process group allocates.
 
-        Where the backend has none to give, as gloo has not, True changes nothing. Compiled, as
-        with `set_custom_all_gather`. It was run on no device that has such memory yet.
-        Raises ValueError after `set_custom_all_gather` and its like.
+        If its backend allocates none, as gloo, or parameters are not cut, they are ordinary ones.
+        For compiled code see `set_custom_all_gather`. It was run on no device that has such memory
+        yet.
+        Raises ValueError for what is no bool, or if the unit has communication that another method
+        has set, as `set_custom_all_gather` does.
         """
         _expect_bool("enable", enable)
         unit = _unit(self)
@@ -367,11 +398,13 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         _allocate(unit, "group", allocate)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Send this unit's parameters and gradients from, and to, symmetric memory.
+        """Have this unit's collectives use buffers in symmetric memory; all ranks call it together.
 
-        Compiled, as with `set_custom_all_gather`. It was run on no device yet.
-        Raises ValueError for another backend than NCCL, on a mesh of no CUDA devices, where several
-        reduces may be in flight, and after `set_custom_all_gather` and its like.
+        Does nothing where parameters are not cut. For compiled code see `set_custom_all_gather`. It
+        was run on no device yet.
+        Raises ValueError for a backend other than NCCL, a mesh of other devices than CUDA's, if
+        `set_reduce_scatter_max_input_buffers` was given more than 1, or if the unit has
+        communication that another method has set, as `set_custom_all_gather` does.
         """
         unit = _unit(self)
         _refuse_own(unit, "set_symm_mem_for_comm()", "symmetric")
@@ -403,8 +436,11 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     ) -> None:
         """Call `hook` with this rank's part of this unit's mean gradients, 1-D, to change in place.
 
-        stream: on which to run it. Raises ValueError if one is given and the mesh has a
-        replicated axis, whose all-reduce runs before; TypeError if the hook can't be called.
+        It is called once for each reduce of the unit, after all collectives of that, and before
+        `.grad` is filled.
+
+        stream: on which to run it; None: the current one. Raises ValueError if one is given and
+        the mesh has a replicated axis, TypeError if the hook can't be called.
         """
         unit = _unit(self)
         if not callable(hook):
@@ -417,11 +453,12 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         unit.describe()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Reduce gradients by `hook` rather than by collectives of ours, in all units.
+        """Reduce gradients by `hook` rather than by collectives of ours, in all units of the model.
 
-        hook(state, grad, part): fill `part`, 1-D, this rank's part, from `grad`, 1-D, the
-            parts of all ranks one after another; it does all summing and dividing.
-        hook(state, grad): in place, where parameters are not cut (no_shard, replicate).
+        state: passed to `hook` as it is.
+        hook: `hook(state, grad, part)` fills `part`, 1-D, this rank's part, from `grad`, 1-D, the
+            parts of all ranks one after another. It does all summing and dividing. Where
+            parameters are not cut (no_shard, replicate), `hook(state, grad)` works in place.
         Raises RuntimeError if this is not the root, if a hook is registered already, or if
         the mesh both replicates and shards; TypeError if `hook` can't be called.
         """
@@ -445,9 +482,11 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             each.describe()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the first gather of the next forward wait for `event` alone.
+        """Have the next forward wait for `event`, once, before its first gather.
 
-        By default it waits for all that the device was given before.
+        Call it on the root: only a forward whose outermost unit is this module's waits.
+        event: an object with `wait()`. A device event makes the current stream wait, not the host,
+            beside what that stream was given before.
         """
         unit_steps.steps_of(_unit(self)).post_optim_event = event
 
@@ -456,16 +495,16 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all parameters so that their norm is at most `max_norm`.
 
-        The norm is that of the replicated model: of all gradients as one vector. One small
-        all-reduce for all parameters that are cut over the same ranks. A parameter that is
-        not sharded counts once, with this rank's gradient, which should be the same on every
+        The norm is that of the replicated model: of all gradients as one vector. There is one
+        small all-reduce for all parameters that are cut over the same mesh axis. A parameter that
+        is not sharded counts once, with this rank's gradient, which should be the same on every
         rank; one without a gradient doesn't count. All ranks must call it together.
 
         norm_type: p of the p-norm, greater than 0; inf for the largest absolute value.
 
-        Returns the norm before scaling, a plain scalar, f32 (f64 if a parameter is), the same on
-        every rank; 0 if there is no gradient. A norm of inf or NaN is returned, and scaled by, as
-        in `torch.nn.utils.clip_grad_norm_`.
+        Returns the norm before scaling, a plain scalar tensor, f32 (f64 if a parameter is f64 or
+        c128), the same on every rank; 0 if there is no gradient. A norm of inf or NaN is returned,
+        and scaled by, as in `torch.nn.utils.clip_grad_norm_`.
         Raises ValueError for a norm_type that is not greater than 0, or a gradient laid out
         as a partial sum; RuntimeError inside `full_params()`.
         """
@@ -482,20 +521,22 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         A forward inside works under `torch.no_grad()`, without collectives, and eagerly if the
         module is compiled; with gradients it raises RuntimeError, as they would be lost.
 
-        writeback: keep what was written to parameters inside, or set to them, `requires_grad`
-            too, also if the block raises: each rank keeps its own rows, so all ranks must write
-            the same. False drops it.
+        writeback: True writes values and `requires_grad` of the unsharded parameters, or of
+            parameters put in their places, back to the shards, also if the block raises. Each rank
+            writes its own rows, so all ranks must have changed them alike. False drops all changes.
 
         Raises RuntimeError for a parameter on meta, inside a forward, a backward or a
-        `full_params()` of the same parameters, and on leaving if gradients were made inside;
-        ValueError on leaving if a parameter was removed, or given another size or dtype.
+        `full_params()` of the same parameters. On leaving, unless the block raises, it raises
+        RuntimeError if gradients were made inside, and, with `writeback`, ValueError if a parameter
+        was removed, or given another size or dtype: that one is left as it was before.
         """
         return full_params.full_params(self, writeback=writeback)
 
     def reset_iter_state(self) -> None:
-        """Forget what an exception in forward or backward left, on all ranks alike.
+        """Drop what an exception in forward or backward left; all ranks call it.
 
-        Raises RuntimeError if this is not the root.
+        That is the open step, unsharded parameters, reduces in flight and gradients that wait. What
+        `.grad` has stays. Raises RuntimeError if this is not the root.
         """
         _root(self, "reset_iter_state")
         steps.abandon_open_step()
@@ -504,10 +545,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
 
 
 def share_comm_ctx(modules: list[fsdp.FSDPModule]) -> None:
-    """Have the units of several roots, as of stages of a pipeline, share streams.
+    """Do nothing but check `modules`: units of several roots on a device share streams in any case.
 
-    They do in any case: there is one of each kind for a device, and process groups have their own.
-    Raises ValueError, as FSDP2 does, for what is not sharded.
+    FSDP2's function of that name has the stages of a pipeline do so.
+    Raises ValueError, as FSDP2 does, for a module that heads no unit.
     """
     _units_of(modules)
 
@@ -526,6 +567,7 @@ def _root(module: nn.Module, what: str) -> Unit:
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    """List the unit that `module` heads, and, if `recurse`, those that modules inside head."""
     unit = _unit(module)
     if not recurse:
         return [unit]
@@ -534,6 +576,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 
 
 def _units_of(modules: Iterable[object]) -> tuple[Unit, ...]:
+    """Return the unit that each of `modules` heads. Raises ValueError if one heads none."""
     units: list[Unit] = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
@@ -549,7 +592,11 @@ def _expect_bool(name: str, value: object) -> None:
 
 
 def _refuse_own(unit: Unit, what: str, by: str) -> None:
-    """Raise UsageError if `unit` has communication of its own that `by` did not set."""
+    """Raise UsageError if `unit` has communication of its own that `by` did not set.
+
+    what: the method that was called, for the message.
+    by: the kind of allocator that this method sets, as in `UnitSettings.allocates`.
+    """
     own = unit.settings.all_gather or unit.reducer.reduce_scatter
     if own is not None and unit.settings.allocates != by:
         raise UsageError(
@@ -560,7 +607,11 @@ def _refuse_own(unit: Unit, what: str, by: str) -> None:
 
 
 def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
-    """Have `unit` send from and receive into buffers that `allocate` gives; None: ours."""
+    """Have `unit` send from and receive into buffers that `allocate` gives; None: ours.
+
+    by: the kind of allocator, for `UnitSettings.allocates`.
+    prepare: at most one function, called with each buffer and the group before they are used.
+    """
     is_ours = allocate is None
     unit.reducer.reduce_scatter = None if is_ours else ReduceScatterIn(allocate, *prepare)
     unit.configure(
@@ -570,6 +621,8 @@ def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
 
 
 def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
+    """Wrap `hook` to run on `stream`, after earlier and before later work of the current stream."""
+
     def call(tensor: Tensor) -> None:
         current = torch.accelerator.current_stream()
         stream.wait_stream(current)

@@ -23,9 +23,9 @@ def enable_wrap(
 
     wrapper_cls: `fully_shard`, or whatever takes a module and returns one.
 
-    It holds for the thread that entered it, and may be entered again after it was left.
-    Raises TypeError if `wrapper_cls` can't be called, and NotImplementedError on entering
-    one context inside another; the outer one goes on.
+    It holds for the thread that entered it, may be entered again after it was left, and decorates
+    functions, too. Raises TypeError if `wrapper_cls` can't be called, and NotImplementedError on
+    entering one context inside another; the outer one goes on.
     """
     if not callable(wrapper_cls):
         raise TypeError(
@@ -36,10 +36,11 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> Any:
-    """Apply the enclosing `enable_wrap` to `module`; without one, return `module` itself.
+    """Return what the `wrapper_cls` of the enclosing `enable_wrap` makes of `module`.
 
-    For an argument given several times, `module._wrap_overrides` (a dict, if there) counts
-    before `wrap_overrides`, and those before the arguments of `enable_wrap`.
+    Without one, return `module` itself. Of an argument that is given several times, the value in
+    `module._wrap_overrides` (a dict, if there) wins, then that in `wrap_overrides`, then that of
+    `enable_wrap`.
     """
     context = _local.context
     if context is None:

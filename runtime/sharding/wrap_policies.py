@@ -83,8 +83,9 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Set[type[nn.Module]],
 ) -> bool:
-    """Make a unit of every transformer block; embeddings and a head tied to them stay together.
+    """Make a unit of every instance of a class in `transformer_layer_cls`, as transformer blocks.
 
+    The rest, such as embeddings and a head tied to them, stays in the unit around.
     Bind it: `functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})`.
     """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
@@ -98,10 +99,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Set[type[nn.Module]] | None = None,
     exclude_wrap_modules: Set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a unit of every module with enough parameters left that no unit below has.
+    """Make a unit of every module that has enough parameters in no unit below.
 
     min_num_params: how many are enough, in elements.
-    force_leaf_modules: classes that stay in the unit around them, with all below; by default
+    force_leaf_modules: classes that become no units, nor do modules inside them; by default
         this function's attribute FORCE_LEAF_MODULES.
     exclude_wrap_modules: classes that become no units, though their children may; by default
         this function's attribute EXCLUDE_WRAP_MODULES.
@@ -136,7 +137,7 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[Callable[..., bool]],
 ) -> bool:
-    """Apply several `policies` of FSDP1's form, one of which is enough for a unit.
+    """Apply several `policies` of FSDP1's form; True if one of them says so.
 
     Private in torch too, but scripts import it.
     """

@@ -50,7 +50,9 @@ _Layout = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh, and its axes that
 class _Share:
     """Gradients on this rank that are laid out over the same ranks.
 
+    mesh: None for plain tensors, which no collective sums.
     axes: of `mesh`, those over which the gradients are cut.
+    is_double: whether a parameter is f64 or c128.
     """
 
     mesh: DeviceMesh | None
@@ -60,9 +62,10 @@ class _Share:
     is_double: bool = False
 
     def norm_power(self, power: float) -> Tensor:
-        """Sum the powers of all elements, over all ranks; for a norm of inf, their maximum.
+        """Sum the powers of all absolute values, over all ranks; for inf, find their maximum.
 
-        Returns f64[2]: that, and, for a norm of inf, whether there was a NaN.
+        Runs one all-reduce for each of `axes`. Returns f64[2]: the sum or maximum, and, for inf,
+        1 if there was a NaN, which the maximum leaves out; else 0.
         """
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
         norms = [norm.to(found) for norm in _norms(self.grads, power)]
@@ -81,10 +84,10 @@ class _Share:
 
 
 def _shares(module: nn.Module) -> list[_Share]:
-    """Group gradients by mesh and sharding axes, in the order of parameters.
+    """Group gradients below `module` by mesh and sharding axes, in the order of parameters.
 
-    There is a group also where no parameter has a gradient: so every rank issues the same
-    collectives whichever gradients it has.
+    Parameters without a gradient make a group, too, maybe an empty one: so every rank issues the
+    same collectives whichever gradients it has. Raises as `_sharding_axes`.
     """
     shares: dict[_Layout, _Share] = {}
     for name, param in access.named_sharded(module):
@@ -105,6 +108,10 @@ def _shares(module: nn.Module) -> list[_Share]:
 
 
 def _sharding_axes(name: str, tensor: DTensor) -> tuple[int, ...]:
+    """Return the axes of its mesh that cut `tensor`, the gradient of parameter `name`.
+
+    Raises ValueError if it is a partial sum.
+    """
     partial = [placement for placement in tensor.placements if placement.is_partial()]
     if partial:
         raise ValueError(
@@ -115,9 +122,9 @@ def _sharding_axes(name: str, tensor: DTensor) -> tuple[int, ...]:
 
 
 def _total_norm(shares: list[_Share], power: float) -> Tensor:
-    """Norm of all gradients, a scalar, f32 unless a parameter is f64.
+    """Return the norm of all gradients on all ranks, a scalar, f32 unless a parameter is double.
 
-    Powers are summed in f64: that rounds off no more than the result does.
+    Powers are summed in f64: that rounds off no more than the result does. 0 without shares.
     """
     device = shares[0].device if shares else torch.device("cpu")
     dtype = torch.float64 if any(share.is_double for share in shares) else torch.float32
@@ -132,7 +139,7 @@ def _total_norm(shares: list[_Share], power: float) -> Tensor:
 
 
 def _norms(grads: list[Tensor], power: float) -> Iterator[Tensor]:
-    """Yield each gradient's norm, those of half precision in f32, and first."""
+    """Yield the p-norm, for p of `power`, of each of `grads`: halves first, in f32, then others."""
     halves = [grad for grad in grads if grad.dtype in (torch.float16, torch.bfloat16)]
     others = [grad for grad in grads if grad.dtype not in (torch.float16, torch.bfloat16)]
     if halves:

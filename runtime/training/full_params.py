@@ -55,7 +55,10 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 
 
 def refuse_inside(module: nn.Module, what: str) -> None:
-    """Raise RuntimeError if a parameter below `module` is unsharded by `full_params()` already."""
+    """Raise RuntimeError if a unit or parameter in `module` is inside a `full_params()` now.
+
+    what: the method that was called, for the message.
+    """
     for each in module.modules():
         if each in access.unsharded_heads:
             raise RuntimeError(
@@ -79,20 +82,28 @@ _ENTER_HINT = "entering full_params() gathers, so all ranks of the model's mesh 
 
 @dataclass
 class _Borrowed:
-    """Parameter that is unsharded in `full_params()`; `replaced`: where it was put meanwhile."""
+    """Sharded parameter that is unsharded in a `full_params()`.
+
+    replaced: every (module, attribute) where `unsharded` was put in its place.
+    """
 
     param: ShardedParam
     unsharded: nn.Parameter
     replaced: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def put(self) -> None:
+        """Put the unsharded parameter wherever the sharded one is registered."""
         for module, attribute in self.param.registrations:
             if module._parameters.get(attribute) is self.param.param:
                 module._parameters[attribute] = self.unsharded
                 self.replaced.append((module, attribute))
 
     def take_out(self) -> list[Tensor | None]:
-        """Put the sharded one back; returns what stood there instead of the unsharded one."""
+        """Put the sharded parameter back everywhere.
+
+        Returns what the block had put there in place of the unsharded one; None where it removed
+        that.
+        """
         found = [module._parameters.get(attribute) for module, attribute in self.replaced]
         for module, attribute in self.replaced:
             # Registering anew, not setting: a deleted one comes back too.
@@ -100,7 +111,7 @@ class _Borrowed:
         return [other for other in found if other is not self.unsharded]
 
     def keep(self, unsharded: Tensor) -> None:
-        """Write this rank's rows of `unsharded` to its shard, where they differ."""
+        """Write this rank's rows of `unsharded`, if they differ, and its requires_grad back."""
         param = self.param.param
         layout = param.data
         assert isinstance(layout, DTensor)
@@ -113,7 +124,10 @@ class _Borrowed:
         param.requires_grad_(unsharded.requires_grad)
 
     def accepts(self, other: Tensor | None) -> bool:
-        """Tell whether `other`, put in place of the unsharded parameter, can be written back."""
+        """Tell whether `other`, put in place of the unsharded parameter, can be written back.
+
+        It can if it is a plain tensor of the same size and dtype, and not on meta.
+        """
         member = self.param.member
         return (
             other is not None
@@ -127,6 +141,10 @@ class _Borrowed:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _gather(param: ShardedParam) -> nn.Parameter:
+    """Gather `param` to a plain parameter of the global size, with memory of its own.
+
+    The step of an optimizer that holds it raises.
+    """
     sharded = param.param.detach()
     assert isinstance(sharded, DTensor)
     unsharded = sharded.full_tensor()
@@ -140,7 +158,11 @@ def _gather(param: ShardedParam) -> nn.Parameter:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _give_back(borrowed: list[_Borrowed], writeback: bool) -> Exception | None:
-    """Make all parameters sharded again; returns an error if something can't be kept."""
+    """Put all sharded parameters back, and write changes to the shards if `writeback`.
+
+    Returns, for the caller to raise, a ValueError if a change can't be written back, else a
+    RuntimeError if an unsharded parameter has a gradient, else None.
+    """
     refused, trained = [], []
     for each in borrowed:
         others = each.take_out()
@@ -167,7 +189,7 @@ def _give_back(borrowed: list[_Borrowed], writeback: bool) -> Exception | None:
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Tell whether two tensors are equal bit for bit: a NaN to itself too, and 0 not to -0."""
+    """Tell whether two tensors of one dtype are equal bit for bit: NaN equals NaN, 0 is not -0."""
     if left.shape != right.shape or left.device != right.device:
         return False
     return torch.equal(_bits(left), _bits(right))
@@ -185,6 +207,7 @@ def _params_below(module: nn.Module) -> list[ShardedParam]:
 
 
 def _refuse_full_params(module: nn.Module) -> None:
+    """Raise RuntimeError inside a forward or a backward, or as `refuse_inside`."""
     name = _name(module)
     if steps.open_step() is not None or _torch.autograd.in_backward():
         raise RuntimeError(
@@ -195,6 +218,7 @@ def _refuse_full_params(module: nn.Module) -> None:
 
 
 def _refuse_meta(params: list[ShardedParam]) -> None:
+    """Raise RuntimeError if one of `params` is still on meta."""
     meta = [param.name for param in params if param.shard.is_meta]
     if meta:
         raise RuntimeError(

@@ -38,16 +38,20 @@ BY_ELEMENT = frozenset(
         optim.SGD,
     }
 )
-"""Optimizers of torch that update an element by nothing but that element.
+"""Optimizers of torch whose update of an element depends on no other element of the parameter.
 
 Classes derived from them are not among these: they may do anything."""
 
 STEP = "step"
-"""The key under which torch's optimizers count: a scalar, but no part of a scalar parameter."""
+"""Key of the state in which torch's optimizers count steps, never cut as a scalar parameter is."""
 
 
 def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
-    """Make the stand-in that the step of `optimizer` is to run on; None for itself."""
+    """Make the stand-in that the next step of `optimizer` is to run on, as this module says.
+
+    Returns None, for a step on `optimizer` itself, if its type is not in BY_ELEMENT, if it is
+    differentiable, or if the step is compiled.
+    """
     if type(optimizer) not in BY_ELEMENT or torch.compiler.is_compiling():
         return None
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -65,8 +69,9 @@ def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
 def _plain(param: Tensor, optimizer: optim.Optimizer, state: _States) -> Tensor:
     """Return the shard of `param`, with its gradient, as a plain tensor, or `param` itself.
 
-    It is `param` if that is not sharded, or if its gradient or state is laid out otherwise, or has
-    another dtype or device.
+    It is `param` if that is not sharded or has no gradient, if its gradient or state is laid out
+    otherwise than it, or if the gradient's dtype or device differs. Else the shard gets its own
+    entry in `state`.
     """
     sharded, grad = find(param), param.grad
     if sharded is None or not isinstance(grad, DTensor):
@@ -85,13 +90,17 @@ def _plain(param: Tensor, optimizer: optim.Optimizer, state: _States) -> Tensor:
 
 
 class _States(dict[Tensor, Any]):
-    """Optimizer state by shard, or by parameter if that is stepped itself."""
+    """Stand-in for an optimizer's `state`: by shard, or by parameter if that is stepped itself.
+
+    The latter's state is the optimizer's own, and made there if there is none.
+    """
 
     def __init__(self, own: MutableMapping[Tensor, Any]) -> None:
         super().__init__()
         self._own = own
 
     def add(self, shard: Tensor, param: Tensor, sharded: ShardedParam) -> None:
+        """Have `shard` find the state of `param`, with shards for DTensors."""
         self[shard] = _State(self._own, param, sharded)
 
     def __missing__(self, param: Tensor) -> Any:
@@ -100,9 +109,10 @@ class _States(dict[Tensor, Any]):
 
 
 class _State(dict[str, Any]):
-    """State of one parameter, with shards for DTensors.
+    """Copy of one parameter's state, with shards for DTensors.
 
-    What is set goes to the optimizer's own state at once, as a DTensor.
+    What is set goes to the optimizer's own state at once: a tensor of the shard's size as a
+    DTensor, other values, and the count of steps, as they are.
     """
 
     def __init__(

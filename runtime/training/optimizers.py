@@ -35,6 +35,8 @@ def rebind_optimizers(
 
     Lists of parameters are changed in place, so whoever shares them sees the change.
     State shaped like its parameter is cut like it; other state stays.
+
+    moved: sharded parameter of each one from before sharding. Other parameters stay.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -57,8 +59,11 @@ def check_owners(
 ) -> None:
     """Raise RuntimeError if something other than `optimizers` trains one of `model`'s `params`.
 
-    That is: an object with a `step` method that holds one, through lists, dicts and the
-    like. Raised also for a parameter with gradient hooks, which would never run again.
+    That is: an object with a `step` method that holds one, through a few lists, dicts and the
+    like; modules and torch's own objects don't count. Also raised for a parameter with gradient
+    hooks, which would never run again.
+
+    params: those that are going to be sharded, by name. `unmanaged` stops watching them.
     """
     for name, param in params.items():
         unmanaged.unwatch(param)
@@ -88,7 +93,7 @@ def check_owners(
 def _holders(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterable[Mapping[Any, Any] | list[Any]]:
-    """Yield the containers through which modules and torch's optimizers hold parameters."""
+    """Yield the containers in which `model`'s modules and `optimizers` hold parameters."""
     for module in model.modules():
         yield module._parameters
     for optimizer in optimizers:
@@ -113,6 +118,7 @@ def _held_elsewhere(
 
 
 def _is_foreign_optimizer(holder: object) -> bool:
+    """Tell whether `holder` has a method `step`, and is no module, class, frame or torch's own."""
     cls = type(holder)
     if issubclass(cls, (torch.optim.Optimizer, nn.Module, type, types.FrameType)):
         return False
@@ -122,6 +128,10 @@ def _is_foreign_optimizer(holder: object) -> bool:
 
 
 def _cannot_move(holder: object, names: Mapping[int, str]) -> str:
+    """Make the error's text for `holder`, with a parameter that it holds if one is found.
+
+    names: of parameters, by id.
+    """
     held = next(
         (
             names[id(each)]
@@ -139,7 +149,7 @@ def _cannot_move(holder: object, names: Mapping[int, str]) -> str:
 
 
 def live_optimizers() -> list[torch.optim.Optimizer]:
-    """List all optimizers of torch's in this process."""
+    """List all live instances of `torch.optim.Optimizer` and its subclasses in this process."""
     kinds = _with_subclasses(torch.optim.Optimizer)
     # type(o), not isinstance: that asks o.__class__, and a dead weak proxy raises.
     return [o for o in gc.get_objects() if type(o) in kinds]
@@ -153,9 +163,11 @@ def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
 
 
 def _cut(key: str, value: Any, sharded: ShardedParam) -> Any:
-    """Cut a state tensor that is shaped like its parameter to this rank's part.
+    """Cut an optimizer's state tensor of its parameter's size to this rank's part, as a DTensor.
 
-    Other values are returned as they are.
+    Other values, and the count of steps, are returned as they are.
+
+    key: of `value` in the parameter's state.
     """
     if key == STEP:
         return value
@@ -168,9 +180,11 @@ def _cut(key: str, value: Any, sharded: ShardedParam) -> Any:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check a step before it begins, as torch's hook; returns arguments to run it on a stand-in.
+    """Check a step of `optimizer` before it begins, as torch's hook before all optimizers' steps.
 
-    None to run it as it is.
+    Returns the arguments (args, kwargs) that run it on a stand-in, see `local_step.py`; None to
+    run it as it is: if it is given a closure or other arguments, or if there is no stand-in.
+    Raises as `_check_before_step`.
     """
     _check_before_step(optimizer)
     _, *given = args
@@ -181,6 +195,13 @@ def _before_step(
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if a step of `optimizer` would train something else than the model.
+
+    That is: a parameter from before sharding, one that another stands in the place of, a gathered
+    copy, one whose gradient still waits to be reduced, or as `_check_plain`. Warns, now or after
+    the next backward, of plain parameters that are trained together with sharded ones.
+    Counts the step for each sharded parameter.
+    """
     check_wanted()
     plain: list[nn.Parameter] = []
     has_sharded = False
@@ -221,6 +242,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    """Raise RuntimeError if `param`, of `optimizer`, is a copy that `named_parameters()` gave."""
     name = lent_by(param)
     if name is not None:
         raise RuntimeError(
@@ -231,6 +253,7 @@ def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
 
 
 def _is_out_of_place(sharded: ShardedParam) -> bool:
+    """Tell whether a module has another parameter, not none, where `sharded` is registered."""
     for module, attribute in sharded.registrations:
         stands_there = module._parameters.get(attribute)
         if stands_there is not None and stands_there is not sharded.param:
@@ -249,7 +272,8 @@ def _is_idle(optimizer: torch.optim.Optimizer) -> bool:
 def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:
     """Raise RuntimeError if one of `plain`, unsharded parameters, should have been sharded.
 
-    That is one of a compiled module that was not sharded yet, or one put into its module later.
+    That is one of `uncalled_modules`, or one put into a module of a unit after sharding.
+
     kind: the optimizer's type, for the message.
     """
     uncalled = _names_of_params(uncalled_modules)
@@ -271,10 +295,13 @@ def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:
 
 
 uncalled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Compiled modules that have not been called, or not captured, and so not sharded."""
+"""Modules that are an error if an optimizer trains unsharded parameters of theirs.
+
+They were compiled, and not called yet; or a compiled function that was called can name them."""
 
 
 def _names_of_params(modules: Iterable[nn.Module]) -> dict[int, str]:
+    """Map the id of each parameter in `modules` to its name, behind the class of its module."""
     return {
         id(param): f"{type(module).__name__}.{name}"
         for module in list(modules)
@@ -286,9 +313,11 @@ _hook = None
 
 
 def watch_optimizers() -> None:
-    """Check each optimizer step from now on, and have it update shards as plain tensors.
+    """Check each step of torch's optimizers from now on, in all of this process.
 
-    A step that would train outdated parameters raises RuntimeError.
+    A step that would train outdated parameters raises RuntimeError: see `_check_before_step`. Steps
+    of optimizers that `local_step.py` knows update shards as plain tensors. A second call does
+    nothing.
     """
     global _hook
     if _hook is None:

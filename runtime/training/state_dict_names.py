@@ -17,7 +17,10 @@ _PREFIX = "_orig_mod."
 
 
 def keep_names(optimized: nn.Module) -> None:
-    """Give `optimized`, which torch.compile made of a module, the module's state-dict keys.
+    """Give `optimized`, which torch.compile made of a module, the module's own state-dict keys.
+
+    Its `state_dict()` has them, and its `load_state_dict()` takes them with torch.compile's prefix
+    or without.
 
     Patched: `state_dict`, on `optimized` alone.
     Why:     a hook would run for torch.distributed.checkpoint, too, which takes the prefix off by
@@ -31,10 +34,12 @@ def keep_names(optimized: nn.Module) -> None:
 
 
 class _StateDict:
-    """Method in place of `optimized.state_dict`, with the model's own keys.
+    """Function in place of `optimized.state_dict`, which takes the prefix off the keys.
 
-    All instances are equal: one of them tells torch.distributed.checkpoint, which strips the
-    prefix itself and wants to find it, to call the method behind any of them instead.
+    All instances are equal. torch.distributed.checkpoint strips the prefix itself and needs to find
+    it, so one instance is registered there: for any equal one it calls the class's `state_dict`.
+
+    optimized: None for the instance that is only registered.
     """
 
     def __init__(self, optimized: nn.Module | None) -> None:

@@ -42,7 +42,7 @@ class Sent:
     def pieces(self, world: int) -> list[tuple[Member, Tensor]]:
         """Pair each input, as it is sent, with the `Member` to gather it as.
 
-        That holds the inputs of all ranks one after another.
+        A member's rows are those of all ranks' inputs, one after another.
         """
         tensors = [_on_the_wire(each) for each in self.inputs]
         return [(Member(x.dtype, (world * x.shape[0], *x.shape[1:])), x) for x in tensors]
@@ -68,11 +68,13 @@ def is_extended(name: str, shard: Tensor) -> bool:
 
 
 def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
-    """Ask `shard`, on the device, what to send for it, by its `fsdp_pre_all_gather`.
+    """Ask `shard`, on the device, what to send for it: call its `fsdp_pre_all_gather`.
 
-    Raises TypeError if that method takes other than 1 or 5 arguments or returns no tensors,
-    ValueError if what it returns has not the rows of a shard where shards are uneven, and
-    NotImplementedError if it is to be cut over fewer ranks after forward.
+    Where shards are uneven, the tensors to send are padded to equal rows.
+    unit: of `param`; the method is given its mesh and mixed-precision policy.
+    Raises TypeError if the method takes other than 1 or 5 arguments or returns no tensors,
+    ValueError if shards are uneven and a tensor has not the rows of this rank's shard, and
+    NotImplementedError if the unit reshards to fewer ranks after forward.
     """
     smaller = unit.settings.smaller
     if smaller is not None:
@@ -105,10 +107,12 @@ def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
 def after_gather(
     param: ShardedParam, sent: Sent, gathered: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Make the unsharded parameter of what was gathered, by the shard's `fsdp_post_all_gather`.
+    """Make the unsharded parameter from `gathered`, by the shard's `fsdp_post_all_gather`.
 
-    dtype: in which it is to be computed with.
-    Returns it, of its true size, and the tensors whose memory it occupies.
+    sent: what `before_gather` returned.
+    gathered: one tensor for each input of `sent`.
+    dtype: in which forward computes with the parameter.
+    Returns the parameter, of its true size, and the tensors whose memory it occupies.
     """
     outputs = tuple(
         each.view(source.dtype).view(-1, *source.shape[1:])
@@ -122,7 +126,7 @@ def after_gather(
 
 
 def _padded(param: ShardedParam, sent: Tensor) -> Tensor:
-    """Pad `sent` to as many rows as every other rank sends, if shards are uneven.
+    """Pad `sent` to the rows of a full chunk; if shards are even, or for a scalar, return it as is.
 
     Raises ValueError if it has neither the rows of this rank's shard nor so many.
     """
@@ -142,6 +146,9 @@ def _padded(param: ShardedParam, sent: Tensor) -> Tensor:
 
 
 def _on_the_wire(tensor: Tensor) -> Tensor:
-    """View a tensor of elements of one byte as bytes: not every backend sends every such dtype."""
+    """Return `tensor` as it is sent: contiguous, a scalar as one row, a one-byte dtype as uint8.
+
+    Not every backend sends every dtype of one byte.
+    """
     tensor = tensor.detach().contiguous().reshape(tensor.shape or (1,))
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

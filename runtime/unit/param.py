@@ -36,15 +36,14 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 
 Stamp = tuple[int, int, int, int]
-"""Tells the values of a parameter from those it had before."""
+"""Stamp that tells the values of a parameter from earlier ones: see `ShardedParam.stamp`."""
 
 
 class Hooks:
     """Hooks of the user's on a parameter, set aside until its reduced gradient is there.
 
-    They want the reduced gradient, which comes later than autograd, which is handed none, would
-    call them. Autograd keeps the very dicts that they are registered in: those are emptied and
-    refilled.
+    Autograd is handed no gradient, and would call the hooks before the reduced one is there. It
+    keeps the very dicts that hooks are registered in: so the dicts are emptied and refilled.
     """
 
     def __init__(self) -> None:
@@ -53,7 +52,7 @@ class Hooks:
     def set_aside(self, param: Tensor) -> bool:
         """Hide the hooks of `param` from autograd until `put_back()`.
 
-        Returns whether there are any.
+        Returns whether any are hidden, now or since before.
         """
         for hooks in _torch.autograd.hooks_of(param):
             self._aside.append((hooks, dict(hooks)))
@@ -61,7 +60,7 @@ class Hooks:
         return bool(self._aside)
 
     def put_back(self) -> None:
-        """Put the hooks back, with those that were registered since behind them."""
+        """Put the hidden hooks back, if any, in front of those that were registered since."""
         for hooks, before in self._aside:
             since = dict(hooks)
             hooks.clear()
@@ -84,7 +83,10 @@ class TensorParallel:
     data_axes: tuple[int, ...] = ()
 
     def wrap(self, local: Tensor) -> DTensor:
-        """Make the DTensor that the model computes with of `local`, to which gradients go."""
+        """Make the DTensor that the model computes with from `local`, to which gradients flow back.
+
+        local: the local tensor, unsharded. Its gradient is not summed over `data_axes`.
+        """
         keywords: dict[str, Any] = {}
         if self.data_axes:
             keywords["grad_placements"] = [
@@ -102,7 +104,7 @@ class TensorParallel:
         )
 
     def without(self, axes: tuple[int, ...]) -> TensorParallel | None:
-        """Return the same layout over the mesh's other axes; None if there are none."""
+        """Return the same layout over the mesh's axes other than `axes`; None if there are none."""
         names = self.mesh.mesh_dim_names or ()
         left = [axis for axis in range(self.mesh.ndim) if axis not in axes]
         if not left:
@@ -121,7 +123,7 @@ class Layout:
     _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def dtensor(self, shard: Tensor) -> DTensor:
-        """The DTensor whose part on this rank is `shard`."""
+        """DTensor of this layout whose local tensor is `shard`, not copied."""
         spec = self._specs.get(shard.dtype)
         if spec is None:
             spec = _torch.dtensor.make_spec(self.mesh, self.placements, self.size, shard.dtype)
@@ -130,7 +132,10 @@ class Layout:
 
 
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
-    """Layout of `member` cut over `axes`, after it was laid out as `tp` says."""
+    """Layout of a parameter whose local tensor, `member`, is cut over `axes`.
+
+    tp: the layout that it had as a DTensor before; None if it was none.
+    """
     tp = None if tp is None else tp.without(tp.data_axes)
     if tp is None:
         return Layout(axes.mesh, axes.placements(member), member.size)
@@ -148,12 +153,12 @@ def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
 
 
 MarkerArguments = tuple[str, str, bool, str]
-"""Arguments of a marker: members, group, keep and reduce, as `passes.ir.ops` has them."""
+"""Arguments of a marker, the op `unshard`: members, group, keep, reduce; see passes/ir/ops.py."""
 
 MARKER_ARGUMENTS = "_autoshard_marker_arguments"
 """Module attribute: {parameter's attribute: `MarkerArguments`; None where there is more to ask}.
 
-Getters spell it out: Dynamo traces the reading of a name faster."""
+Getters spell the name out, as Dynamo traces that faster."""
 
 
 @dataclass(eq=False)
@@ -161,8 +166,13 @@ class ShardedParam:
     """Sharded parameter, of all modules where it is registered.
 
     name:   from the outermost sharded module, "layers.3.mlp.w1"; the first name if tied.
+    member: its dtype and unsharded size; with `tp`, of the local tensor that it was.
+    axes:   the data-parallel mesh that it is cut over.
+    param:  the DTensor `nn.Parameter` that all modules share.
+    layout: of `param`.
+    tp:     the layout that it had as a DTensor before sharding; None if it was none.
+    unit:   set by `Unit.take`.
     registrations: every (module, attribute) where it is registered; more than one if tied.
-    param:  the DTensor `nn.Parameter` that all of them share.
     """
 
     name: str
@@ -195,8 +205,9 @@ class ShardedParam:
         self.is_updated_by_hook = False  # since forward, when its gradient was accumulated
 
     def describe(self) -> None:
-        """Write down for markers how its unit gathers and reduces it; see `passes/ir/ops.py`.
+        """Update `marker_arguments`, and the modules', to how its unit gathers and reduces it now.
 
+        To be called after each change of that. Also sets `is_extended` and `follows_mode`.
         Raises TypeError if its shard has only one of the two methods of an extension.
         """
         self.is_extended = is_extended(self.name, self.shard)
@@ -208,13 +219,15 @@ class ShardedParam:
     def describe_in_modules(self) -> None:
         """Write down in each module that reads it what its getter hands to the marker.
 
-        None if the getter has to ask.
+        That is None if the getter has to ask: with tensor parallelism, or if eval mode decides on
+        the dtype.
         """
         asked = None if self.tp is not None or self.follows_mode else self.marker_arguments
         for module, attribute in self.registrations:
             module.__dict__.setdefault(MARKER_ARGUMENTS, {})[attribute] = asked
 
     def _description(self, *, in_full_precision: bool) -> MarkerArguments:
+        """Make the arguments of a marker, for a forward in full precision or in `param_dtype`."""
         gathered = self.unit.gathered_member(self, in_full_precision=in_full_precision)
         reduced = self.unit.reduced_member(self, gathered.dtype)
         if reduced.dtype != self.member.dtype:
@@ -237,7 +250,10 @@ class ShardedParam:
 
     @property
     def reduce_group(self) -> str:
-        """Group over which compiled code reduces its gradient, named as `passes.ir.groups` says."""
+        """Group over which compiled code reduces its gradient, named as `passes.ir.groups` says.
+
+        Just the group of its shards if gradients are to wait.
+        """
         reducer = self.unit.reducer
         scatter_group = reducer.scatter_group or self.axes.shard_group
         if not reducer.syncs or self.unit.is_unordered:
@@ -259,15 +275,15 @@ class ShardedParam:
         return _torch.dtensor.local_tensor(self.param)
 
     def grad_from(self, shard: Tensor) -> DTensor:
-        """Make a gradient for `param` from this rank's rows of it."""
+        """Make a gradient for `param`, a DTensor, from this rank's rows of it; no copy."""
         return self.layout.dtensor(shard)
 
     @property
     def stamp(self) -> Stamp:
-        """Stamp of its values: another one whenever the parameter was written to.
+        """Stamp of its values: another one once the parameter was written to, or replaced.
 
-        As a DTensor, through its local tensor, or by a torch optimizer's step, whose foreach and
-        fused kernels count no version.
+        It sees writes to the DTensor, to its local tensor, and by a torch optimizer's step, whose
+        foreach and fused kernels count no version.
         """
         return id(self.param), self.param._version, self.shard._version, self.num_updates
 
@@ -280,11 +296,14 @@ class ShardedParam:
             )
 
     def refresh(self) -> bool:
-        """Follow what was done to the modules since: a parameter replaced, converted, or extended.
+        """Follow what was done to it in its modules since; return whether anything was.
 
-        It is replaced as by `load_state_dict(assign=True)`, converted as by `model.to(dtype)`, and
-        extended by methods that say what is gathered. Returns whether there was any of it. Raises
-        ValueError for a replacement that is not sharded alike.
+        It may have been replaced by another DTensor, as by `load_state_dict(assign=True)`,
+        converted, as by `model.to(dtype)`, or have got or lost the methods of an all-gather
+        extension. A plain tensor in its place is not looked at. Hooks that a broken-off backward
+        left aside are put back, too.
+        Raises ValueError for a replacement that is not sharded alike, TypeError for one of the two
+        methods alone.
         """
         self.hooks.put_back()  # a backward may have broken off
         before = self.param, self.member.dtype, self.is_extended
@@ -302,9 +321,9 @@ class ShardedParam:
         return self.param is not before[0] or (dtype, self.is_extended) != before[1:]
 
     def _replace(self, param: nn.Parameter) -> None:
-        """Take `param`, which was put in a module since, as the parameter everywhere.
+        """Take `param`, which was put in one of the modules, as the parameter in all of them.
 
-        Raises ValueError if it is not sharded as this one is.
+        Raises ValueError if it is not sharded as the parameter before it.
         """
         value: Tensor = param.data
         if (
@@ -329,10 +348,14 @@ class ShardedParam:
 def shard_parameter(
     name: str, param: nn.Parameter, axes: Axes, dim: int, offload: OffloadPolicy
 ) -> ShardedParam:
-    """Cut `param` along `dim` to this rank's part, where it is, or on the host; no scalar is cut.
+    """Make a sharded parameter from a copy of this rank's part of `param`, cut along `dim`.
 
-    Raises ValueError for a dim other than 0 that ranks can't share evenly, or a DTensor on a mesh
-    of another kind; NotImplementedError for a non-contiguous parameter.
+    The part of a scalar is all of it. It lies where `param` does, or in host memory if `offload`
+    is a `CPUOffloadPolicy`. Modules are left as they are; `find` knows `param` and the new one.
+    param: plain, or a DTensor (tensor-parallel), whose local tensor is cut.
+    Raises ValueError for a dim other than 0 that ranks can't share evenly, a DTensor on a mesh of
+    another device type, or, with `axes.full`, a parameter that is not replicated over the
+    data-parallel axes; NotImplementedError for a non-contiguous parameter.
     """
     tp, whole = None, param.detach()
     data_axes = _data_axes(name, whole, axes.full)
@@ -372,9 +395,10 @@ def shard_parameter(
 
 
 def _data_axes(name: str, whole: Tensor, full: FullMesh | None) -> tuple[int, ...]:
-    """Positions of the axes of `full` over which parameter `name` is cut or copied.
+    """Positions of the data-parallel axes of `full`; () if that is None.
 
-    Raises ValueError if it is not replicated over them, or lies elsewhere.
+    Raises ValueError if `whole`, of parameter `name`, is no DTensor on the mesh of `full`, or is
+    not replicated over these axes.
     """
     if full is None:
         return ()
@@ -410,19 +434,26 @@ _known: dict[int, tuple[weakref.ref[Tensor] | None, weakref.ref[ShardedParam]]] 
 
 
 def remember_origin(param: Tensor, sharded: ShardedParam) -> None:
-    """Let `find` answer `sharded` for `param`, which stood or stands for it, while both live."""
+    """Let `find` answer `sharded` for `param`, while both live.
+
+    param: what the user may still hold instead: the parameter from before sharding, one that was
+        replaced, or an unsharded one of `full_params()`.
+    """
     key = id(param)
     _known[key] = (weakref.ref(param, lambda _: _known.pop(key, None)), weakref.ref(sharded))
 
 
 def remember(sharded: ShardedParam) -> None:
-    """Let `find` answer `sharded` for its parameter, for as long as it has that one."""
+    """Let `find` answer `sharded` for its `param`, for as long as it has that one."""
     key = id(sharded.param)
     _known[key] = (None, weakref.ref(sharded, lambda _: _known.pop(key, None)))
 
 
 def find(param: object) -> ShardedParam | None:
-    """Find the sharded parameter that `param`, from before or after sharding, belongs to."""
+    """Find the sharded parameter that `param`, from before or after sharding, belongs to.
+
+    None if there is none, or if that lives no more.
+    """
     entry = _known.get(id(param))
     if entry is None:
         return None
@@ -433,9 +464,9 @@ def find(param: object) -> ShardedParam | None:
 
 
 def lend(sharded: ShardedParam, whole: Tensor) -> Tensor:
-    """Mark `whole` as a copy that is given out for `sharded`, and return it.
+    """Mark `whole` as an unsharded copy that `parameters()` gives for `sharded`, and return it.
 
-    An optimizer that holds it is refused.
+    An optimizer that holds a marked copy raises at its step.
     """
     setattr(whole, _LENT_BY, sharded.name)
     _lent[id(whole)] = whole
@@ -462,13 +493,17 @@ def check_wanted() -> None:
 
 
 def lent_by(tensor: Tensor) -> str | None:
-    """Name of the parameter that `tensor` was given out for, if it was."""
+    """Name of the parameter of which `tensor` is a copy that `lend` marked; None if it is none."""
     name: str | None = getattr(tensor, _LENT_BY, None)
     return name
 
 
 def resolve(param: Tensor) -> ShardedParam | None:
-    """Find the sharded parameter of `param`, also if that has been put in its place since."""
+    """Find the sharded parameter of `param`, also if `param` was put in its place since.
+
+    In that case the sharded parameter is refreshed, so that it has `param`; see
+    `ShardedParam.refresh`. None for a plain tensor that `find` doesn't know.
+    """
     sharded = find(param)
     if sharded is not None or not isinstance(param, DTensor):
         return sharded

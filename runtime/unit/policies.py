@@ -23,7 +23,8 @@ class MixedPrecisionPolicy:
     keep_low_precision_grads: leave `.grad` in the dtype in which it was reduced, rather
         than cast it to the parameter's own.
     full_precision_in_eval: compute in the parameter's own dtype, with buffers in theirs and
-        inputs not cast, while a module is in eval mode.
+        inputs not cast, while the unit's first module is in eval mode.
+    Raises ValueError for a dtype that is not of floating point, or a flag that is no bool.
     """
 
     param_dtype: torch.dtype | None = None

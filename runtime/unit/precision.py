@@ -16,9 +16,11 @@ _BUFFER_DTYPES = "_autoshard_buffer_dtypes"  # module attribute: {buffer: the dt
 
 
 def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_full: bool) -> Any:
-    """Cast `(args, kwargs)` to the unit's dtype; the same objects where nothing needs a cast.
+    """Cast floating-point inputs of a forward to the unit's `param_dtype`; return (args, kwargs).
 
-    in_full: whether the unit computes in full precision now.
+    They are the same objects where nothing needs a cast, as under a policy without a `param_dtype`
+    or with `cast_forward_inputs=False`.
+    in_full: whether the unit computes in full precision now: then nothing is cast.
     """
     dtype = unit.settings.mp.param_dtype
     if dtype is None or not unit.settings.mp.cast_forward_inputs or in_full:
@@ -27,16 +29,16 @@ def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, in
 
 
 def cast_output(unit: Unit, output: Any) -> Any:
-    """Cast `output` to the unit's output dtype."""
+    """Cast floating-point tensors in `output` to the unit's `output_dtype`, if it has one."""
     dtype = unit.settings.mp.output_dtype
     return output if dtype is None else cast(output, dtype)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point tensors in `value`, in containers too, to `dtype`.
+    """Cast floating-point tensors in `value` to `dtype`, also in lists, tuples, dicts, dataclasses.
 
     A container in which nothing changes is passed on itself, not a copy of it: forward may
-    want to write to it.
+    want to write to it. Other values are passed on as they are.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -62,6 +64,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 def _rebuilt(
     value: Any, parts: list[Any], dtype: torch.dtype, make: Callable[[list[Any]], Any]
 ) -> Any:
+    """Cast the `parts` of a container; return `make` of them, or `value` if none has changed."""
     changed = [cast(part, dtype) for part in parts]
     same = all(new is old for new, old in zip(changed, parts, strict=True))
     return value if same else make(changed)
@@ -80,15 +83,16 @@ def _dict_like(value: dict[Any, Any], parts: list[Any]) -> Any:
 
 
 def ignore_buffers(modules: set[nn.Module]) -> None:
-    """Leave the buffers of `modules` in their own dtype."""
+    """Have `cast_buffers` leave alone the buffers of `modules`, and of modules inside of them."""
     for module in modules:
         module.__dict__[_IGNORED] = True
 
 
 def cast_buffers(unit: Unit) -> bool:
-    """Cast, before forward, the buffers of the unit's modules to the dtype that it asks for.
+    """Cast the buffers of the unit's modules, in place of the old ones, to its `buffer_dtype`.
 
-    Returns whether any was in another.
+    To their own dtype instead if a forward now is to compute in full precision. Nothing is done if
+    the policy has no `buffer_dtype`. Returns whether any buffer was cast.
     """
     wrong = _wrong_buffers(unit)
     for module, name, buffer, wanted in wrong:
@@ -97,7 +101,10 @@ def cast_buffers(unit: Unit) -> bool:
 
 
 def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype]]:
-    """List buffers in a wrong dtype: (module, name, buffer, the dtype that it should have)."""
+    """List buffers in a wrong dtype: (module, name, buffer, the dtype that it should have).
+
+    Notes the own dtype of each buffer that is seen for the first time.
+    """
     found: list[tuple[nn.Module, str, Tensor, torch.dtype]] = []
     if unit.settings.mp.buffer_dtype is None:
         return found
@@ -117,7 +124,7 @@ def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype
 
 
 def units_that_cast(module: nn.Module) -> list[Unit]:
-    """Units in `module` that ask for a dtype of buffers."""
+    """Units that modules in `module` head, and whose policy has a `buffer_dtype`."""
     units = (unit_of(each) for each in module.modules())
     return [
         unit for unit in units if unit is not None and unit.settings.mp.buffer_dtype is not None
@@ -125,7 +132,10 @@ def units_that_cast(module: nn.Module) -> list[Unit]:
 
 
 def _own_modules(head: nn.Module) -> list[nn.Module]:
-    """List `head` and the modules in it that no other unit has, and that are not ignored."""
+    """List `head` and the modules in it, less those that are ignored or head another unit.
+
+    Modules inside of these are left out, too.
+    """
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -143,7 +153,10 @@ def _own_modules(head: nn.Module) -> list[nn.Module]:
 def keep_buffer_dtypes(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Give out buffers in the dtype they had, as a state-dict hook of a unit's module."""
+    """Cast buffers in `state_dict` back to the dtype that they had before `cast_buffers`.
+
+    `module.state_dict()` calls it last, as a hook on modules that head units.
+    """
     for path, each in module.named_modules():
         for name, dtype in each.__dict__.get(_BUFFER_DTYPES, {}).items():
             key = f"{prefix}{path}.{name}" if path else prefix + name

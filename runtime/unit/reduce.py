@@ -49,18 +49,21 @@ MAX_WITH_REPLICAS = 2  # one all-reduced beside the next one's reduce-scatter
 class Reducer:
     """Settings of how a unit's gradients are reduced, made by the methods of `ShardedModule`.
 
-    syncs: False lets gradients wait; see [Note: gradients that wait].
-    all_reduces: False stops after the reduce-scatter, and sums up what that gives.
+    syncs: False lets gradients wait unsharded; see [Note: gradients that wait].
+    all_reduces: False, where there are replicas, stops after the reduce-scatter, and adds its
+        results up in `partial`.
     divide_by: what the sum is divided by; None: the number of ranks.
     sends_unused: parameters without a gradient on any rank get one of zeros.
-    in_flight: how many reduces may be, when one of these is launched; None: as many as help.
-    all_reduce_hook: called with this rank's part of a unit's mean gradients, 1-D.
+    in_flight: how many reduces may be in flight at most, with the one that is being launched; None:
+        MAX_IN_FLIGHT, or MAX_WITH_REPLICAS.
+    all_reduce_hook: called with this rank's part of mean gradients of the unit, 1-D, to change it
+        in place; once for each dtype in which they are reduced.
     comm_hook: (state, hook), in place of the collectives and of all division:
         `hook(state, grad, part)` fills `part`, 1-D, from `grad`, 1-D of all ranks' parts; where
         parameters are not cut, `hook(state, grad)` works in place.
-    reduce_scatter: the user's, in place of ours.
-    scatter_group: the name of a group of its own; "" for that of gathers.
-    partial: sums that are reduce-scattered and wait to be all-reduced; like those that wait
+    reduce_scatter: the user's reduce-scatter; None: ours.
+    scatter_group: the name of a group for reduce-scatters alone; "" for the group of gathers.
+    partial: sums that are reduce-scattered and wait to be all-reduced; like gradients that wait
         unsharded, they are dropped if `.grad` is emptied meanwhile. By parameter, as another
         backward may reduce others together.
     """
@@ -84,19 +87,21 @@ class Reducer:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether a reduce is over all ranks, and gives the mean of gradients that are there.
+        """Tell whether a reduce launched now gives the mean over all ranks, by our collectives.
 
-        Gradients that wait unsharded may be added to them first.
+        It does not where gradients wait, unsharded or for their all-reduce, or if `is_custom`.
+        Gradients that waited unsharded before may be added first.
         """
         return self.syncs and self.all_reduces and not (self.is_custom or self.partial)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Part of a parameter's sum on this rank, and `.grad` as it was then.
+    """Reduce-scattered sum of one parameter's gradients, which waits for its all-reduce.
 
-    chunk: flat, padded.
-    count: of ranks that had a gradient, one number.
+    chunk: this rank's part of it, flat, padded.
+    count: one number, over 0 if one of the summed ranks had a gradient.
+    seen: `.grad` when the sum began to wait.
     """
 
     chunk: Tensor
@@ -107,10 +112,12 @@ class Partial:
 class Reduction:
     """Reduction of the gradients of some parameters of one unit, together, from launch to `.grad`.
 
+    Its calls: `launch`, perhaps `advance`, then one of `wait`, `accumulate` and `abandon`.
     grads: unsharded, None where this rank has none; see [Note: gradients that are not there].
     wanted: the parameters whose gradient is asked for; the others' are sent all the same.
-    dtype: in which they are summed.
-    stands_alone: these are handed out: nothing is added to them, or left for later.
+    dtype: in which the gradients are summed.
+    stands_alone: the result is handed out, as by `torch.autograd.grad`: sums of earlier backwards
+        that wait in `Reducer.partial` are not added, and the all-reduce is not left for later.
     """
 
     def __init__(
@@ -137,7 +144,7 @@ class Reduction:
 
     @property
     def max_in_flight(self) -> int:
-        """Number of reductions that may be in flight, with this one about to be launched."""
+        """Number of reductions that may be in flight once this one is launched, itself included."""
         if self._reducer.in_flight is not None:
             return self._reducer.in_flight
         return MAX_WITH_REPLICAS if self._unit.axes.replicate_world > 1 else MAX_IN_FLIGHT
@@ -149,7 +156,10 @@ class Reduction:
         return collectives.division(self._reducer.divide_by or float(self._unit.axes.num_ranks))
 
     def launch(self) -> None:
-        """Start summing: by the reduce-scatter, or the user's hook."""
+        """Start summing: launch the reduce-scatter, or run the user's `comm_hook` to its end.
+
+        Where parameters are not cut, the all-reduce is launched at once.
+        """
         axes, first = self._unit.axes, self._params[0]
         whole = [
             torch.zeros(p.member.size, dtype=self._dtype, device=p.device) if grad is None else grad
@@ -180,7 +190,12 @@ class Reduction:
             self.advance()
 
     def advance(self) -> None:
-        """Go on to the all-reduce, if there is to be one."""
+        """Go on from the reduce-scatter to the all-reduce, if there are replicas.
+
+        On a device its stream for all-reduces waits, not compute. Sums that wait in
+        `Reducer.partial` are added first; if the unit is not to all-reduce now, the sums are left
+        there instead, and no gradient is wanted any more. A second call does nothing.
+        """
         if self._scattered:
             return
         assert self._flight is not None
@@ -207,13 +222,17 @@ class Reduction:
         self._wanted = set()
 
     def _pieces(self, flat: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Split this rank's part of the sums: one for each parameter, and the number beside it."""
+        """Split `flat`, this rank's part of the sums: a chunk and a count for each parameter.
+
+        Both are views; see `Partial`.
+        """
         world = self._unit.axes.shard_world
         lengths = [param.member.chunk_numel(world) for param in self._params]
         *chunks, counts = flat.split([*lengths, len(self._params)])
         return chunks, counts.split(1)
 
     def _add_partial(self, chunks: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+        """Add sums that wait for their all-reduce in place, unless `.grad` was emptied since."""
         sums: list[Tensor] = []
         waiting: list[Tensor] = []
         for param, chunk, count in zip(self._params, chunks, counts, strict=True):
@@ -226,9 +245,10 @@ class Reduction:
             torch._foreach_add_(sums, waiting)
 
     def wait(self) -> dict[ShardedParam, Tensor]:
-        """Wait, and return this rank's part of the mean gradients.
+        """Wait, and return this rank's part of the mean gradient of each wanted parameter.
 
-        They are those of wanted parameters that have one on any rank.
+        Parameters that have a gradient on no rank are left out, unless the unit `sends_unused`; all
+        are if the sums were left for a later all-reduce. Parts have the dtype of the reduce.
         """
         self.advance()
         assert self._flight is not None
@@ -251,12 +271,12 @@ class Reduction:
         }
 
     def abandon(self) -> None:
-        """Wait for what is in flight, and discard it."""
+        """Wait for the collective that is in flight, if any; its result is not used."""
         if self._flight is not None:
             self._flight = self._flight.wait()
 
     def accumulate(self) -> None:
-        """Wait, and add the mean gradients to `.grad`."""
+        """Wait, and add the mean gradients to `.grad`, running hooks; see `accumulate` below."""
         for param, shard in self.wait().items():
             accumulate(param, shard)
         for param in self._wanted:
@@ -264,7 +284,7 @@ class Reduction:
 
 
 def flags_of(has_grad: Sequence[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make the numbers that tell which gradients a rank has, without waiting for `device`.
+    """Make the numbers that tell which gradients a rank has, 1 or 0, without waiting for `device`.
 
     See [Note: gradients that are not there].
     """
@@ -276,16 +296,16 @@ def flags_of(has_grad: Sequence[bool], dtype: torch.dtype, device: torch.device)
 
 
 def make_room(param: ShardedParam) -> None:
-    """Empty `.grad` if it has zeros that stand for a gradient: one is about to be added to it."""
+    """Empty `.grad` if it has zeros that `Seen.now` put there: a gradient takes their place."""
     if param.param.grad is not None and _is_placeholder(param.param.grad):
         param.param.grad = None
 
 
 def fill_unused(unit: Unit, used: set[ShardedParam]) -> None:
-    """Fill in gradients of zeros, if configured, for parameters without one after compiled code.
+    """Give zeros to trainable parameters of `unit` without a gradient, if it `sends_unused`.
 
-    That code is the same on every rank.
-    used: those for which it finds a gradient.
+    For the end of compiled code's backward; that code is the same on every rank.
+    used: parameters to which autograd is about to hand a gradient: they are left alone.
     """
     if unit.reducer.sends_unused:
         for param in unit.params:
@@ -294,9 +314,12 @@ def fill_unused(unit: Unit, used: set[ShardedParam]) -> None:
 
 
 def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
-    """Add this rank's part of a mean gradient to `.grad`, then run the parameter's hooks.
+    """Add this rank's part of a mean gradient to `.grad`, and run the parameter's hooks.
 
-    Raises RuntimeError if such a hook has updated the parameter since forward.
+    Hooks on the gradient run first, and may replace it; those for after accumulation run last. The
+    gradient is first cast to the parameter's dtype, unless the unit keeps low-precision gradients,
+    and moved to where the shard lies.
+    Raises RuntimeError if a hook for after accumulation has updated the parameter since forward.
     """
     if sharded.is_updated_by_hook:
         raise RuntimeError(
@@ -344,14 +367,17 @@ def _is_placeholder(grad: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Seen:
-    """Snapshot of a parameter's `.grad` when a gradient began to wait beside it."""
+    """Snapshot of a parameter's `.grad`, taken when a gradient of it began to wait elsewhere.
+
+    version: of `grad`; see `_version`.
+    """
 
     grad: Tensor
     version: int
 
     @staticmethod
     def now(param: ShardedParam) -> Seen:
-        """Take a snapshot of `.grad`, filled with zeros if it was empty."""
+        """Take a snapshot of `.grad`; if that is empty, first put zeros there that stand for it."""
         if param.param.grad is None:
             zeros = _zeros(param)
             setattr(zeros, _PLACEHOLDER, True)
@@ -361,7 +387,7 @@ class Seen:
     def is_left(self, param: ShardedParam) -> bool:
         """Tell whether `.grad` is still as in the snapshot; not if it was emptied or zeroed.
 
-        Raises RuntimeError if it was changed otherwise: what waits would miss that.
+        Raises RuntimeError if it was written to otherwise: the gradient that waits would miss that.
         """
         if param.param.grad is not self.grad:
             return False
@@ -380,7 +406,7 @@ units_that_wait: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def _zeros(param: ShardedParam) -> Tensor:
-    """Make a gradient of zeros, in the dtype that `.grad` may have."""
+    """Make a sharded gradient of zeros, in the dtype that `.grad` of `param` may have."""
     dtype = param.param.grad_dtype or param.shard.dtype
     return param.grad_from(torch.zeros_like(param.shard, dtype=dtype))
 
@@ -388,9 +414,11 @@ def _zeros(param: ShardedParam) -> Tensor:
 def hold(
     param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
 ) -> None:
-    """Let `grad`, unsharded, wait for a backward that is reduced.
+    """Let `grad`, unsharded, wait for a backward that is reduced, added to those that wait already.
 
-    is_borrowed: its memory is about to be used for something else.
+    dtype: in which they are summed, as that of the reduce.
+    is_borrowed: its memory is about to be used for something else, so that it is copied.
+    Raises RuntimeError if `.grad` was written to since a gradient began to wait.
     """
     before = None if pending_of(param) is None or param.pending is None else param.pending.sum
     total = _added(before, grad, dtype, is_borrowed=is_borrowed)
@@ -411,6 +439,7 @@ class Sum:
 
 
 def _added(before: Sum | None, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool) -> Sum:
+    """Add `grad` to `before`, in place if that is owned; alone it is copied only if borrowed."""
     grad = grad.to(dtype, copy=is_borrowed and before is None)
     if before is None:
         return Sum(grad, is_borrowed)  # else it may be another parameter's too, not to write to
@@ -421,9 +450,9 @@ def _added(before: Sum | None, grad: Tensor, dtype: torch.dtype, *, is_borrowed:
 
 @dataclass
 class Arriving:
-    """Sum of gradients that is not complete yet, in the backward `task`; see uses.py.
+    """Sum of unsharded gradients that is not complete yet, of one backward; see uses.py.
 
-    A sum of another backward, which broke off, is ignored.
+    task: number of that backward. In another backward the sum is ignored: its own broke off.
     """
 
     sum: Sum
@@ -433,9 +462,9 @@ class Arriving:
 def arrive(
     param: ShardedParam, grad: Tensor, dtype: torch.dtype, *, is_borrowed: bool = False
 ) -> None:
-    """Let `grad`, unsharded, wait for those that come after it in the running backward.
+    """Let `grad`, unsharded, wait for gradients of other uses of `param` in the running backward.
 
-    is_borrowed: its memory is about to be used for something else.
+    dtype, is_borrowed: as of `hold`.
     """
     total = _added(arrived(param), grad, dtype, is_borrowed=is_borrowed)
     param.arriving = Arriving(total, _torch.autograd.graph_task())
@@ -443,7 +472,7 @@ def arrive(
 
 
 def arrived(param: ShardedParam) -> Sum | None:
-    """Return the sum of gradients of `param` that came before in the running backward."""
+    """Return the sum that `arrive` has made for `param` in the running backward, or None."""
     arriving = param.arriving
     if arriving is None or arriving.task != _torch.autograd.graph_task():
         return None
@@ -451,7 +480,12 @@ def arrived(param: ShardedParam) -> Sum | None:
 
 
 def take_arrived(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Add to `grad`, the last of the running backward, those that came before."""
+    """Return `grad`, the last one of the running backward, with those that came before added.
+
+    None if there are none at all; `grad` itself, not cast, if none came before. Those that came
+    before are taken out, and so is what a broken-off backward has left.
+    dtype: of the sum.
+    """
     before = arrived(param)
     param.arriving = None
     if before is None or grad is None:
@@ -465,9 +499,10 @@ def _version(grad: Tensor) -> int:
 
 
 def pending_of(param: ShardedParam) -> Tensor | None:
-    """Return the unsharded gradient of `param` that waits; None if `.grad` was emptied or zeroed.
+    """Return the unsharded gradient of `param` that waits, or None.
 
-    Raises RuntimeError if `.grad` was changed otherwise.
+    If `.grad` was emptied or zeroed since it began to wait, it is dropped.
+    Raises RuntimeError if `.grad` was written to otherwise.
     """
     if param.pending is None:
         return None
@@ -487,13 +522,21 @@ def is_waiting(param: ShardedParam) -> bool:
 
 
 def forget(param: ShardedParam) -> None:
-    """Drop gradients that wait, and the zeros that stand for them in `.grad`."""
+    """Drop unsharded gradients of `param` that wait, and the zeros that stand for them in `.grad`.
+
+    Sums that wait for their all-reduce alone, in `Reducer.partial`, are left.
+    """
     param.pending = param.arriving = None
     make_room(param)
 
 
 def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Add to `grad`, unsharded, what was waiting for it."""
+    """Return `grad`, unsharded, with the gradient of `param` that waited added, which is taken out.
+
+    None if there is neither; `grad` itself, not cast, if none waited.
+    dtype: of the sum.
+    Raises RuntimeError if `.grad` was written to since a gradient began to wait.
+    """
     total = pending_of(param)
     param.pending = None
     if total is None:

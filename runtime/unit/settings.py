@@ -21,17 +21,24 @@ class UnitSettings:
         again in backward; False keeps them; None means True except for the root,
         whose parameters backward would want right away.
     mp, offload: in which dtypes it works, and where its shards live.
-    smaller: after forward, shards over fewer ranks are kept, from which backward gathers.
+    smaller: axes over fewer ranks: after forward, shards over these are kept, from which backward
+        gathers; None: backward gathers from the parameters' own shards.
     reshard_after_backward: False keeps unsharded parameters for the next forward.
-    unshard_in_backward: False if backward needs none of its parameters (an embedding's).
-    forward_prefetch, backward_prefetch: how many units to gather ahead, of those that
-        followed it in the step before; next_in_forward, next_in_backward: or these.
-    prefetches_after_backward: only when its own gradients are in.
+    unshard_in_backward: False if backward needs none of its parameters (an embedding's): it is
+        not gathered ahead then.
+    forward_prefetch: how many units to gather ahead when forward reads this one, of those that
+        followed it in the step before.
+    backward_prefetch: the same for backward, in the reverse order of forward.
+    next_in_forward, next_in_backward: the units to gather ahead instead, as the user named them.
+    prefetches_after_backward: whether backward gathers ahead only when this unit's gradients are
+        in, not when it reads the unit.
     limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
     strict_order: whether ranks run its modules in one order; see eager/unordered.py.
-    is_by_fsdp2: whether it is told by `fully_shard`, not by `shard` with a strategy.
-    all_gather: in place of ours.
-    allocates: whose memory that, and the reduce-scatter, are for; None: they are the user's.
+    is_by_fsdp2: whether `fully_shard` or its methods set `reshard_after_forward`, not a strategy
+        of `shard`.
+    all_gather: the all-gather to use; None: ours.
+    allocates: "group" or "symmetric", if `all_gather` and the reduce-scatter are torch's in such
+        memory; None: they are the user's, or ours.
     """
 
     reshard_after_forward: bool | None = None

@@ -40,13 +40,13 @@ class Unit:
 
     name:    of its first module, from the outermost sharded module; "root" for that one.
     is_root: no other unit's module contains this one's; set by the enclosing call.
-    kept: unsharded parameters beyond a step: asked for, or kept after backward.
-    is_unsharded_by_user: from `unshard()` to `reshard()`.
-    shows_unsharded: to `parameters()`, from `unshard()` to the next backward.
-    computes_in_full_precision: in the latest forward; see `note_mode`.
+    kept: unsharded parameters that stay beyond a step, as `unshard()` asks or settings say.
+    is_unsharded_by_user: True from `unshard()` to `reshard()`.
+    shows_unsharded: `parameters()` gives unsharded ones: from `unshard()` to the next backward.
+    computes_in_full_precision: whether the latest forward does; see `note_mode`.
     uses: forwards that have read its parameters; see uses.py.
 
-    The forms of the runtime keep what they have with a unit by `state`.
+    The eager and the compiled runtime keep their own data with a unit by `state`.
     """
 
     modules: tuple[nn.Module, ...]
@@ -65,14 +65,14 @@ class Unit:
     _states: dict[type[Any], Any] = field(default_factory=dict)
 
     def state(self, kind: type[T]) -> T:
-        """Return the `kind` that is kept with this unit; the first time, a new one."""
+        """Return the object of class `kind` that is kept with this unit; made at the first call."""
         known = self._states.get(kind)
         if known is None:
             known = self._states[kind] = kind()
         return cast(T, known)
 
     def configure(self, **changes: Any) -> None:
-        """Change settings by name, and what markers say of them."""
+        """Change fields of `settings`, given by name, and update what markers say of them."""
         self.settings = dataclasses.replace(self.settings, **changes)
         self.describe()
 
@@ -80,7 +80,8 @@ class Unit:
     def compared_settings(self) -> list[str]:
         """Settings of this unit, other than defaults, that decide about its collectives, as text.
 
-        Not whether gradients wait, which changes within a step: it shows in what backward reduces.
+        Ranks compare them before a forward. Left out is whether gradients wait, which changes
+        within a step: that shows in what backward reduces.
         """
         own, found = self.settings, []
         if own.smaller is not None:
@@ -125,14 +126,18 @@ class Unit:
     def lends(self) -> bool:
         """Tell whether `parameters()` gives unsharded ones between forward and backward.
 
-        FSDP2's does, and so does ours if the user asked for that by FSDP2's argument. Otherwise it
-        gives what `torch.autograd.grad` takes.
+        It does, like FSDP2, where the user set FSDP2's argument `reshard_after_forward=False`.
+        Otherwise it gives sharded ones, which `torch.autograd.grad` takes.
         """
         is_told = self.settings.reshard_after_forward is False and self.settings.is_by_fsdp2
         return is_told and self.world > 1 and not self.is_unordered
 
     @property
     def reshards(self) -> bool:
+        """Tell whether its unsharded parameters are dropped after forward, for backward to gather.
+
+        By default they are, but for the root's.
+        """
         if self.is_unordered:
             return False
         if self.settings.reshard_after_forward is None:
@@ -141,10 +146,10 @@ class Unit:
 
     @property
     def keeps_after_backward(self) -> bool:
-        """Tell whether its unsharded parameters outlive backward.
+        """Tell whether its unsharded parameters outlive backward, by its settings.
 
-        They do also if they were kept from forward, and gradients wait, so that there will be
-        another backward before the update.
+        They do if the settings say so; also if they stay after forward and gradients wait, so that
+        there will be another backward before the update. Never with `strict_order=False`.
         """
         if self.is_unordered:
             return False
@@ -152,7 +157,11 @@ class Unit:
 
     @property
     def stays(self) -> bool:
-        """Tell whether compiled code finds its parameters unsharded, or is to leave them so."""
+        """Tell whether the runtime, not the graph, gathers its parameters for compiled code.
+
+        It does where they are kept unsharded already, or are to be after backward, or with an
+        all-gather of the unit's own, or `strict_order=False`. Never where they are not cut.
+        """
         if self.is_unordered:
             return self.world > 1
         is_kept = self.is_unsharded_by_user or self.kept is not None
@@ -168,13 +177,13 @@ class Unit:
     def identity(self) -> str:
         """Digest of the unit: the same on every rank, whatever else a rank has sharded.
 
-        Units that are just alike have the same.
+        Made of its name, and the names, sizes and dtypes of its parameters at the first call.
         """
         members = [(param.name, str(param.member)) for param in self.params]
         return hashlib.sha256(repr((self.name, members)).encode()).hexdigest()[:16]
 
     def take(self, param: ShardedParam) -> None:
-        """Make `param` a member, moving it here if it is another unit's."""
+        """Make `param` this unit's, moving it here if it is another unit's; update its markers."""
         previous = getattr(param, "unit", None)
         if previous is not None:
             previous.params.remove(param)
@@ -184,7 +193,10 @@ class Unit:
 
     @property
     def gather(self) -> str:
-        """Name of its gather, to compare: "the gather of layers.3 (float32: 576 bytes)"."""
+        """Name of its gather, as ranks compare it: "the gather of layers.3 (float32: 576 bytes)".
+
+        In the precision of the latest forward.
+        """
         known = self._gathers.get(self.computes_in_full_precision)
         if known is None:
             num_bytes: dict[str, int] = {}
@@ -197,7 +209,10 @@ class Unit:
         return known
 
     def describe(self) -> None:
-        """Write down for markers how it gathers and reduces, after a change of that."""
+        """Update what its parameters' markers say of how it gathers and reduces.
+
+        To be called after each change of that; see `ShardedParam.describe`.
+        """
         self._gathers = {}
         for param in self.params:
             param.describe()
@@ -228,11 +243,17 @@ class Unit:
         return self.settings.mp.full_precision_in_eval and not self.modules[0].training
 
     def note_mode(self) -> None:
-        """Note the mode as a forward begins: it, and its backward, compute as that says."""
+        """Note, as a forward begins, in which precision it and its backward compute.
+
+        Sets `computes_in_full_precision`, by the mode (train or eval) and the policy.
+        """
         self.computes_in_full_precision = self.asks_for_full_precision
 
     def check_may_wait(self) -> None:
-        """Raise RuntimeError if its gradients can't wait for a later backward to be reduced."""
+        """Raise RuntimeError if its gradients can't wait for a later backward to be reduced.
+
+        They can't where a parameter has hooks for after its gradient is accumulated.
+        """
         hooked = [p.name for p in self.params if _torch.autograd.hooks_after_accumulation(p.param)]
         if hooked:
             raise RuntimeError(
@@ -242,7 +263,10 @@ class Unit:
             )
 
     def check_may_return(self) -> None:
-        """Raise NotImplementedError if its gradients can't be returned, but only go to `.grad`."""
+        """Raise NotImplementedError if `torch.autograd.grad` can't return its gradients.
+
+        With `strict_order=False` they only go to `.grad`.
+        """
         if self.is_unordered:
             raise NotImplementedError(
                 f"torch.autograd.grad() wants gradients of unit {self.name!r}, which other ranks "
@@ -251,7 +275,7 @@ class Unit:
             )
 
     def make_ready(self) -> None:
-        """Prepare for a gather: follow what was done to the parameters since the last.
+        """Prepare for a gather: follow what was done to the parameters since; see `refresh`.
 
         Raises RuntimeError, naming them, if some are still on the meta device, or, if they are to
         be offloaded, not in host memory.

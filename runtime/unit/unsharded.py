@@ -32,14 +32,17 @@ class Parts:
 
 
 _Piece = tuple[ShardedParam, int]
-"""Tensor that is gathered for a parameter, by its number; all but extended ones have one."""
+"""One tensor that is gathered for a parameter: (parameter, number of the tensor).
+
+Numbers are 0 but for extended parameters, which may send several."""
 
 
 class Unsharded:
-    """Gather of `unit`, from its launch to the drop of the unsharded parameters.
+    """Gather of `unit`, launched when this is made, up to the drop of the unsharded parameters.
 
     Where parameters are not cut (a world of one, or replicas), nothing is launched.
-    parts: what to gather instead of the shards.
+    parts: what to gather instead of the shards, over fewer ranks.
+    Raises as `Unit.make_ready` and `extensions.before_gather`.
     """
 
     def __init__(self, unit: Unit, parts: Parts | None = None) -> None:
@@ -75,7 +78,7 @@ class Unsharded:
             self._flights.append((list(pieces), flight))
 
     def _to_send(self, param: ShardedParam, parts: Parts | None) -> list[tuple[Member, Tensor]]:
-        """List what this rank sends of `param`: its shard, or what an extension makes of it."""
+        """List what this rank sends of `param`: its shard, its part, or what an extension makes."""
         member = self.unit.gathered_member(param)
         if parts is not None:
             return [(member, parts.tensors[param])]
@@ -87,9 +90,9 @@ class Unsharded:
 
     @property
     def is_stale(self) -> bool:
-        """Tell whether a parameter was written to since it was gathered, as by an optimizer.
+        """Tell whether a shard was written to since the gather was launched, as by an optimizer.
 
-        Also if forward is to compute in another dtype.
+        True also if the unit computes in another precision since.
         """
         stamps = [param.stamp for param in self.unit.params]
         return (
@@ -99,11 +102,11 @@ class Unsharded:
 
     @property
     def is_here(self) -> bool:
-        """Tell whether it has been waited for."""
+        """Tell whether the gather has been waited for, and its result not been dropped."""
         return self._tensors is not None
 
     def tensors(self) -> dict[ShardedParam, Tensor]:
-        """Return the unsharded parameters, waiting for them if need be."""
+        """Return the unsharded parameters; the first call waits for the gather."""
         if self._tensors is None:
             for pieces, flight in self._flights:
                 self._arrived.update(zip(pieces, collectives.wait_gather(flight), strict=True))
@@ -114,6 +117,7 @@ class Unsharded:
         return self._tensors
 
     def _put_together(self, param: ShardedParam) -> Tensor:
+        """Return the unsharded `param` from what has arrived, and note its sources."""
         sent = self._extended.get(param)
         if sent is None:
             whole = self._arrived[param, 0]
@@ -125,18 +129,27 @@ class Unsharded:
         return whole
 
     def sources(self) -> dict[ShardedParam, tuple[Tensor, ...]]:
-        """Return the tensors that hold the memory of unsharded parameters; mostly just those."""
+        """Return the tensors that hold the memory of each unsharded parameter; mostly just itself.
+
+        Waits as `tensors` does.
+        """
         self.tensors()
         return self._sources
 
     def cut(self, axes: Axes) -> Parts:
-        """Cut the unsharded parameters over the shard axis of `axes`, to this rank's parts."""
+        """Copy this rank's parts of the unsharded parameters, cut over the shard axis of `axes`.
+
+        Waits as `tensors` does.
+        """
         world, rank = axes.shard_world, axes.shard_rank
         whole = self.tensors().items()
         return Parts(axes, {p: part_of(tensor, p.member, world, rank) for p, tensor in whole})
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if an unsharded parameter was written to, which would be lost."""
+        """Raise RuntimeError if an unsharded parameter was written to, which would be lost.
+
+        Does nothing where parameters are not cut, or before `tensors` was called.
+        """
         if self.unit.world == 1 or self._tensors is None:
             return
         written = _written(self._tensors, self._versions)
@@ -148,7 +161,10 @@ class Unsharded:
             )
 
     def drop(self) -> None:
-        """Drop the unsharded parameters, waiting for what is still in flight."""
+        """Drop the unsharded parameters, waiting for gathers that are still in flight.
+
+        Tensors that others hold stay. `limiter` is told.
+        """
         for _, flight in self._flights:
             flight.wait()
         whole = self._tensors
@@ -163,21 +179,27 @@ def is_kept(unit: Unit) -> bool:
 
 
 def keep(unit: Unit) -> Unsharded:
-    """Have `unit` keep its unsharded parameters, gathering them if need be, and return them."""
+    """Have `unit` keep its unsharded parameters, and return them.
+
+    If it keeps none, or stale ones, their gather is launched, and not waited for.
+    """
     if unit.kept is None or unit.kept.is_stale:
         unit.kept = Unsharded(unit)
     return unit.kept
 
 
 class Lent:
-    """Unsharded parameters that stay between forward and backward, to be read."""
+    """Unsharded parameters of a unit that stay between forward and backward, to be read."""
 
     def __init__(self, whole: Unsharded) -> None:
         self.tensors = dict(whole.tensors())
         self._versions = [] if whole.unit.world == 1 else list(whole._versions)
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if one of them was written to, which would be lost."""
+        """Raise RuntimeError if one of them was written to, which would be lost.
+
+        Does nothing where parameters are not cut.
+        """
         written = _written(self.tensors, self._versions)
         if written:
             raise RuntimeError(
@@ -188,7 +210,10 @@ class Lent:
 
 
 def _written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> list[str]:
-    """Names of the parameters in `tensors` that were written to since they had `versions`."""
+    """Names of the parameters whose tensors were written to since they had `versions`.
+
+    versions: in the order of `tensors`; where the list ends, nothing is compared.
+    """
     return [
         param.name
         for (param, tensor), version in zip(tensors.items(), versions, strict=False)
@@ -199,6 +224,6 @@ def _written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> list[s
 def _on_device(param: ShardedParam) -> Tensor:
     """Return the shard of `param` on the device where it is gathered.
 
-    It is a copy if it lives elsewhere, from pinned memory an asynchronous one.
+    That is a copy if the shard lives elsewhere; from pinned memory the host does not wait for it.
     """
     return param.shard.to(param.device, non_blocking=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Use:
     """Reading of `params` by one forward, for as long as autograd has a graph of it.
 
-    node: of autograd's graph, which runs in backward once their gradients are in.
+    node: autograd's node that runs in backward once the gradients of `params` are in.
     """
 
     def __init__(self, params: Container[ShardedParam], node: Any) -> None:
@@ -44,7 +44,10 @@ class Use:
 
 
 def num_to_come(param: ShardedParam) -> int:
-    """Number of uses of `param` that have yet to bring their gradients in the running backward."""
+    """Number of uses of `param` that have yet to bring gradients in the running backward.
+
+    0 if none is running.
+    """
     uses = param.unit.uses
     if not uses or not _torch.autograd.in_backward():
         return 0
@@ -52,5 +55,8 @@ def num_to_come(param: ShardedParam) -> int:
 
 
 def may_repeat(unit: Unit) -> bool:
-    """Tell whether there is more than one use of `unit`, of this backward or another."""
+    """Tell whether autograd has graphs of several forwards that have read `unit`.
+
+    If so, more than one gradient of a parameter may come, in this backward or another.
+    """
     return len(unit.uses) > 1

@@ -50,12 +50,14 @@ def calibrate(
     rounds: int = ROUNDS,
     steps: Sequence[Callable[[], object]] = (),
 ) -> Topology:
-    """Measure a topology, and have rank 0 write it to `path`; every rank returns the same.
+    """Measure a topology, and have rank 0 write it to `path`; every rank reads and returns it.
 
+    All ranks call this, in a process group of at least two. What isn't measured here (memory, the
+    network) is taken from the named topology of the device.
+    sizes: bytes, unsharded, of the collectives that are timed.
+    rounds: repetitions of each measurement.
     steps: forward and backward of models, neither sharded nor compiled: their ops are timed.
-    Needs a process group of at least two ranks. What isn't measured here (memory, the network) is
-    taken from the named topology of the device.
-    Raises ValueError with one rank; OSError where `path` can't be written.
+    Raises ValueError with one rank; OSError, on rank 0, where `path` can't be written.
     """
     world = dist.get_world_size()
     if world < 2:
@@ -91,7 +93,10 @@ def calibrate(
 
 
 def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
-    """Fit (start-up, microseconds a byte), neither below 0, by least relative squared error."""
+    """Fit times to start-up + slope * size; return both, in microseconds and microseconds a byte.
+
+    Neither is below 0. The sum of squared relative errors is the least.
+    """
     weights = [1 / time_us**2 for time_us in times_us]
     total = sum(weights)
     mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total
@@ -106,6 +111,7 @@ def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
 def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int) -> float:
     """Microseconds of a collective: mean over rounds of the least over ranks.
 
+    kind: "gather", "reduce" or "all_reduce".
     num_bytes: of the collective, unsharded.
     """
     a = torch.ones(PRODUCT // 8, PRODUCT // 8, device=device)
@@ -134,9 +140,10 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
 
 
 def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> float:
-    """Microseconds that a collective of a graph takes away from compute beside it: by its launch
-    and its wait, and by moving its bytes on the same cores or units.
+    """Microseconds by which compute takes longer for each collective of a graph beside it.
 
+    Launch and wait take time, and so does moving bytes on the same cores or units.
+    kind: "gather" or "reduce".
     num_bytes: of the collective, unsharded.
     """
     world, group = dist.get_world_size(), str(_torch.dist.default_group().group_name)
@@ -173,7 +180,10 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
 
 
 def _member_us(device: torch.device, rounds: int) -> float:
-    """Microseconds of one more member of a grouped gather: of nine, less those of one, by eight."""
+    """Microseconds of one more member of a grouped gather.
+
+    This is the time of nine members, less the time of one, divided by eight.
+    """
     group = _torch.dist.default_group()
     parts = [torch.ones(16, device=device) for _ in range(9)]
     wholes = [part.new_empty(16 * dist.get_world_size()) for part in parts]
@@ -205,6 +215,7 @@ def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, flo
 
 
 def _op_us(device: torch.device, rounds: int) -> float:
+    """Microseconds of a smallest op, one of many in a row."""
     x = torch.ones(16, device=device)
 
     def many() -> None:
@@ -231,10 +242,10 @@ class _Times(_torch.tensors.TorchDispatchMode):
 
 
 def _ops_us(steps: Sequence[Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Microseconds of each op in `steps`: the mean of its calls on this rank.
+    """Microseconds of each op in `steps`, by `op_key`: the mean of its calls on this rank.
 
-    All ranks do the same meanwhile. Most calls take less, but the ops of a step together take as
-    long as their means say.
+    All ranks run the same steps at the same time. Most calls take less than the mean, but the ops
+    of a step together take as long as their means say.
     """
     times = _Times()
     for step in steps:
@@ -252,6 +263,7 @@ def _mean(times: Sequence[float]) -> float:
 
 
 def _memory_gb_per_s(device: torch.device, rounds: int) -> float:
+    """GB/s, read and written, of copies to the same memory each time."""
     source = torch.ones(STREAMED // 4, device=device)
     target = torch.empty_like(source)
     return 2 * STREAMED / _median_us(lambda: target.copy_(source), rounds) / 1e3
@@ -264,10 +276,10 @@ def _copy_gb_per_s(device: torch.device, rounds: int) -> float:
 
 
 def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
-    """Factor by which compute slows down while gathers run.
+    """Factor by which compute slows down while gathers run, from 1 to 10.
 
     us_per_byte: of a gather.
-    taken_us: time that gathers of `BESIDE` bytes take away from compute.
+    taken_us: time that a gather of each size in `BESIDE` takes away from compute.
     """
     first, *more = zip(BESIDE, taken_us, strict=True)
     slopes = [(taken - first[1]) / (num_bytes - first[0]) for num_bytes, taken in more]
@@ -276,12 +288,15 @@ def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
 
 
 def _median_us(run: Callable[[], object], rounds: int) -> float:
-    """Median of `_times_us`."""
+    """Median over rounds of the microseconds of `run`; see `_times_us`."""
     return float(statistics.median(_times_us(run, rounds)))
 
 
 def _times_us(run: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds of `run` in each round, on the rank where it took least."""
+    """Microseconds of `run` in each round, on the rank where it took least.
+
+    All ranks call this; every round begins with a barrier, and three more rounds come before.
+    """
     times = []
     for _ in range(rounds + 3):
         dist.barrier()

@@ -82,7 +82,12 @@ def _add_step(commands: Any) -> None:
 
 
 def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard bench calibrate`; start the ranks unless torchrun did."""
+    """Run `autoshard bench calibrate`; start the ranks unless torchrun did.
+
+    arguments: the command line, with which ranks are started.
+    Returns the exit status. `--model` without `--batch`, or the other way round, ends the process
+    with status 2.
+    """
     if bool(options.model) != bool(options.batch):
         options.parser.error("--model needs --batch, and --batch needs --model")
     if "RANK" not in os.environ:
@@ -99,7 +104,10 @@ def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def make_step(options: argparse.Namespace) -> Callable[[], object]:
-    """Return forward and backward, as a function, of the unsharded model that `options` names."""
+    """Return a function that runs forward and backward of the unsharded model of `options`.
+
+    It has one batch, this rank's for step 0.
+    """
     from autoshard.runtime.comm.mesh import device_type
     from autoshard.tools.parity.compare import default_loss
 
@@ -112,7 +120,9 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
 def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard bench step`; start the ranks unless torchrun did.
 
-    Exit status 2 for a name that isn't there.
+    arguments: the command line, with which ranks are started.
+    Returns the exit status. Unknown names, or options that can't be read, end the process with
+    status 2.
     """
     if options.out and not os.access(Path(options.out).parent, os.W_OK):
         options.parser.error(f"--out {options.out}: there is no such folder to write to")

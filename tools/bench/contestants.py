@@ -59,9 +59,9 @@ ROOMY = 2**40  # bytes: more than there is
 
 
 def unsharded(model: Any, setting: Setting) -> Any:
-    """Compile the model on each rank by itself: computation alone, and no training of one model.
+    """Compile the model on each rank by itself, without communication: replicas drift apart.
 
-    Mixed precision is autocast's, here and in DDP, which casts weights and keeps norms in float32.
+    Mixed precision is autocast's, here and in `ddp`: it casts weights and keeps norms in float32.
     """
     return _with_autocast(torch.compile(model), setting)
 
@@ -89,7 +89,8 @@ def fsdp1(model: Any, setting: Setting) -> Any:
 def fsdp2(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
     """Shard the model with torch's `fully_shard`, a unit a block.
 
-    On a CPU it waits for each gather where it launches it, unless prefetch is configured, as here.
+    On a CPU, FSDP2 waits for each gather where it launches it, unless prefetch is configured: here
+    each unit prefetches the next one in forward.
     keeps: whether blocks stay unsharded from forward to backward.
     """
     policy = fsdp.MixedPrecisionPolicy()
@@ -120,7 +121,7 @@ def fsdp2_kept(model: Any, setting: Setting) -> Any:
 
 
 def autoshard_eager(model: Any, setting: Setting) -> Any:
-    """Shard the model with autoshard's eager runtime."""
+    """Shard the model with autoshard's eager runtime, by those options that `shard()` takes."""
     arguments = CompileOptions.read(setting.options).shard_arguments()
     if setting.is_mixed:
         arguments["mp_policy"] = MixedPrecisionPolicy(setting.dtype, torch.float32)
@@ -134,13 +135,21 @@ def autoshard_compiled(model: Any, setting: Setting) -> Any:
 
 
 def autoshard_kept(model: Any, setting: Setting) -> Any:
-    """Compile as `autoshard_compiled`, with memory for all parameters, as in `simple_fsdp`."""
+    """Compile as `autoshard_compiled`, with a memory budget for all parameters at once.
+
+    They may then stay unsharded from forward to backward, as in `simple_fsdp`. A `memory_budget` in
+    the options goes first.
+    """
     options = {"memory_budget": ROOMY, **setting.options}
     return autoshard_compiled(model, replace(setting, options=options))
 
 
 def simple_fsdp(model: Any, setting: Setting) -> Any:
-    """Compile the whole model, DTensors redistributed in getters, with Inductor's bucketing."""
+    """Make parameters DTensors that are gathered where they are read, and compile the whole model.
+
+    Inductor buckets the collectives. Modules of `model` get classes with a property for each
+    parameter.
+    """
     mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
     sharded: dict[int, nn.Parameter] = {}  # by the id of the whole one: ties stay
     for module in model.modules():
@@ -190,13 +199,13 @@ def _recompute_gathers(context: Any, op: Any, *args: Any, **kwargs: Any) -> Chec
 
 
 def _inductor_options(setting: Setting, whole_mb: float) -> dict[str, Any]:
-    """Options of Inductor for `simple_fsdp`: its overlap scheduler on a GPU, else its buckets.
+    """Options of Inductor for `simple_fsdp`: the overlap scheduler on a GPU, two buckets on a CPU.
 
-    The scheduler needs to know a GPU.
-    whole_mb: of all parameters, unsharded. On a CPU, two buckets of half of them were faster than
-        one, which is Inductor's default, and than one a block: 430 ms for 528 and 494, of a Llama's
-        forward and backward (`small` of `autoshard bench step`, two gloo ranks, torch 2.13). They
-        hold all parameters at once.
+    The scheduler needs the figures of a GPU. On a CPU, two buckets, of half the parameters each,
+    were faster than one, which is Inductor's default, and than one a block: 430 ms for 528 and 494,
+    of a Llama's forward and backward (`small` of `autoshard bench step`, two gloo ranks, torch
+    2.13). They hold all parameters at once.
+    whole_mb: megabytes of all parameters, unsharded.
     """
     if setting.device.type == "cuda":
         prefix = "aten_distributed_optimizations"
@@ -235,14 +244,14 @@ CONTESTANTS: dict[str, Contestant] = {
     "autoshard, compiled": autoshard_compiled,
     "autoshard, kept": autoshard_kept,
 }
-"""The first computes, and communicates nothing."""
+"""Ways to train, by name. The first only computes: the others are compared with it."""
 
 RIVALS = ("FSDP1", "FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
-"""Contestants that shard parameters, as ours do."""
+"""Contestants of other libraries that shard parameters: ours is compared with the fastest."""
 
 
 def read_contestants(names: Iterable[str]) -> dict[str, Contestant]:
-    """Look contestants up by name. Raises ValueError, with all names, for one that is not there."""
+    """Look contestants up by name, in order. Raises ValueError, with all names, for others."""
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
         raise ValueError(f"there is no contestant {unknown}; expected some of {list(CONTESTANTS)}")

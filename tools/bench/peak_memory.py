@@ -22,7 +22,11 @@ from autoshard.tools.device import synchronize
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that tensors take, and that a GPU's allocator has for them: 0 on a CPU."""
+    """Bytes of memory.
+
+    allocated: what tensors take.
+    reserved: what a GPU's allocator holds, for them and in its cache; 0 on a CPU.
+    """
 
     allocated: int = 0
     reserved: int = 0
@@ -39,8 +43,11 @@ class Memory:
 
 
 def memory_now(device: torch.device, tensors: Iterable[Tensor] = ()) -> Memory:
-    """Memory in use: on a GPU that of the allocator, its cache emptied; on a CPU that of this
-    rank's part of `tensors`, memory that they share counted once."""
+    """Memory in use: on a GPU what its allocator says, once its cache is emptied.
+
+    On a CPU it is what `tensors` take on this rank, shared memory counted once; on a GPU they are
+    not looked at.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return Memory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
@@ -50,7 +57,7 @@ def memory_now(device: torch.device, tensors: Iterable[Tensor] = ()) -> Memory:
 
 
 def peak_beyond(run: Callable[[], object], device: torch.device) -> Memory:
-    """Memory in use at the peak of `run`, beyond what was in use before."""
+    """Call `run`; return the memory in use at its peak, beyond what was in use before."""
     if device.type == "cuda":
         before = memory_now(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -36,10 +36,11 @@ ALONE = next(iter(CONTESTANTS))
 
 @dataclass
 class Entry:
-    """Measurements of one contestant: milliseconds a round.
+    """Measurements of one contestant: a list of milliseconds has an entry for each round.
 
     first_s: seconds of the first forward and backward, which compile.
-    kept: memory of its parameters and optimizer.
+    backward_ms: of forward and backward.
+    kept: memory of its parameters, as they lie between steps, and of its optimizer.
     peak: memory at the peak of a step, `kept` included.
     """
 
@@ -58,7 +59,10 @@ class Entry:
 class StepTimes:
     """Measurements of one model.
 
-    collectives_ms: by round, of autoshard's own collectives of a step, one after another.
+    tokens: in the batch of one rank.
+    entries: by contestant.
+    collectives_ms: by round, of autoshard's own collectives of a step, one after another; empty
+        without "autoshard, compiled".
     """
 
     name: str
@@ -67,7 +71,7 @@ class StepTimes:
     collectives_ms: list[float]
 
     def beyond_ms(self, name: str) -> float:
-        """Milliseconds of a contestant's forward and backward, beyond the unsharded model's."""
+        """Median milliseconds of a contestant's forward and backward, less those of `ALONE`."""
         ours, alone = (self.entries[each].backward_ms for each in (name, ALONE))
         return _median(ours) - _median(alone)
 
@@ -116,8 +120,11 @@ def bench_step(
     options: dict[str, Any] | None = None,
     tell: Callable[[StepTimes], None] = lambda result: None,
 ) -> list[StepTimes]:
-    """Measure `workloads`, models by name, on the ranks there are.
+    """Train each of `workloads`, models by name, with all contestants, and return measurements.
 
+    All ranks call this, in a process group.
+    rounds: steps of each contestant that are timed.
+    dtype: of computation and gathers.
     options: of autoshard's backend, and of `shard()`.
     tell: is given each model's result as soon as it is there.
     """
@@ -136,6 +143,7 @@ def _bench_model(
     dtype: torch.dtype,
     options: dict[str, Any],
 ) -> StepTimes:
+    """Measure one model: build it for each contestant, then have them take steps in turn."""
     device = current_device()
     setting = Setting(device, work.blocks, dtype, options)
     batch = {key: value.to(device) for key, value in work.batch(dist.get_rank()).items()}
@@ -185,7 +193,7 @@ def _backward(model: Any, batch: dict[str, Tensor]) -> None:
 
 
 def _steps(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
-    """Take two steps, the second of which finds what the first has left in memory."""
+    """Take two steps: the peak of the second counts what the first has left in memory."""
     for _ in range(2):
         _backward(model, batch)
         _step(optimizer)
@@ -197,7 +205,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _timed(run: Callable[[], None]) -> float:
-    """Milliseconds of `run` on the slowest rank, from a common start."""
+    """Milliseconds of `run` on the slowest rank, from a common start; all ranks call this."""
     dist.barrier()
     synchronize()
     started = time.perf_counter()
@@ -209,7 +217,11 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 def _collectives_of(model: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Return a function that runs all collectives of a compiled model's plans, one by one."""
+    """Return a function that runs the collectives of a compiled model's plans, one by one.
+
+    Each is waited for before the next. They run over all ranks, with buffers of their own.
+    dtype: of the buffers.
+    """
     group, world, device = _torch.dist.default_group(), dist.get_world_size(), current_device()
     buckets = [bucket for plan in plans(model) for bucket in plan.buckets]
 

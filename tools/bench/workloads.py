@@ -23,7 +23,7 @@ class Sizes:
 
     hidden: the width.
     batch: samples of a rank.
-    length: tokens of one sample.
+    length: tokens of one sample; of a picture, patches.
     """
 
     hidden: int
@@ -68,9 +68,9 @@ SIZES: dict[str, dict[str, Sizes]] = {
 
 
 def read_workloads(names: Iterable[str], device: str) -> dict[str, Workload]:
-    """Look workloads up by name for `device`, "cuda" or any other.
+    """Look workloads up by name, with the sizes for `device`, "cuda" or any other.
 
-    Raises ValueError, with all names, for one that is not there, and where transformers is not.
+    Raises ValueError, with all names, for an unknown name, and if transformers is not installed.
     """
     sizes = SIZES["cuda" if device == "cuda" else "cpu"]
     unknown = [name for name in names if name not in sizes]

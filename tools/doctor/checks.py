@@ -56,7 +56,7 @@ class Finding:
 
 
 def checkup() -> Iterator[Finding]:
-    """Yield what this process finds without communication."""
+    """Yield findings on this process and its machine, without communication."""
     environment = list(_environment())  # torch writes some of it as it is asked
     yield from _versions()
     yield from _devices()
@@ -174,12 +174,12 @@ def _environment() -> Iterator[Finding]:
 
 
 def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
-    """Test communication and a compiled step in a process group of its own, on all ranks.
+    """Test communication and a compiled step in a process group of its own; return the findings.
 
-    Call it on all ranks, under torchrun, before there is a process group. Each test may take
-    `limit_s` seconds. The group is destroyed after tests that pass; after one that fails the others
-    are left out, and the process should end by `leave` of `autoshard.tools.ranks`, as the group may
-    wait for ranks that are gone.
+    Call it on all ranks, under torchrun, before there is a process group; each returns its own
+    findings. Each test may take `limit_s` seconds. The group is destroyed after tests that pass;
+    after one that fails the others are left out, and the process should end by `leave` of
+    `autoshard.tools.ranks`, as the group may wait for ranks that are gone.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_gpu = device_type() == "cuda"
@@ -230,7 +230,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _meet(store: Any, test: str, rank: int, world: int, limit_s: float) -> None:
-    """Wait until all ranks begin with `test`. Raises RuntimeError, naming those that don't."""
+    """Wait until all ranks begin with `test`.
+
+    Raises RuntimeError, naming those that don't within `limit_s` seconds.
+    """
     store.set(f"doctor/{test}/{rank}", "here")
     deadline = time.monotonic() + limit_s
     missing = list(range(world))
@@ -246,6 +249,7 @@ def _meet(store: Any, test: str, rank: int, world: int, limit_s: float) -> None:
 
 
 def _gather() -> str:
+    """Check an all-gather of few elements. Raises RuntimeError if its result is wrong."""
     rank, world = dist.get_rank(), dist.get_world_size()
     part = torch.full((4,), float(rank), device=current_device())
     whole = part.new_empty(4 * world)
@@ -256,6 +260,7 @@ def _gather() -> str:
 
 
 def _reduce() -> str:
+    """Check a reduce-scatter of few elements. Raises RuntimeError if its result is wrong."""
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(2.0 * world, device=current_device()) + rank
     part = whole.new_empty(2)
@@ -268,6 +273,7 @@ def _reduce() -> str:
 
 
 def _speed() -> str:
+    """Time an all-gather of `SENT` bytes, the fastest of four."""
     world = dist.get_world_size()
     part = torch.ones(SENT // 4 // world, device=current_device())
     whole = part.new_empty(part.numel() * world)
@@ -288,9 +294,9 @@ def _wait(works: Sequence[Work]) -> None:
 
 
 def _step() -> str:
-    """Compare a step of a small model, sharded, eagerly and compiled, with the replicated one's.
+    """Train a small model for a step, replicated, eagerly sharded and compiled.
 
-    Raises RuntimeError if they differ.
+    Raises RuntimeError if the results differ by more than `parity` allows.
     """
 
     def build() -> torch.nn.Module:

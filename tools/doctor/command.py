@@ -35,9 +35,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard doctor`; start the ranks unless torchrun did.
+    """Run `autoshard doctor`; start the ranks, to test them, unless torchrun did.
 
-    Exit status 1 if something is amiss.
+    arguments: the command line; not used.
+    Returns the exit status: 1 if a finding is a "FAIL", which a "warn" is not.
     """
     from autoshard.tools.doctor.checks import checkup, self_test
 

@@ -48,7 +48,7 @@ class OpResult:
 
 
 class _Ops(_torch.tensors.TorchDispatchMode):
-    """Dispatch mode that notes the result of every op."""
+    """Dispatch mode that notes the result of every op, but for ops that leave memory unwritten."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,14 +77,21 @@ class _Ops(_torch.tensors.TorchDispatchMode):
 
 @contextlib.contextmanager
 def ops_of() -> Iterator[list[OpResult]]:
-    """Record the result of every op that runs inside, in order, of a run that is not compiled."""
+    """Yield a list that gets the result of every op that runs in this context, in order.
+
+    For runs that are not compiled: ops inside compiled code are not seen.
+    """
     with _Ops() as ops:
         yield ops.found
 
 
 @contextlib.contextmanager
 def nodes_of() -> Iterator[list[OpResult]]:
-    """Record the result of every node of each planned graph that is compiled and run inside."""
+    """Yield a list that gets the results of graphs that are compiled and run in this context.
+
+    Planned graphs run node by node, in place of what they were lowered to. Each node that computes
+    something, views and collectives apart, has a result.
+    """
     found: list[OpResult] = []
 
     class Nodes(fx.Interpreter):
@@ -109,8 +116,9 @@ def nodes_of() -> Iterator[list[OpResult]]:
 
 
 def first_unknown(results: Sequence[OpResult], known: Sequence[OpResult]) -> str | None:
-    """Name the first of `results` with a tensor that none of `known` has, on any rank.
+    """Name the first of `results` with a tensor that none of `known` has, and the rank.
 
+    Each rank compares its own results; the first one in order, of those found on all ranks, counts.
     Returns None if there is none. All ranks call this.
     """
     there = {digest for each in known for digest in each.digests}
@@ -119,6 +127,7 @@ def first_unknown(results: Sequence[OpResult], known: Sequence[OpResult]) -> str
 
 
 def _first_of_all_ranks(mine: tuple[int, str] | None) -> str | None:
+    """Return the text with the least number on any rank, and its rank; None if all have None."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     first = min(((*each, rank) for rank, each in enumerate(found) if each), default=None)
@@ -127,11 +136,12 @@ def _first_of_all_ranks(mine: tuple[int, str] | None) -> str | None:
 
 @contextlib.contextmanager
 def miscompiled(rtol: float) -> Iterator[list[str]]:
-    """Find beginnings of graphs, compiled and run inside, that give something else once lowered.
+    """Yield a list of nodes at which graphs that are compiled and run in this context go wrong.
 
-    The list gets a line for each graph, the first time that it differs: the last node of its
-    shortest such beginning.
-    rtol: of a tensor's largest element, what counts as rounding.
+    A graph goes wrong if its lowered code gives other values, on any rank, than its nodes one by
+    one. The list gets a line for each such graph, the first time: the last node of the shortest
+    beginning of the graph that goes wrong. All ranks run the same graphs.
+    rtol: the largest difference that counts as rounding, relative to a tensor's largest element.
     """
     found: list[str] = []
 
@@ -170,10 +180,10 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
 
 
 def _beginning(gm: fx.GraphModule, last: fx.Node) -> fx.GraphModule:
-    """Cut `gm` off behind `last`.
+    """Return the beginning of `gm`, up to `last`, as a graph with the same inputs.
 
-    It returns the values that would be read later, and those that are sent: for these no later op
-    shows whether they are right.
+    Its outputs are the tensors that nodes behind `last` read, and the gradients that are packed to
+    be reduced: for these no later op shows whether they are right.
     """
     order = {node: number for number, node in enumerate(gm.graph.nodes)}
     end = order[last]
@@ -239,6 +249,10 @@ def _copied(args: Collection[Any]) -> list[Any]:
 
 
 def _relative(got: Any, want: Any) -> float:
+    """Largest difference of two tensors, relative to the largest element of `want`.
+
+    It is 0 if they are equal, or no tensors; else infinite if there is a NaN, or `want` is all 0.
+    """
     if not isinstance(want, Tensor) or torch.equal(got, want) or not want.numel():
         return 0.0
     difference = (got.double() - want.double()).abs().max().item()

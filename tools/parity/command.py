@@ -54,7 +54,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard parity`; start the ranks unless torchrun did.
 
-    Exit status 1 if a run differs.
+    arguments: the command line, with which ranks are started.
+    Returns the exit status: 1 if a run differs by more than `--rtol`, or a sample fails.
     """
     draws = options.matrix or options.fuzz
     if not draws and not (options.model and options.batch):
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 def _run_samples(options: argparse.Namespace) -> int:
     """Try random samples; print a line for each that fails, and one for all.
 
-    Exit status 1 if one fails.
+    Returns the exit status: 1 if one fails.
     """
     from autoshard.tools.parity.matrix import try_case
     from autoshard.tools.parity.random_models import try_model

@@ -39,9 +39,9 @@ Loss = Callable[[Any, Any], Tensor]
 class Difference:
     """First parameter in which two runs differ, and the largest difference there is.
 
-    step:     counted from 0; after its optimizer step.
+    step:     counted from 0; parameters are compared after its optimizer step.
     absolute: the largest difference of this parameter's elements on `rank`.
-    relative: that, over the largest element.
+    relative: `absolute` over the largest element, on `rank`, in the run that is compared with.
     worst:    the largest `relative` of all parameters, ranks and steps.
     """
 
@@ -57,8 +57,9 @@ class Difference:
 class Comparison:
     """Comparison of one run with another; `difference` is None where they are equal bit for bit.
 
-    only_here: parameters that had a gradient in `run`, and none in `against`, in some step: zeros,
-        for which an optimizer decays or counts, where it skips parameters without a gradient.
+    only_here: parameters that had a gradient in `run`, in some step, but None in `against`. It is
+        zeros then, as behind a graph break. An optimizer skips a parameter whose gradient is None;
+        with zeros it may decay the parameter, or count a step.
     """
 
     run: str
@@ -98,7 +99,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Result of `parity`; the same on every rank, but for `losses`."""
+    """Result of `parity`; the same on every rank, but for `losses`.
+
+    ok, bitwise: whether all comparisons are.
+    """
 
     comparisons: tuple[Comparison, ...]
     steps: int
@@ -135,15 +139,18 @@ def parity(
 ) -> ParityReport:
     """Train a model replicated, on the eager runtime, and compiled; compare after every step.
 
+    All ranks call this. The process group is made if there is none.
+
     build_model: called once a run, under the same seed; the model is trained in float32 or whatever
         it is built in.
     batches: one a step, this rank's own. A dict is passed as keywords, a tuple as arguments.
     loss: a scalar of (model, batch). By default the model's output: its `loss` if it has one,
-        itself if it is a scalar, else the mean of its squares.
-    optimizer: of a list of parameters; AdamW with lr 1e-3 by default.
-    options: the backend's; `lowering` is "eager" unless given.
+        itself if it is a scalar, else the mean of its squares; of a tuple or list, the first.
+    optimizer: makes one for a list of parameters; AdamW with lr 1e-3 by default.
+    options: the backend's; `lowering` is "eager", and `strict` True, unless given.
     rtol: largest relative difference that passes where two runs are not equal bit for bit.
-    bisect: whether to look, where two runs differ, for the first op that gives something else.
+    bisect: whether to train again where two runs differ, to find the first op that gives something
+        else.
     shard_arguments: `shard()`'s, for the eager and the compiled run.
 
     Raises nothing for a difference: ask the report's `ok` and `bitwise`.
@@ -184,7 +191,7 @@ class _Setup:
     shard_arguments: dict[str, Any]
 
     def run(self, name: str) -> _Run:
-        """Train one run, and copy the parameters after every step."""
+        """Train one run, REPLICATED, EAGER or COMPILED; copy the parameters after every step."""
         losses, snapshots, with_grad = [], [], []
         for model, loss, had_grad in self.steps(name):
             losses.append(loss.item())
@@ -198,10 +205,10 @@ class _Setup:
         forward_begins: Callable[[], None] = lambda: None,
         backward_ends: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[nn.Module, Tensor, frozenset[str]]]:
-        """Train one run; after every step yield model, loss, and names of those that had a
-        gradient.
+        """Train one run; after every step yield the model, the loss, and names of parameters.
 
-        forward_begins, backward_ends: called in every step.
+        The names are those of parameters that had a gradient in the step.
+        forward_begins, backward_ends: called in every step, before forward and after backward.
         """
         log.info("parity: %s run", name)
         torch.manual_seed(self.seed)
@@ -233,7 +240,7 @@ class _Setup:
 def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Yield a line with the first op that differs, for each of `comparisons` that is not bitwise.
 
-    With Inductor, runs that differ by no more than they may are left out.
+    With Inductor, comparisons within their `rtol` are left out. The runs are trained again.
     """
     from autoshard.tools.parity import bisection  # with all of the backend, which most never need
 
@@ -256,7 +263,11 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _results(setup: _Setup, name: str, last: int) -> list[bisection.OpResult]:
-    """Results of the ops of step `last`, forward and backward, in the run `name`."""
+    """Train the run `name` again, up to step `last`; return the results of that step's ops.
+
+    They are those of forward and backward: of all ops that are dispatched, or, compiled, of the
+    nodes of planned graphs.
+    """
     from autoshard.tools.parity import bisection
 
     kept: list[bisection.OpResult] = []
@@ -271,14 +282,17 @@ def _results(setup: _Setup, name: str, last: int) -> list[bisection.OpResult]:
 
 
 def told_by_all(problem: str | None) -> str | None:
-    """Return the `problem` of the first rank that has one; all ranks call this."""
+    """Return the `problem` of the first rank that has one, as "rank 1: ..."; None if none has.
+
+    All ranks call this.
+    """
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), None)
 
 
 def default_loss(model: Any, batch: Any) -> Tensor:
-    """Loss of a model's output, as `parity` takes it by default: see its `loss`."""
+    """Call `model` with `batch`, and return the loss of its output: see `loss` of `parity`."""
     if isinstance(batch, dict):
         output = model(**batch)
     elif isinstance(batch, (tuple, list)):
@@ -307,7 +321,7 @@ def _broadcast(model: nn.Module) -> None:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average gradients over all ranks, as replicated training does."""
+    """Average gradients over all ranks, in place, as replicated training does."""
     for param in model.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -315,6 +329,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def _compare(runs: dict[str, _Run], run: str, against: str, rtol: float) -> Comparison:
+    """Compare two of `runs`, this rank's shards with the matching rows; all ranks call this."""
     first: tuple[int, int, str, float, float] | None = None  # step, rank, parameter, abs, rel
     worst = 0.0
     for step, (have, want) in enumerate(
@@ -347,12 +362,13 @@ def compare_local(
     floor: float = 0.0,
     exact: nn.Module | None = None,
 ) -> str | None:
-    """Describe the first parameter whose part on this rank differs by more than `rtol`.
+    """Describe the first parameter whose part on this rank differs by more than is allowed.
 
+    Returns None if there is none.
     want: replicated, or sharded likewise.
-    rtol: of the part's largest element, or of `floor` if that element is smaller.
+    rtol: what is allowed, of the part's largest element, or of `floor` if that element is smaller.
     exact: as `want`, but trained in more bits: its distance from `want` is rounding, and up to
-        twice that is allowed, as two runs may be off to opposite sides.
+        twice that is allowed, too, as two runs may be off to opposite sides.
     """
     theirs = dict(want.named_parameters())
     exacts = {} if exact is None else dict(exact.named_parameters())
@@ -368,6 +384,10 @@ def compare_local(
 
 
 def _difference(have: Tensor, want: Tensor) -> tuple[float, float]:
+    """Largest difference of two tensors, and the same over the largest element of `want`.
+
+    Both are 0 if the tensors are equal, and infinite if there is a NaN.
+    """
     if torch.equal(have, want) or not want.numel():
         return 0.0, 0.0
     absolute = (have.double() - want.double()).abs().max().item()
@@ -378,7 +398,10 @@ def _difference(have: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 def _local(param: Tensor, like: Tensor) -> Tensor:
-    """Rows of `param` that `like`, if it is sharded, has on this rank."""
+    """Part of `param` on this rank: its own shard, or the rows that `like` has here.
+
+    A parameter that is not sharded, nor `like`, is returned whole.
+    """
     if isinstance(param, DTensor):
         return param.to_local()
     if not isinstance(like, DTensor):

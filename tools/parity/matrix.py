@@ -109,7 +109,10 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Draw the case of a seed, the same on every rank and in every process."""
+    """Draw the case of a seed, the same on every rank and in every process.
+
+    Options that don't go together are replaced.
+    """
     source = random.Random(seed)
     case = Case(**{name: source.choice(values) for name, values in CHOICES.items()})
     # AdamW divides by a gradient's size, so that rounding may become a step; and torch's takes no
@@ -209,12 +212,15 @@ def _shard(model: _Model, case: Case) -> Any:
 
 @functools.cache
 def _mesh(shape: tuple[int, int]) -> DeviceMesh:
-    """Return one mesh for all samples: a group's threads wake up a hundred times a second."""
+    """Return the mesh of (replicas, shards), the same one for all samples.
+
+    Each mesh has groups of its own, whose threads wake up a hundred times a second.
+    """
     return init_device_mesh(device_type(), shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _in_two_parts(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-    """Split a shard into scaled values and their scale, for a gather of both.
+    """Split a shard into scaled values and their scale: its `fsdp_pre_all_gather`.
 
     Values are not rounded, but float64: a last bit before rounding is a whole step after it.
     """
@@ -225,6 +231,7 @@ def _in_two_parts(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
 def _from_two_parts(
     self: Tensor, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Multiply gathered values by their ranks' scales: a shard's `fsdp_post_all_gather`."""
     values, scales = outputs
     parts = zip(values.chunk(len(scales)), scales, strict=True)
     whole = torch.cat([part.to(dtype) * scale.to(dtype) for part, scale in parts])
@@ -253,6 +260,7 @@ def _ids(case: Case, number: int) -> Tensor:
 
 @contextlib.contextmanager
 def _waiting(model: Any, case: Case, is_last: bool) -> Iterator[None]:
+    """Put off, in this context, the reductions that wait for the step's last batch in `case`."""
     if case.accumulation == "no_sync" and not is_last:
         with model.no_sync():
             yield
@@ -263,6 +271,10 @@ def _waiting(model: Any, case: Case, is_last: bool) -> Iterator[None]:
 
 
 def _train(model: _Model, call: Any, case: Case, *, replicated: bool = False) -> list[float]:
+    """Train `model`, called as `call`, for `STEPS` steps; return losses of training and eval.
+
+    replicated: whether the model is whole on each rank, and gradients are averaged here.
+    """
     optimizer = _optimizer(model, case)
     batches = 1 if case.accumulation == "none" else 3
     losses: list[float] = []
@@ -292,7 +304,7 @@ def _train(model: _Model, call: Any, case: Case, *, replicated: bool = False) ->
 
 @dataclass(frozen=True)
 class CaseOutcome:
-    """Result of a case; `problem` is None if the runs are as like as they should be."""
+    """Result of a case; `problem` is None if no run fails, or differs by more than is allowed."""
 
     seed: int
     case: Case
@@ -304,7 +316,10 @@ class CaseOutcome:
 
 
 def try_case(seed: int) -> CaseOutcome:
-    """Train the case of `seed` on all ranks; every rank returns the same result."""
+    """Train the case of `seed`, eagerly and compiled, and compare; all ranks call this.
+
+    Every rank returns the same result. An exception, or a RuntimeWarning, is a problem, too.
+    """
     ensure_process_group()
     case = draw(seed)
     torch.compiler.reset()
@@ -320,6 +335,7 @@ def try_case(seed: int) -> CaseOutcome:
 
 
 def _compare_runs(case: Case) -> str | None:
+    """Train `case` in each form; describe how parameters or losses differ on this rank, or None."""
     eager = _shard(_build(case), case)
     eager_losses = _train(eager, eager, case)
     compiled = _shard(_build(case), case)
@@ -353,12 +369,12 @@ def _compare_runs(case: Case) -> str | None:
 
 
 def _is_exact(case: Case) -> bool:
-    """Tell whether the eager runtime takes the sums of the replicated model, in its order.
+    """Tell whether the eager runtime adds gradients in the order of the replicated model.
 
-    It does not for gradients that are reduced one by one, which are summed over ranks first; nor
-    for a layer used twice in reentrant checkpoints, as each use has a backward of its own. And
-    torch's fused AdamW on a CPU rounds an element by where it stands, which is elsewhere in a
-    shard.
+    Both are then equal bit for bit. It does not if each microbatch is reduced: gradients are then
+    summed over ranks first; nor for a layer used twice in reentrant checkpoints, as each use has a
+    backward of its own. And torch's fused AdamW on a CPU rounds an element by where it stands,
+    which is elsewhere in a shard.
     """
     twice = case.used == "a layer twice" and case.checkpointing == "reentrant"
     is_summed_alike = case.accumulation in ("none", "no_sync") and not twice
@@ -368,10 +384,11 @@ def _is_exact(case: Case) -> bool:
 def _rtol(case: Case) -> float:
     """Largest difference allowed of compiled from eager, relative to a parameter's largest element.
 
-    Inductor keeps more bits between fused operations: bfloat16 rounds by 2 ** -8 at each in eager
-    torch, which adds up over three steps of some twenty. And of a layer used twice, both gradients
-    are added before the sum over ranks, but after it where each use has a backward, or a graph, of
-    its own: in reentrant checkpoints that run eagerly; and in compiled parts of a model.
+    It is 0 where both must be equal bit for bit. Inductor keeps more bits between fused operations:
+    bfloat16 rounds by 2 ** -8 at each in eager torch, which adds up over three steps of some
+    twenty. And of a layer used twice, both gradients are added before the sum over ranks, but after
+    it where each use has a backward, or a graph, of its own: in reentrant checkpoints that run
+    eagerly; and in compiled parts of a model.
     """
     has_parts = case.compiled == "layers" or case.broken or case.checkpointing == "reentrant"
     if case.lowering == "eager" and not (case.used == "a layer twice" and has_parts):

@@ -38,7 +38,11 @@ OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]]
 
 @dataclass(frozen=True)
 class Sample:
-    """Result of one seed. problem: None if all three runs are equal bit for bit."""
+    """Result of one seed.
+
+    text: the options that were drawn.
+    problem: None if all three runs are equal bit for bit.
+    """
 
     seed: int
     text: str
@@ -205,7 +209,11 @@ class _Model(nn.Module):
 
 
 def try_model(seed: int) -> Sample:
-    """Train the model of `seed` in three ways on all ranks; every rank returns the same result."""
+    """Train the model of `seed` replicated, eagerly and compiled, and compare; all ranks call this.
+
+    Every rank returns the same result. An exception is a problem, too, and so is a RuntimeWarning,
+    but for those about memory budgets.
+    """
     ensure_process_group()
     source = random.Random(seed)
     options = {

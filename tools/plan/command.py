@@ -44,7 +44,10 @@ def add_parser(commands: Any) -> None:
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe what is trained, for commands that trace without running."""
+    """Add the options that describe what is trained, for commands that trace without running.
+
+    `read_model` reads them, and `micro_batch`, `optimizer` and `lowering`, which a command adds.
+    """
     parser.add_argument(
         "--model", required=True, help="a Hugging Face config.json, or package.module:function"
     )
@@ -59,7 +62,12 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard plan`; exit status 1 if no configuration fits, 2 for what can't be read."""
+    """Run `autoshard plan`: print the best configurations.
+
+    Returns the exit status, 1 if no configuration fits. What can't be read or traced ends the
+    process with status 2.
+    arguments: the command line; not used.
+    """
     from autoshard.tools.plan.planning import Choices, plan, read_gpus, read_mesh, read_model
     from autoshard.tools.plan.report import as_json, text
 

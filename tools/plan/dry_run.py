@@ -43,7 +43,7 @@ class Graph:
     """Graph of a training step, in numbers.
 
     problem: its costs are those of RANKS ranks; its live_bytes are without parameters.
-    activations: bytes at each op, part of live_bytes, of what forward makes for backward.
+    activations: bytes at each op, part of live_bytes, that forward makes for backward or the user.
     """
 
     problem: Problem
@@ -52,17 +52,22 @@ class Graph:
 
 @dataclass(frozen=True)
 class Stack:
-    """List of like blocks: path of the module that holds them, and their number."""
+    """List of like blocks that was cut.
+
+    path: of the `nn.ModuleList`.
+    num_blocks: how many it had before.
+    """
 
     path: str
     num_blocks: int
 
 
 def cut_stacks(model: nn.Module) -> list[Stack]:
-    """Leave four blocks of each list in `model` that has more; return all lists that were cut.
+    """Cut long lists of like blocks in `model` to four; return the lists that were cut.
 
-    Blocks are alike if they have one class, and parameters of the same names and sizes; the first
-    and the last may look otherwise.
+    An `nn.ModuleList` of more than four modules, all of them units, keeps the first three and the
+    last if all but the first and the last are alike: of one class, with parameters of the same
+    names and shapes. Other lists are left whole.
     """
     units = find_units(model, None)
     found = []
@@ -92,10 +97,14 @@ def trace(
 ) -> dict[str, PricedGraph]:
     """Trace the "forward" and "backward" graph of `model`, sharded and compiled, as `call` runs it.
 
-    model: on the meta device; it is modified, and of no use afterwards.
-    checkpointing: whether each unit's activations are recomputed in backward.
+    This process becomes rank 0 of `RANKS` that are not there.
+    model: on the meta device; it is sharded, and of no use afterwards.
+    call: begins forward and backward of the compiled model that it is given.
+    checkpointing: whether activations of each unit but the root are recomputed in backward.
+    lowering: "inductor" or "eager".
     topology: costs of compute.
-    Raises RuntimeError if forward is not one graph with a backward.
+    Raises RuntimeError if forward is not one graph with a backward, or in a process that has a
+    process group.
     """
     pretend_ranks(RANKS)
     for unit in find_units(model, None):
@@ -112,9 +121,10 @@ def trace(
 
 
 def shard_without_weights(model: nn.Module, **given: Any) -> None:
-    """Apply `fully_shard` to all units of `model`, which is on the meta device.
+    """Apply `fully_shard` to all units of `model`, which is on the meta device, and to itself.
 
     Shards have memory on the CPU that nothing writes to.
+    given: arguments of `fully_shard`.
     """
     for unit in find_units(model, None):
         fully_shard(unit, **given)
@@ -125,9 +135,10 @@ def shard_without_weights(model: nn.Module, **given: Any) -> None:
 def compile_only(
     model: nn.Module, call: Callable[[Any], Any], compile_frame: Callable[[Frame], object]
 ) -> None:
-    """Compile with `compile_frame` what `call` runs of the sharded `model`, and run none of it.
+    """Capture the forward of the sharded `model`, and give it to `compile_frame`; run none of it.
 
-    Raises RuntimeError if forward is not one graph.
+    call: calls the compiled model that it is given; it ends there.
+    Raises RuntimeError if forward is not one graph, or if `compile_frame` fails.
     """
     is_recorded = False
 
@@ -151,7 +162,10 @@ class _Recorded(Exception):
 
 
 class _Recording(DryCompilation):
-    """Compilation that keeps each graph in numbers, before anything is decided."""
+    """Compilation that adds each graph, in numbers, to `graphs`, before anything is decided.
+
+    topology: costs of compute; the settings' topology is not used.
+    """
 
     def __init__(
         self,
@@ -172,9 +186,9 @@ class _Recording(DryCompilation):
 
 
 def pretend_ranks(ranks: int) -> None:
-    """Make this process rank 0 of `ranks` that are not there.
+    """Make this process rank 0 of `ranks` that are not there; do nothing if it is that already.
 
-    Raises RuntimeError in any other group.
+    Raises RuntimeError if it has another process group.
     """
     if not dist.is_initialized():
         _torch.dist.pretend_ranks(ranks)
@@ -186,9 +200,11 @@ def pretend_ranks(ranks: int) -> None:
 
 
 def grown(graphs: Mapping[str, PricedGraph], stacks: Iterable[Stack]) -> dict[str, Graph]:
-    """Return `graphs` of a model whose `stacks` have all their blocks again.
+    """Return `graphs` in numbers, as they are if `stacks` have all their blocks.
 
-    Raises ValueError if blocks that look alike are not computed alike.
+    graphs: as `trace` gives them, of a model that `cut_stacks` has cut.
+    stacks: the lists that were cut.
+    Raises ValueError if blocks that look alike are not computed alike, or if there are barriers.
     """
     found = {}
     for kind, priced in graphs.items():
@@ -218,9 +234,11 @@ def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
 
 
 def _middle(graph: str, added: int) -> Iterator[int]:
-    """Yield the numbers of three blocks that follow each other in program order.
+    """Yield the numbers of three traced blocks that follow each other in program order.
 
-    Neither the first nor the last block of the model is among the first two of them.
+    Neither the first nor the last block of the stack is among the first two of them.
+    graph: "forward" or "backward".
+    added: number of blocks that were cut out.
     """
     yield from (1, 2, 3 + added) if graph == "forward" else (2 + added, 1 + added, 0)
 
@@ -230,6 +248,8 @@ def _name(stack: Stack, step: int, name: str, copy: int) -> str:
 
 
 def _renamed(problem: Problem, stack: Stack, numbers: Mapping[int, int]) -> Problem:
+    """Return `problem` with blocks of `stack` under other numbers: `numbers`, new ones by old."""
+
     def renamed(name: str) -> str:
         return _numbered(stack, name, lambda number: numbers.get(number, number))
 
@@ -244,13 +264,16 @@ def _renamed(problem: Problem, stack: Stack, numbers: Mapping[int, int]) -> Prob
 
 
 def _numbered(stack: Stack, name: str, change: Callable[[int], int]) -> str:
-    """Return `name`, with another number where it is in a block of `stack`."""
+    """Return `name`, with its block's number changed by `change`, if it is in `stack`."""
     pattern = rf"^({re.escape(stack.path)}\.)(\d+)(?=\.|$)"
     return re.sub(pattern, lambda found: f"{found[1]}{change(int(found[2]))}", name)
 
 
 def mean_loss(output: Any) -> Tensor:
-    """Scalar to differentiate: a model's own loss, or the sum of the means of its outputs."""
+    """Scalar to differentiate: a model's own loss, or the sum of the means of its outputs.
+
+    Outputs that require no gradient are left out.
+    """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

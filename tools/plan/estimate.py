@@ -23,7 +23,7 @@ from autoshard.runtime.unit.unit import ROOT_NAME
 from autoshard.tools.plan.dry_run import Graph
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
-"""States of the size of a parameter that each keeps."""
+"""Number of states, each as large as a parameter, that an optimizer keeps for it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Configuration:
 
     reshards: whether unsharded parameters are freed after forward.
     micro_batch: sequences, or samples, of one step on one rank.
+    checkpointing: whether activations of units are recomputed in backward.
     """
 
     replicas: int
@@ -57,15 +58,15 @@ class Configuration:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the rank that has most, when it has most.
+    """Bytes at the peak, on the rank that needs most, by category.
 
-    parameters:  shards; and inputs that are no activations.
+    parameters:  shards.
     gradients:   shards of reduced gradients.
-    optimizer:   its states.
+    optimizer:   states of the optimizer.
     gathered:    unsharded parameters, gathered ahead or kept, and copies of them.
-    unreduced:   unsharded gradients that wait to be reduced.
+    unreduced:   unsharded gradients that wait to be reduced, or are being reduced, and copies.
     activations: values that forward keeps for backward.
-    temporaries: the rest.
+    temporaries: the rest; buffers and the user's inputs, too.
     """
 
     parameters: int
@@ -81,7 +82,7 @@ class MemoryEstimate:
         return sum(dataclasses.astuple(self))
 
     def first_beyond(self, limit: int) -> str | None:
-        """First category with which the sum is over `limit`; None if it never is."""
+        """First category, in the order of fields, at which their sum is over `limit`; or None."""
         sums = itertools.accumulate(dataclasses.astuple(self))
         return next(
             (
@@ -97,8 +98,9 @@ class MemoryEstimate:
 class Parameters:
     """Parameters of a model, which lie in memory from step to step.
 
+    Methods give bytes of shards, on the rank that has most, if there are `shards` of each.
     members: sizes and dtypes; of tied parameters, one.
-    trained: of those, the ones with a gradient.
+    trained: the members that have a gradient.
     """
 
     members: tuple[Member, ...]
@@ -120,7 +122,11 @@ def _chunk_bytes(member: Member, shards: int) -> int:
 
 @dataclass(frozen=True)
 class StepGraphs:
-    """Training step of a model: graphs for a microbatch, and what lies in memory meanwhile."""
+    """Training step of a model: graphs for a microbatch, and what lies in memory meanwhile.
+
+    graphs: "forward" and "backward".
+    optimizer: one of `OPTIMIZERS`.
+    """
 
     graphs: Mapping[str, Graph]
     parameters: Parameters
@@ -132,8 +138,8 @@ class StepGraphs:
 class Estimate:
     """Configuration with its predicted time and memory.
 
-    timelines: by graph, with buckets as planned, or one a unit where nothing was searched for.
-    decisions: by graph; empty where nothing was searched for.
+    timelines: by graph, with the buckets that were found, or one a unit without a search.
+    decisions: by graph; empty without a search.
     """
 
     configuration: Configuration
@@ -159,8 +165,9 @@ class Estimate:
 def estimate(
     step: StepGraphs, configuration: Configuration, topology: Topology, *, searched: bool
 ) -> Estimate:
-    """Estimate time and memory of one step.
+    """Estimate time and memory of one step: forward, backward and the optimizer's.
 
+    The optimizer's memory counts for the peak, too. Nothing is raised if memory does not suffice.
     searched: whether buckets are searched for, as a compilation does, or are one a unit, which is
         never better and much sooner done.
     """
@@ -208,7 +215,11 @@ def estimate(
 
 
 def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
-    """Search for buckets as a compilation without a budget does, within a device's memory."""
+    """Search for buckets as a compilation without a budget does, within a device's memory.
+
+    known: one bucket a unit, which is the result if nothing faster is found and it fits.
+    device_bytes: what shards and optimizer states leave of the device's memory.
+    """
     budget = min(known.peak_bytes, device_bytes)
     found = search(problem, budget_bytes=budget)
     if known.peak_bytes <= device_bytes and known.time_us < found.timeline.time_us:
@@ -217,7 +228,12 @@ def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
 
 
 class _Placed:
-    """Graph on a cluster: its problem, at the costs of a configuration."""
+    """Graph on a cluster: its problem, at the costs of a configuration.
+
+    Parameters that the configuration keeps unsharded from forward to backward are freed by no
+    forward, and gathered by no backward.
+    kept: bytes of these parameters at each op of backward, until they are freed; 0 in forward.
+    """
 
     def __init__(
         self, graph: Graph, step: StepGraphs, configuration: Configuration, topology: Topology
@@ -252,7 +268,7 @@ class _Placed:
         )
 
     def parts(self, peak: Peak) -> dict[str, int]:
-        """Bytes at `peak` by category, but for parameters and optimizer states."""
+        """Bytes at `peak`, of this graph, by category, but for parameters and optimizer states."""
         at = min(peak.position, self.problem.num_ops - 1)
         live = self.problem.live_bytes[at]
         assert peak.live in (0, live)
@@ -272,7 +288,7 @@ def _without(items: Iterable[Item], others: Iterable[Item]) -> Iterable[Item]:
 
 
 def _until_freed(items: Iterable[Item], num_ops: int) -> tuple[int, ...]:
-    """Bytes at each op of `items` that are there from the start, until they are needed no more."""
+    """Bytes that `items` take at each op, if they are there from the start until they are freed."""
     change = [0] * (num_ops + 1)
     for item in items:
         change[0] += item.num_bytes

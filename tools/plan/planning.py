@@ -45,7 +45,9 @@ class PlannedModel:
     """Model to train, with its batches, dtypes and optimizer.
 
     build: makes the model; called with the meta device as torch's default.
-    dtype, param_dtype: "bf16", "f32": of computation and gathers, and of what is kept and reduced.
+    batch: None: zeros, as token ids, or as pictures for a model of Hugging Face that takes them.
+    dtype: name of the dtype of computation and gathers, "bf16" for instance.
+    param_dtype: name of the dtype of shards and reduces.
     """
 
     name: str
@@ -60,7 +62,10 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class Choices:
-    """Settings of configurations; None where the caller leaves one open."""
+    """Settings of configurations; None where the caller leaves one open.
+
+    mesh: (replicas, shards).
+    """
 
     mesh: tuple[int, int] | None = None
     strategy: str | None = None
@@ -70,7 +75,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Result of `plan`. estimates: those that fit, the best first; if none does, the best alone."""
+    """Result of `plan`.
+
+    num_configurations: how many were estimated.
+    estimates: at most three that fit, the best first; if none fits, the one that needs least.
+    """
 
     model: PlannedModel
     topology: Topology
@@ -87,10 +96,12 @@ class PlanReport:
 
 
 def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices) -> PlanReport:
-    """Estimate all configurations that `choices` leaves open, the best of them with plans.
+    """Estimate all configurations that `choices` leaves open, the best three with a search.
 
+    Fewer bytes beyond a device's memory are better, then less time for a sequence.
     Raises ValueError for a mesh that doesn't hold `gpus`, or a strategy that no mesh has;
-    RuntimeError for a model whose forward is not one graph.
+    RuntimeError for a model whose forward is not one graph, and in a process that has a process
+    group.
     """
     began = time.perf_counter()
     configurations = list(_configurations(topology, gpus, choices))
@@ -126,6 +137,10 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
 
 
 def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator[Configuration]:
+    """Yield all configurations that `choices` leaves open, each once.
+
+    Raises ValueError for a mesh that doesn't hold `gpus`.
+    """
     meshes = [choices.mesh] if choices.mesh else _meshes(topology, gpus)
     for replicas, shards in meshes:
         if replicas * shards != gpus:
@@ -141,7 +156,11 @@ def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator
 
 
 def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
-    """Meshes, (replicas, shards): shards over all ranks, a node, its doublings, and over none."""
+    """List meshes to try, (replicas, shards).
+
+    Shards are over all ranks; over one node, two, four and so on, as long as that divides `gpus`;
+    and over one rank, with replicas alone.
+    """
     shards = {1, gpus}
     number = min(topology.ranks_per_node, gpus)
     while number < gpus and gpus % number == 0:
@@ -153,7 +172,10 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
 def _step(
     planned: PlannedModel, topology: Topology, micro_batch: int, recompute: bool
 ) -> StepGraphs:
-    """Trace a step with few blocks, if that gives what all of them would, else with all."""
+    """Trace a step with few blocks, if that gives what all of them would, else with all.
+
+    recompute: whether activations of units are recomputed in backward.
+    """
     model = on_meta(planned)
     parameters = _parameters(model)
     stacks = cut_stacks(model)
@@ -177,7 +199,10 @@ def _step(
 
 
 def step_of(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Callable[[Any], None]:
-    """Return forward and backward, as a function, of what `model` is compiled to, with a batch."""
+    """Return a function that runs forward and backward of the compiled `model` that it is given.
+
+    It has one batch, which is made here.
+    """
     batch = _batch(planned, model, micro_batch)
 
     def call(compiled: Any) -> None:
@@ -194,7 +219,7 @@ def policy_of(planned: PlannedModel) -> MixedPrecisionPolicy:
 
 
 def on_meta(planned: PlannedModel) -> nn.Module:
-    """Build the unsharded model on the meta device, without memory."""
+    """Build the unsharded model, in `param_dtype`, on the meta device: without memory."""
     with torch.device("meta"):
         model = planned.build()
     return model.to(DTYPES[planned.param_dtype])
@@ -227,8 +252,10 @@ def _batch(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Any:
 
 
 def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> PlannedModel:
-    """Read a model from the command line's options.
+    """Read a model from the command line's options; it is not built yet.
 
+    options: what is parsed, with the options of `add_workload`, `micro_batch`, `optimizer` and
+        `lowering`.
     load: returns the function at "package.module:name".
     Raises ValueError, naming the option, for what is not known.
     """
@@ -259,7 +286,8 @@ def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> Plann
 def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
     """Return a function that builds the model of a `config.json`, of the class that it names.
 
-    Raises ValueError if it is no configuration, or where there is no transformers.
+    If it names none that transformers has, the model is a causal language model.
+    Raises ValueError if the file is no configuration, or if transformers is not installed.
     """
     if not path.exists():  # else it is taken for a name on the hub, and asked for there
         raise ValueError(f"{path} is no configuration of a Hugging Face model: no such file")
@@ -287,6 +315,7 @@ def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
 def read_gpus(text: str, topology: str | None) -> tuple[int, Topology]:
     """Read a number of ranks and a topology from "64xH100", or "64" and a topology's name.
 
+    topology: a name or a JSON file, which goes before the kind in `text`.
     Raises ValueError for anything else.
     """
     found = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
@@ -306,9 +335,9 @@ def _topology_of(kind: str) -> str:
 
 
 def read_mesh(text: str, gpus: int) -> tuple[int, int]:
-    """Read (replicas, shards) from "2048x8", or from "8", which is as many shards on `gpus` ranks.
+    """Read (replicas, shards) from "2048x8", or from "8", shards alone: replicas then fill `gpus`.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else. Whether the mesh has `gpus` ranks is not checked.
     """
     found = re.fullmatch(r"(?:(\d+)x)?(\d+)", text)
     if not found or int(found[2]) < 1:

@@ -19,7 +19,7 @@ CATEGORIES = tuple(field.name for field in dataclasses.fields(MemoryEstimate))
 def text(report: PlanReport, *, with_buckets: bool = False) -> str:
     """Format tables: the best configurations, then memory and time of the first.
 
-    with_buckets: whether its buckets follow, a line for those of a unit.
+    with_buckets: whether the buckets of the first follow, a line for those of a unit.
     """
     model, topology, best = report.model, report.topology, report.estimates[0]
     lines = [
@@ -88,7 +88,7 @@ def _time_rows(best: Estimate) -> Iterator[Sequence[str]]:
 
 
 def _bucket_rows(decision: Decision) -> Iterator[Sequence[str]]:
-    """Yield a line for the buckets of one kind, one after another, that begin in one unit."""
+    """Yield a head, and a line for each run of buckets of one kind that begin in one unit."""
     yield (
         *("kind", "layout", "from", "to", "buckets", "params", "bytes"),
         *("launch us", "finish us", "exposed us"),

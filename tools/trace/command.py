@@ -49,7 +49,11 @@ def add_traced(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard trace`; exit status 2 for what can't be read or traced."""
+    """Run `autoshard trace`: print the plans, and write them to the folder of `--out`.
+
+    Returns the exit status. What can't be read or traced ends the process with status 2.
+    arguments: the command line; not used.
+    """
     from autoshard.tools.trace.tracing import write
 
     found = traced(options)
@@ -61,7 +65,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def traced(options: argparse.Namespace) -> list[Traced]:
-    """Trace the step that `options` describe; exit status 2 for what can't be read or traced."""
+    """Trace the step that `options` describe.
+
+    What can't be read or traced is an error of the command line: it ends the process with status 2.
+    """
     from autoshard.tools.plan.planning import read_model
     from autoshard.tools.trace.tracing import trace_model
 

@@ -46,9 +46,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard golden`.
+    """Run `autoshard golden`: print how the files differ, or write them with `--accept`.
 
-    Exit status 1 where the files differ, 2 for what can't be read or traced.
+    Returns the exit status, 1 if the files differ. What can't be read or traced ends the process
+    with status 2.
+    arguments: the command line; not used.
     """
     texts, folder = golden_texts(traced(options)), Path(options.dir)
     if options.accept:
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def golden_texts(found: Sequence[Traced]) -> dict[str, str]:
-    """Texts of golden files, by name: each graph, and all plans.
+    """Texts of golden files by name: "forward.txt" for instance, and "plans.txt" with all plans.
 
     Plans are without figures, which change with prices.
     """
@@ -78,7 +80,10 @@ def accept(texts: dict[str, str], folder: Path) -> None:
 
 
 def differences(texts: dict[str, str], folder: Path) -> Iterator[str]:
-    """Yield lines of a diff from the golden files to `texts`; none if they are the same."""
+    """Yield lines of a diff from the golden files to `texts`; none if they are the same.
+
+    A file that is missing counts as empty, as does the text for a file of a graph not in `texts`.
+    """
     now = {**texts, **{path.name: "" for path in _left_over(texts, folder)}}
     for name, text in now.items():
         path = folder / name

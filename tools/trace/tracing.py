@@ -29,7 +29,10 @@ from autoshard.tools.plan.planning import PlannedModel, on_meta, policy_of, step
 
 @dataclass(frozen=True)
 class Traced:
-    """Graph of a step after the last pass, as text, and its plan."""
+    """Graph of a step after the last pass, as text, and its plan.
+
+    graph: "forward" or "backward".
+    """
 
     graph: str
     text: str
@@ -48,10 +51,12 @@ def trace_model(
 ) -> list[Traced]:
     """Trace the forward and the backward graph of a step on rank 0 of `ranks`.
 
-    options: as the backend takes them, those of TAKEN; `dump` writes a file a pass. Units are those
-        of `shard()`. Without a topology, "auto" is one bucket a unit.
-    Raises RuntimeError if forward is not one graph, or has no parameter that is sharded, and in a
-    process that has a process group of its own; ValueError for another option, or a wrong value.
+    Units are those of `shard()`. Returns the graphs that have a collective.
+    micro_batch: sequences of a rank.
+    options: as the backend takes them, those of TAKEN; `dump` writes a file a pass. Without a
+        topology, "auto" is one bucket a unit.
+    Raises RuntimeError if forward is not one graph, or no graph has a collective, and in a process
+    that has another process group; ValueError for another option, or a wrong value.
     """
     given = CompileOptions.read(options)
     if given.bucketing == "auto" and given.topology is None:
@@ -106,7 +111,7 @@ class _Tracing(Compilation):
 
 
 def write(found: Sequence[Traced], folder: Path) -> list[Path]:
-    """Write plans as JSON, and their timelines for Perfetto where they have figures."""
+    """Write plans as JSON, and timelines of plans with figures for Perfetto; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for each in found:

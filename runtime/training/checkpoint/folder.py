@@ -25,7 +25,10 @@ _runs: dict[Path, str] = {}  # by folder: which run this is; rank 0 alone knows
 
 
 def prepare(root: Path, aside: Path) -> str:
-    """Make the folder `aside` in `root` to write to; remove those whose writing was broken off."""
+    """Make `root` if need be, and in it the empty folder `aside` to write to.
+
+    Deletes all `.writing_` folders there before, as left by ranks that were killed. Returns "".
+    """
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(".writing_*"):  # by ranks that were killed
         shutil.rmtree(left)
@@ -34,8 +37,12 @@ def prepare(root: Path, aside: Path) -> str:
 
 
 def publish(root: Path, aside: Path, step: int, keep: int) -> str:
-    """Check what was written, rename it, and delete older checkpoints; returns its name.
+    """Check what was written to `aside`, rename it to be a checkpoint, and delete older ones.
 
+    Warns if all complete checkpoints in `root` are of another run; those of other runs stay.
+
+    keep: how many complete checkpoints of this run stay, this one included.
+    Returns its name: "step_00000040", or "step_00000040.1" if there was one of that step.
     Raises OSError if a file is missing or too short.
     """
     metadata = Reader(aside).read_metadata()
@@ -79,10 +86,12 @@ def publish(root: Path, aside: Path, step: int, keep: int) -> str:
 
 
 def choose(root: Path, step: int | None) -> tuple[str, int] | None:
-    """Choose the checkpoint saved last, or the last of `step` if that is given.
+    """Choose the complete checkpoint saved last, or the last of `step` if that is given.
 
-    Returns its name, and the number of ranks that saved it; None if there is none. Raises OSError
-    if there is none of `step`, or none is complete any more.
+    Checkpoints that this process saves later continue its run. Warns of incomplete checkpoints.
+
+    Returns its name, and the number of ranks that saved it; None if `root` has no checkpoint.
+    Raises OSError if `step` is given and there is none of it, or if there are only incomplete ones.
     """
     saved = _complete(root)
     broken = [name for name in _names(root) if name not in saved]
@@ -104,7 +113,7 @@ def choose(root: Path, step: int | None) -> tuple[str, int] | None:
 
 
 def step_of(name: str) -> tuple[int, int]:
-    """Step of a checkpoint by its name, and the number of the attempt at that step.
+    """Step of a checkpoint by its name, and the number of the attempt at that step, from 0.
 
     A step is saved again by a run that was resumed before it.
     """
@@ -114,7 +123,7 @@ def step_of(name: str) -> tuple[int, int]:
 
 
 def _complete(root: Path) -> dict[str, int]:
-    """Names of complete checkpoints, in the order in which they were saved, and their numbers.
+    """Map names of complete checkpoints, in the order in which they were saved, to `_number`.
 
     Their steps may be in another order: a run may have gone back to an earlier step.
     """
@@ -145,7 +154,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _sync(folder: Path) -> None:
-    """Have a rename in `folder` on the disk, by writing out the folder itself."""
+    """Flush `folder` itself to the disk, so that a rename in it is there after a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,7 +24,11 @@ _GROUPS = f"{_OPTIMIZER}param_groups."
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Return the state to save, of DTensors. Raises ValueError for what could not be loaded."""
+    """Return the state to save: {"model": ...}, and "optimizer" if there is one, by names.
+
+    Sharded tensors are DTensors, and all tensors are those in use, not copies. Raises ValueError
+    for objects that could not be loaded as weights only, or as `optimizer_state.state_of`.
+    """
     with quiet():
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizer is not None:
@@ -37,9 +41,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 def room_for(
     known: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Make room to read a checkpoint into: the model's state, and the optimizer's without groups.
+    """Make room to read a checkpoint into: {"model": ..., "optimizer": {"state": ...}}.
 
-    known: what is saved, by key. Raises ValueError where names or sizes differ.
+    Tensors of the model, and those that the optimizer has, are the ones in use: reading overwrites
+    them. "optimizer" also has the optimizer's own "param_groups", which are not read into; without
+    an `optimizer` it has no "param_groups" and no state.
+
+    known: metadata of what is saved, by key.
+    Raises ValueError where names or sizes differ, or no optimizer was saved.
     """
     with quiet():
         state = get_model_state_dict(model)
@@ -54,7 +63,10 @@ def room_for(
 
 
 def room_for_groups(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Make room to read the optimizer's groups into, by key, of all that is saved."""
+    """Make room to read the saved optimizer's groups into: a tensor or None by key.
+
+    known: metadata of all that is saved, by key.
+    """
     return {
         key: new_tensor(kind) if isinstance(kind, TensorStorageMetadata) else None
         for key, kind in known.items()
@@ -63,9 +75,12 @@ def room_for_groups(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def match_groups(room: dict[str, Any], rest: Mapping[str, Any]) -> None:
-    """Match the optimizer's groups in `rest`, if there is one, with those of `room`.
+    """Replace the optimizer's groups in `room` by the saved ones in `rest` with their parameters.
 
-    Raises ValueError if they don't match.
+    Does nothing if `room` was made without an optimizer. Raises ValueError if groups don't match.
+
+    room: as `room_for` made it.
+    rest: what was read, by key, the groups among it.
     """
     if "param_groups" not in room["optimizer"]:
         return
@@ -91,7 +106,10 @@ def load_state(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore torch's warnings of its own deprecated calls, and have it find sharded parameters."""
+    """Context that ignores FutureWarnings and UserWarnings, and has torch find sharded parameters.
+
+    torch warns of its own deprecated calls, and would find unsharded copies after `unshard()`.
+    """
     with warnings.catch_warnings(), access.as_sharded():
         warnings.simplefilter("ignore", category=FutureWarning)
         warnings.simplefilter("ignore", category=UserWarning)
@@ -99,7 +117,10 @@ def quiet() -> Iterator[None]:
 
 
 def _check_fits(known: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the model that was saved has the names and sizes of `state`."""
+    """Raise ValueError unless the saved model has the names and sizes of `state`, and no others.
+
+    known: metadata of what is saved, by key. Objects in `state`, as extra state, may differ.
+    """
     tensors = {
         key.removeprefix(_MODEL): kind
         for key, kind in known.items()
@@ -126,6 +147,6 @@ def _check_fits(known: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _beginnings(keys: list[str]) -> set[str]:
-    """Prefixes of dotted `keys`: of "state.w.step" they are that, "state.w" and "state"."""
+    """Find all prefixes of dotted `keys`: of "state.w.step" it, "state.w" and "state"."""
     parts = [key.split(".") for key in keys]
     return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}

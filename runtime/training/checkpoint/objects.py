@@ -15,7 +15,7 @@ from autoshard import _torch
 
 
 def to_plain(state: Any) -> Any:
-    """Replace NumPy's numbers, which a schedule may have calculated with, by Python's."""
+    """Copy `state`, with Python's numbers for NumPy's, which a schedule may have computed with."""
     return _torch.tensors.tree_map(
         lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, state
     )
@@ -26,9 +26,10 @@ def _is_numpy_number(value: Any) -> bool:
 
 
 def to_bytes(objects: Any, whose: str) -> Tensor:
-    """Serialise `objects` to one tensor of bytes.
+    """Serialize `objects`, with all they contain, to one u8 tensor on the CPU.
 
-    whose: the beginning of the error. Raises ValueError for what can't be read as weights only.
+    whose: whose they are, which the error begins with.
+    Raises ValueError for what can't be read as weights only.
     """
     file = io.BytesIO()
     torch.save(objects, file)
@@ -43,7 +44,7 @@ def to_bytes(objects: Any, whose: str) -> Tensor:
 
 
 def from_bytes(saved: Tensor) -> Any:
-    """Return the objects that `to_bytes` made `saved` of."""
+    """Return the objects that `to_bytes` has serialized to `saved`."""
     return torch.load(io.BytesIO(saved.numpy().tobytes()), weights_only=True)
 
 

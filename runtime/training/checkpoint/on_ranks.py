@@ -14,7 +14,10 @@ class CheckpointError(RuntimeError):
 
 
 def on_first_rank(work: Callable[[], Any], what: str) -> Any:
-    """Return the result of `work`, which rank 0 does. Raises CheckpointError on all if it can't."""
+    """Call `work` on rank 0, and return its result on all ranks, which call this together.
+
+    what: what is done, for the error. Raises CheckpointError on all ranks if `work` raises.
+    """
     said: list[Any] = [_attempt(work) if this_rank() == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(said, src=0)
@@ -25,7 +28,10 @@ def on_first_rank(work: Callable[[], Any], what: str) -> Any:
 
 
 def on_each_rank(work: Callable[[], Any], what: str) -> Any:
-    """Return the result of `work` here. Raises CheckpointError on all ranks if one fails."""
+    """Call `work` on every rank, wait for all, and return the result of this rank.
+
+    what: what is done, for the error. Raises CheckpointError on all ranks if `work` raises on one.
+    """
     result, error = _attempt(work)
     errors = [error] * num_ranks()
     if dist.is_initialized():
@@ -37,7 +43,7 @@ def on_each_rank(work: Callable[[], Any], what: str) -> Any:
 
 
 def reasons(error: CheckpointException) -> str:
-    """Describe the error of the first of those ranks that failed."""
+    """Describe the error of the lowest rank among those that `error` says have failed."""
     rank = min(error.failures)
     cause = error.failures[rank][0]
     return f"on rank {rank}, {type(cause).__name__}: {cause}"
@@ -54,7 +60,7 @@ def num_ranks() -> int:
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Do `work`; returns its result and None, or None and the error in words."""
+    """Call `work`; returns its result and None, or None and its exception in words."""
     try:
         return work(), None
     except Exception as error:  # whatever it is, the others wait for an answer

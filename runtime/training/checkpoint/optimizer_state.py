@@ -25,10 +25,11 @@ _OTHER_TYPE = "give an optimizer of the type that was saved, or load the model a
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state that torch's `get_optimizer_state_dict` gives, by names of parameters.
+    """Return "state" and "param_groups" as torch's `get_optimizer_state_dict`, by parameter names.
 
-    Without state before the first step. Raises ValueError if `optimizer` trains what is no
-    parameter of `model`.
+    A parameter without state, as before the first step, has no entry in "state". Tensors are the
+    optimizer's own, not copies. Raises ValueError if `optimizer` trains what is no parameter of
+    `model`.
     """
     names, own = _names(model, optimizer), optimizer.state_dict()
     flat = [name for each in names for name in each]
@@ -42,11 +43,12 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 def room_for(
     model: nn.Module, optimizer: torch.optim.Optimizer, known: Container[str]
 ) -> dict[str, Any]:
-    """Make room to read an optimizer's state into, for those parameters that have some in `known`.
+    """Make room to read a saved state into: like `state_of`, with state where some was saved.
 
-    It is like `state_of`.
+    A parameter's own state is taken, to be overwritten, or else `_new_state`.
+
     known: the keys that a checkpoint has below "optimizer", each with all of its prefixes.
-    Raises ValueError if an optimizer of another type was saved.
+    Raises ValueError if a saved state lacks a key that this optimizer has, as that of another type.
     """
     room = state_of(model, optimizer)
     saved: dict[str, dict[str, Any]] = {}
@@ -65,10 +67,11 @@ def room_for(
 
 
 def match_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return `groups`, each with the values of that one of `saved` which has its parameters.
+    """Return `groups`, each with the values of the group in `saved` that has its parameters.
 
-    Raises ValueError if parameters are grouped otherwise than they were, so that they would get
-    each other's values, or if a value is missing.
+    "params" stay, and a group of which no parameter was saved keeps its own values.
+    Raises ValueError if the parameters of a group are from several of `saved`, or those of one of
+    `saved` are in several groups, or if a value is missing.
     """
     of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     found = [{of[name] for name in group["params"] if name in of} for group in groups]
@@ -98,7 +101,7 @@ def _where(value: Any, own: Any) -> Any:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load `state`, read into what `room_for` made and with groups that match, into `optimizer`."""
+    """Load `state`, which `room_for` made, with groups of `match_groups`, into `optimizer`."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     number = {name: at for at, name in enumerate(names)}
     optimizer.load_state_dict(
@@ -113,7 +116,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Names of each group's parameters, as torch has them in checkpoints.
+    """List, for each of the optimizer's groups, the names of its parameters in checkpoints.
 
     Raises ValueError for a parameter that is none of the model's.
     """
@@ -131,9 +134,12 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
 
 
 def _new_state(optimizer: torch.optim.Optimizer, group: Group, param: Tensor) -> Mapping[str, Any]:
-    """Return the state that `optimizer` has after a step for a parameter like `param`.
+    """Return the state that a step of `optimizer` makes for a parameter of zeros like `param`.
 
-    The parameter and its gradient are 0.
+    Its gradient is of zeros, too. A stand-in takes the step: `optimizer` and `param` stay as they
+    are.
+
+    group: of `param_groups`, that `param` is in.
     """
     like = nn.Parameter(torch.zeros_like(param), requires_grad=param.requires_grad)
     like.grad = torch.zeros_like(like)

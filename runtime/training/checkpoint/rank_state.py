@@ -29,8 +29,9 @@ class Stateful(Protocol):
 
 
 def own_state(states: Mapping[str, Stateful]) -> Tensor:
-    """Return the bytes of `states` and of this rank's generators.
+    """Return the states of `states` and of this rank's random number generators, as bytes.
 
+    Generators are those of torch, of the current CUDA device, of Python, and of NumPy if imported.
     Raises ValueError for what can't be read as weights only.
     """
     own: dict[str, Any] = {
@@ -47,9 +48,9 @@ def own_state(states: Mapping[str, Stateful]) -> Tensor:
 
 
 def room_for_own(known: Mapping[str, Any], source: str) -> Tensor:
-    """Make room for the bytes of rank `source`'s own state. Raises ValueError if there are none.
+    """Make room for the bytes of rank `source`'s own state. Raises ValueError if none are saved.
 
-    known: what is saved, by key.
+    known: metadata of what is saved, by key.
     """
     own = known.get(f"{RANKS}.{source}")
     if not isinstance(own, TensorStorageMetadata):
@@ -58,7 +59,9 @@ def room_for_own(known: Mapping[str, Any], source: str) -> Tensor:
 
 
 def check_states(saved: Mapping[str, Any], states: Mapping[str, Stateful], world: int) -> None:
-    """Raise ValueError if a state is missing in `saved`, or can't be loaded on so many ranks.
+    """Raise ValueError if one of `states` is missing in `saved`, or can't be loaded here.
+
+    It can't if it has DTensors, and the number of ranks is another.
 
     world: the number of ranks that saved it.
     """
@@ -77,7 +80,7 @@ def check_states(saved: Mapping[str, Any], states: Mapping[str, Stateful], world
 
 
 def load_states(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
-    """Load what was saved of each of `states`. Raises RuntimeError, with its name, if one can't."""
+    """Load each of `states` from `saved`, by name. Raises RuntimeError, naming it, if one fails."""
     for name, each in states.items():
         try:
             each.load_state_dict(saved[name])
@@ -86,7 +89,7 @@ def load_states(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> Non
 
 
 def set_generators(own: Mapping[str, Any]) -> None:
-    """Set this rank's random number generators to the states in `own`."""
+    """Set this rank's random number generators to the states in `own`, as far as it has them."""
     torch.set_rng_state(own["torch"])
     random.setstate(own["random"])
     if "cuda" in own and torch.cuda.is_available():

@@ -27,6 +27,11 @@ class Reader(FileSystemReader):
     """Reader of a checkpoint's files, whose index may have nothing but what belongs there."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's index.
+
+        Raises FileNotFoundError if there is none, UnpicklingError if it has other types or names a
+        file outside of the checkpoint.
+        """
         try:
             with open(Path(self.path) / ".metadata", "rb") as file:
                 metadata = _Index(file).load()
@@ -41,7 +46,10 @@ class Reader(FileSystemReader):
 
 
 def read_into(reader: Reader, state: dict[str, Any]) -> None:
-    """Read into the tensors of `state`, and replace its other values. Raises CheckpointError."""
+    """Read into the tensors of `state`, and replace its other values; all ranks call this.
+
+    Raises CheckpointError if something can't be read; tensors read until then have changed.
+    """
     try:
         load(state, storage_reader=reader, planner=_Planner())
     except CheckpointException as error:
@@ -52,7 +60,7 @@ def read_into(reader: Reader, state: dict[str, Any]) -> None:
 
 
 def new_tensor(saved: TensorStorageMetadata) -> Tensor:
-    """Make a tensor of the size and dtype of one that was saved, to read it into."""
+    """Make an uninitialized CPU tensor of the size and dtype of a saved one, to read it into."""
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
@@ -63,7 +71,10 @@ _NAMED_IN_METADATA = {
 
 
 class _Index(pickle.Unpickler):
-    """Unpickler of a checkpoint's index: makes the types that belong there, and nothing else."""
+    """Unpickler of a checkpoint's index: makes the types that belong there, and nothing else.
+
+    Raises UnpicklingError for any other.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (

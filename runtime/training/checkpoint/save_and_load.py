@@ -57,12 +57,16 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of `step`; all ranks call this, and `folder` is one that they share.
 
-    states: other objects with a state, by name: this rank's, made of tensors, numbers, text, and
-        lists and dicts of them. States of random number generators are saved, too.
+    The same step may be saved again: the path ends in ".1", ".2" and so on then. `.writing_*` in
+    `folder`, as killed ranks leave, is deleted.
+
+    states: other objects with a state, by name: each rank saves its own, made of tensors, numbers,
+        text, and lists and dicts of them. Random number generators' states are saved, too.
     keep: how many complete checkpoints of this run stay, this one included; older ones are deleted.
-        A run is one that began without loading from `folder`, and what was resumed from it.
-    Returns its path. Raises CheckpointError on every rank if one can't write its part: what was
-    complete before stays so. Raises ValueError for a wrong `step` or `keep`.
+        A run begins without loading from `folder`, and goes on in processes that load from it.
+    Returns its path. Raises CheckpointError on every rank if a rank can't write its part, or has a
+    state that could not be loaded: what was complete before stays so. Raises ValueError for a
+    wrong `step` or `keep`, RuntimeError if the model's ranks don't all save this step now.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"expected step >= 0 and keep >= 1, got step={step}, keep={keep}")
@@ -97,14 +101,17 @@ def load_checkpoint(
     step: int | None = None,
     states: Mapping[str, Stateful] | None = None,
 ) -> int | None:
-    """Load the checkpoint that was saved last, or that of `step`; all ranks call this.
+    """Load the checkpoint that was saved last, or the last of `step`; all ranks call this.
 
     The number of ranks, strategies and meshes may be others than those it was saved with. If the
     number of ranks is another, random number generators are left as they are, and `states` are
-    given what rank 0 had of them, with a warning. Returns its step; None if there is none, which is
-    an error if `step` was given. Raises CheckpointError on every rank, with the first parameter or
-    state that does not fit, before anything is changed; `states` are loaded last, and what one of
-    them raises is in it, too.
+    given what rank 0 had of them, with a warning.
+
+    states: objects to load, by the names that they were saved with.
+    Returns its step; None if there is no checkpoint and no `step` was given. Raises CheckpointError
+    on every rank if there is none of `step`, or, before anything is changed, with the first
+    parameter or state that does not fit; also if a file can't be read, or if one of `states`, which
+    are loaded last, raises. RuntimeError if the model's ranks don't all load this step now.
     """
     _check_together(model, f"load_checkpoint(step={step})")
     root = Path(folder)
@@ -138,10 +145,12 @@ def load_checkpoint(
 def _make_room(
     reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None, source: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make room to read a checkpoint into: the model's state and the optimizer's; and the rest.
+    """Make room to read a checkpoint into: (the model's and optimizer's state, the rest).
 
-    The rest is read before anything is changed: the optimizer's groups, by key, and what the rank
-    `source` had of its own.
+    The first is as `room_for` makes it; reading into it changes the model. The rest can be read
+    before that: the optimizer's groups, by key, and a rank's own states.
+
+    source: number of the rank whose own states are read, as text.
     Raises ValueError where names or sizes differ.
     """
     known = reader.read_metadata().state_dict_metadata
@@ -155,10 +164,11 @@ def _make_room(
 def _check_read(
     room: dict[str, Any], rest: Mapping[str, Any], states: Mapping[str, Stateful], world: int
 ) -> dict[str, Any]:
-    """Match groups of `rest` with those of `room`; returns this rank's own states.
+    """Put the groups of `rest`, which was read, in `room`, and return the own states in `rest`.
 
-    Raises ValueError if they don't match, or if a state is missing or can't be loaded on so many
-    ranks.
+    world: the number of ranks that saved them.
+    Raises ValueError if groups don't match, or if one of `states` is missing or can't be loaded on
+    this number of ranks.
     """
     (saved,) = rest[RANKS].values()
     own: dict[str, Any] = from_bytes(saved)
@@ -170,7 +180,10 @@ def _check_read(
 def _check_together(model: nn.Module, what: str) -> None:
     """Raise RuntimeError unless all ranks of `model` are at `what`.
 
-    A rank that came here alone would meet another collective of its peers.
+    A rank that came here alone would meet another collective of its peers. Does nothing if no
+    module of `model` is sharded.
+
+    what: the call, with arguments that must be the same, as text.
     """
     units = (access.unit_of(module) for module in model.modules())
     unit = next((unit for unit in units if unit is not None), None)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import Net, net_loss
 from support.ranks import free_port, on_ranks
-from support.training import adamw, assert_same, average_gradients, in_both_forms, in_form
+from support.training import adamw, assert_same, average_gradients, by_hand, in_both_forms, in_form
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -303,3 +304,16 @@ def test_an_error_that_nobody_catches(mistake: str) -> None:
     assert ended.returncode == 1
     assert "1.weight was the latest" in ended.stderr
     assert "register_forward_method" in ended.stderr
+
+
+@on_ranks(2)
+def test_a_forward_where_an_exception_is_handled(rank: int) -> None:
+    """A model that is called in an `except:` block has not failed: `parameters()` gives what is
+    left unsharded for backward, as it does elsewhere."""
+    model = by_hand(autoshard.fully_shard, reshard_after_forward=False)(Net())
+    try:
+        raise ValueError("a batch that is too large")
+    except ValueError:
+        loss = net_loss(model, rank, 0)
+    assert not any(isinstance(each, DTensor) for each in model.layers[0].parameters())
+    loss.backward()
