@@ -145,7 +145,7 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def _shape_of(node: fx.Node) -> Any:
-    """Copy the results of `node` as meta tensors of the same shapes, with hints as sizes."""
+    """Return the results of `node` as meta tensors of f32, with hints in place of symbols."""
 
     def without_symbols(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -198,9 +198,11 @@ def follow_replaced(example_inputs: Sequence[Any]) -> bool:
 
 
 def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
-    """Rewrite Dynamo's `gm` in place, to take local shards, and number the markers in it.
+    """Rewrite Dynamo's `gm` in place: take local shards, give markers their parameters' numbers.
 
-    Parameters that the graph uses as DTensors (in a user's own DTensor code) stay so. Raises
+    A marker is the op that gathers a parameter; parameters have numbers from 0, in the order of
+    their first markers. Parameters that the graph uses as DTensors (in a user's own DTensor code)
+    are still taken as DTensors. Raises
     ValueError for a marker of something else than a parameter, for a parameter that is used as
     `_check_uses` forbids, or whose all-gather extension can't be compiled.
     """

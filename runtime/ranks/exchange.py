@@ -272,8 +272,10 @@ def _session(
 def _answer_all(
     store: Store, mesh: str, session: str, others: Sequence[int], deadline: float
 ) -> list[int]:
-    """Send the session to `others` until each has confirmed it; returns those that don't in time.
+    """Answer requests of `others` for the session; return those that don't confirm it in time.
 
+    A rank is answered once it has asked, and again if it asks anew: the first request may be of a
+    process that is gone.
     mesh: its `mesh_name`.
     deadline: in the time of `time.monotonic()`.
     """

@@ -74,7 +74,8 @@ def _subtree(top: nn.Module) -> Iterable[nn.Module]:
 def _iterate(given: Any, kind: type, what: str) -> list[Any]:
     """Return `given`, an iterable of `kind`, as a list; None gives an empty one.
 
-    what: the argument's name. Raises TypeError for anything else.
+    what: the argument's name. Raises TypeError for anything else, also a single one of `kind`, and
+        for an item that is not of `kind`.
     """
     noun = f"torch.nn.{kind.__name__}s"
     if given is None:

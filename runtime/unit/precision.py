@@ -89,10 +89,10 @@ def ignore_buffers(modules: set[nn.Module]) -> None:
 
 
 def cast_buffers(unit: Unit) -> bool:
-    """Cast the buffers of the unit's modules, in place of the old ones, to its `buffer_dtype`.
+    """Replace the buffers of the unit's modules by ones of its `buffer_dtype`.
 
-    To their own dtype instead if a forward now is to compute in full precision. Nothing is done if
-    the policy has no `buffer_dtype`. Returns whether any buffer was cast.
+    They have the dtype from before any cast if a forward now is to compute in full precision.
+    Nothing is done if the policy has no `buffer_dtype`. Returns whether any buffer was cast.
     """
     wrong = _wrong_buffers(unit)
     for module, name, buffer, wanted in wrong:

@@ -209,7 +209,9 @@ class _Model(nn.Module):
 
 
 def try_model(seed: int) -> Sample:
-    """Train the model of `seed` replicated, eagerly and compiled, and compare; all ranks call this.
+    """Train a random model replicated, eagerly and compiled, and compare bit for bit; on all ranks.
+
+    seed: draws the model, and options, strategy, optimizer and batches.
 
     Every rank returns the same result. An exception is a problem, too, and so is a RuntimeWarning,
     but for those about memory budgets.

@@ -49,14 +49,16 @@ TAKEN = ("lowering", "bucketing", "topology", "strategy", "dump")
 def trace_model(
     planned: PlannedModel, ranks: int, micro_batch: int, options: dict[str, Any]
 ) -> list[Traced]:
-    """Trace the forward and the backward graph of a step on rank 0 of `ranks`.
+    """Trace the forward and the backward graph of a step on rank 0 of `ranks`; run neither.
 
-    Units are those of `shard()`. Returns the graphs that have a collective.
+    It leaves a process group of that many ranks, of which no other is there. Units are those of
+    `shard()`. Returns the graphs that have a collective.
     micro_batch: sequences of a rank.
     options: as the backend takes them, those of TAKEN; `dump` writes a file a pass. Without a
         topology, "auto" is one bucket a unit.
     Raises RuntimeError if forward is not one graph, or no graph has a collective, and in a process
-    that has another process group; ValueError for another option, or a wrong value.
+    that has a process group other than such a one; ValueError for an option that is not in TAKEN,
+    or a wrong value.
     """
     given = CompileOptions.read(options)
     if given.bucketing == "auto" and given.topology is None:
