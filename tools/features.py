@@ -405,7 +405,7 @@ def _full_name(test: str) -> str:
 
 
 def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
-    """List rows that no test claims, or shows compiled without a reason, and claims of no row.
+    """List rows that no test claims, rows without a compiled test or a reason, and unknown claims.
 
     rows: ids of all rows.
     Reasons are those of `NOT_COMPILED`.

@@ -86,9 +86,11 @@ def _check_ticket(node: fx.Node) -> None:
 
 
 def _check_launch(node: fx.Node, launched: set[int]) -> None:
-    """Raise ValueError unless `node`, a launch, and what follows it are as `verify` says.
+    """Raise ValueError unless `node`, the launch of a bucket, stands in its chain of ops.
 
-    launched: buckets that were launched before.
+    It must be its bucket's first. A reduce must take a pack that no other op takes. What a launch
+    gives goes to one wait alone, with replicas through one all-reduce.
+    launched: buckets that were launched before; the caller adds this one.
     """
     if bucket_of(node) in launched:
         raise ValueError(f"%{node.name} launches bucket {bucket_of(node)} a second time")

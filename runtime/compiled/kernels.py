@@ -176,10 +176,15 @@ def _pack_grads(
     params: Sequence[int] = (),
     outputs: str = "",
 ) -> Tensor:
-    """Pack a bucket's gradients, with those that wait added, into one buffer for one reduce.
+    """Pack a bucket's gradients into one buffer for one reduce; return a ticket for it.
 
-    If that is not all there is to do (`reduce.is_plain`), the reduces are launched here already,
-    unit by unit, and the ops that follow take them further.
+    Gradients that were accumulated for this reduce are added first. If a unit asks for more than a
+    Gradients accumulated for this reduce are added first. If a unit asks for more than a plain
+    reduce (`reduce.is_plain`), each unit's reduce is packed and launched here already, and the
+    ticket stands for these.
+        table nothing is known of them.
+    outputs: which outputs of forward each gradient comes from: one that comes from unused ones
+        alone is absent on this rank, which the buffer tells the others.
     """
     known, parts = table_at(table), read_members(members)
     owners = [] if known is None else [known[number] for number in params]

@@ -57,9 +57,10 @@ def steps_of(unit: Unit) -> UnitSteps:
 
 
 def order_of(unit: Unit, phase: str) -> CollectiveOrder:
-    """Return the order of collectives in a `phase`, "forward" or "backward", of `unit`'s steps.
+    """Return what compares the order of collectives in a `phase` of `unit`'s steps across ranks.
 
-    Its steps are those that it owns.
+    It is made by the first call. phase: "forward" or "backward". Steps of `unit` are those whose
+    outermost forward is that of `unit`.
     """
     orders = steps_of(unit).orders
     if phase not in orders:
