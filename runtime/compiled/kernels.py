@@ -178,10 +178,10 @@ def _pack_grads(
 ) -> Tensor:
     """Pack a bucket's gradients into one buffer for one reduce; return a ticket for it.
 
-    Gradients that were accumulated for this reduce are added first. If a unit asks for more than a
     Gradients accumulated for this reduce are added first. If a unit asks for more than a plain
     reduce (`reduce.is_plain`), each unit's reduce is packed and launched here already, and the
     ticket stands for these.
+    table, params: where the graph's parameters are found, and the numbers of these in it; without a
         table nothing is known of them.
     outputs: which outputs of forward each gradient comes from: one that comes from unused ones
         alone is absent on this rank, which the buffer tells the others.
