@@ -157,7 +157,9 @@ def modules_named_by(function: Any) -> list[nn.Module]:
     code = getattr(function, "__code__", None)
     outer = getattr(function, "__globals__", {})
     named = [outer.get(name) for name in code.co_names] if code is not None else []
-    return list(_modules_in((function, *named, *(getattr(function, "__defaults__", None) or ()))))
+    defaults = getattr(function, "__defaults__", None) or ()
+    by_keyword = (getattr(function, "__kwdefaults__", None) or {}).values()
+    return list(_modules_in((function, *named, *defaults, *by_keyword)))
 
 
 def _modules_in(values: Iterable[Any]) -> dict[nn.Module, None]:

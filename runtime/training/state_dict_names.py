@@ -48,7 +48,8 @@ class _StateDict:
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._optimized is not None
         state: dict[str, Any] = type(self._optimized).state_dict(self._optimized, *args, **kwargs)
-        start = kwargs.get("prefix", "") + _PREFIX
+        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")  # torch takes both
+        start = prefix + _PREFIX
         for key in list(state):
             value = state.pop(key)  # taken out and put back, so that the order stays
             if key.startswith(start):

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import fully_shard
+from autoshard.runtime.sharding.adopt import modules_named_by
 
 
 def unknown_option() -> None:
@@ -348,3 +350,13 @@ def test_one_rank_fails_all_fall_back(rank: int) -> None:
     assert any("only on rank 0" in str(w.message) for w in caught)
     assert losses == want_losses
     assert_same(model, want)
+
+
+def test_modules_that_a_function_names() -> None:
+    """By a closure, a default, or a default of an argument that is given by name."""
+    first, second, third = (nn.Linear(2, 2) for _ in range(3))
+
+    def step(x: Any, net: Any = second, *, other: Any = third) -> Any:
+        return first(net(other(x)))
+
+    assert modules_named_by(step) == [first, second, third]

@@ -36,6 +36,9 @@ def test_names(rank: int, called: bool) -> None:
             net_loss(model, rank, 0).backward()
         assert list(model.state_dict()) == own
         assert list(get_model_state_dict(model)) == own
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Positional args are being deprecated")
+            assert list(model.state_dict({}, "a.")) == [f"a.{name}" for name in own]
 
 
 @on_ranks(2)
