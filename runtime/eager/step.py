@@ -59,8 +59,8 @@ class Step:
     has_grad:  whether gradients were enabled when it began, so that a backward may follow.
     opened_in: Python frame that called the owner's module, or of the method that reads parameters,
         while the forward is open; else None.
-    running:   units whose forward is on the stack, outermost first.
-    handled:   with each of them, the exception that was being handled when its forward began.
+    running:   units whose forward is on the stack, outermost first, each with the exception that
+        was being handled when the forward began.
     has_ended: whether a backward of it has ended.
     """
 
@@ -69,8 +69,7 @@ class Step:
         self.has_hooks = False
         self.has_grad = torch.is_grad_enabled()
         self.opened_in: FrameType | None = None
-        self.running: list[Unit] = []
-        self.handled: list[tuple[Unit, BaseException | None]] = []
+        self.running: list[tuple[Unit, BaseException | None]] = []
         self.has_ended = False
         self.tokens = StepTokens()
         self.backward = Backward(owner, self.tokens)
@@ -172,6 +171,10 @@ class Step:
         for param in unit.params:
             param.is_updated_by_hook = False
 
+    def is_running(self, unit: Unit) -> bool:
+        """Tell whether a forward of one of `unit`'s modules is on the stack."""
+        return any(each is unit for each, _ in self.running)
+
     def leave(self, unit: Unit, *, failed: bool) -> None:
         """End a forward of one of `unit`'s modules; after the last one, drop unsharded parameters.
 
@@ -181,12 +184,11 @@ class Step:
         failed: whether an exception ended it. If not, RuntimeError is raised for an unsharded
             parameter that is dropped and was written to.
         """
-        self.running.remove(unit)
-        last = max(at for at, (each, _) in enumerate(self.handled) if each is unit)
-        del self.handled[last]
+        last = max(at for at, (each, _) in enumerate(self.running) if each is unit)
+        del self.running[last]
         self._ended[unit] = self._ended.get(unit, 0) + 1
         # A unit of several modules is done when each of them has run.
-        done = unit not in self.running and self._ended[unit] % len(unit.modules) == 0
+        done = not self.is_running(unit) and self._ended[unit] % len(unit.modules) == 0
         if done and (unit.reshards or not self.has_grad) and not unit.is_unordered:
             self.forward.drop(unit, check=not failed)
 
@@ -355,7 +357,7 @@ class Step:
         self.backward.abandon()
         self.reduces.abandon()
         self.tokens.abandon()
-        self.running, self.handled = [], []
+        self.running = []
         for phase in ("forward", "backward"):
             order_of(self.owner, phase).forget()
 
@@ -450,8 +452,7 @@ def enter(unit: Unit) -> None:
         step.has_hooks = push_hooks(step)
         if unit.is_unordered:
             begin_forward(unit)  # also on a rank that will read nothing
-    step.running.append(unit)
-    step.handled.append((unit, sys.exc_info()[1]))
+    step.running.append((unit, sys.exc_info()[1]))
 
 
 def failure_of(unit: Unit) -> BaseException | None:
@@ -461,7 +462,7 @@ def failure_of(unit: Unit) -> BaseException | None:
     `except:` block, is not returned.
     """
     step, error = open_step(), sys.exc_info()[1]
-    known = reversed(step.handled) if step is not None else ()
+    known = reversed(step.running) if step is not None else ()
     before = next((handled for each, handled in known if each is unit), None)
     return None if error is before else error
 
@@ -473,7 +474,7 @@ def leave(unit: Unit) -> None:
     RuntimeError as `Step.leave` and `Step.close` do.
     """
     step = open_step()
-    if step is None or unit not in step.running:
+    if step is None or not step.is_running(unit):
         return
     failed = failure_of(unit) is not None
     try:

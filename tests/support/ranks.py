@@ -40,7 +40,10 @@ _ENVIRONMENT = {
 }
 
 
-def on_ranks(world: int = 2, *, timeout: float = 240.0) -> Callable[[Callable[..., None]], Any]:
+LIMIT_S = 240.0  # a test that hangs; as many tests as there are cores share these
+
+
+def on_ranks(world: int = 2, *, timeout: float = LIMIT_S) -> Callable[[Callable[..., None]], Any]:
     """Call the test on `world` ranks, as `test(rank, **parameters)`; `timeout` in seconds."""
 
     def decorate(test: Callable[..., None]) -> Any:

@@ -453,7 +453,7 @@ BAD_INPUTS: dict[str, tuple[Mistake, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", list(BAD_INPUTS))
-@on_ranks(2)
+@on_ranks(2, timeout=30)
 def test_bad_input(rank: int, name: str) -> None:
     mistake, words = BAD_INPUTS[name]
     found: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]

@@ -239,7 +239,7 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(BAD_INPUTS)), ids=[f.__name__ for f, _ in BAD_INPUTS])
-@on_ranks(2)
+@on_ranks(2, timeout=30)
 def test_bad_input(rank: int, number: int) -> None:
     """A26, D-4."""
     mistake, words = BAD_INPUTS[number]

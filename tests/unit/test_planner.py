@@ -20,7 +20,7 @@ from autoshard.passes.planner.keep import worth_keeping
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
-from autoshard.passes.planner.search import search
+from autoshard.passes.planner.search import _Space, search
 from autoshard.passes.planner.simulate import (
     make_bucket,
     simulate,
@@ -298,6 +298,25 @@ def test_plans_keep_to_the_memory_of_one_bucket_a_unit(
     found = search(problem, budget_bytes=unit.peak_bytes, layouts=only, steps=100).timeline
     assert found.peak_bytes <= unit.peak_bytes
     assert found.time_us <= unit.time_us
+
+
+def test_no_move_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    evaluate, best_seed = _Space.evaluate, _Space.best_seed
+
+    def note(space: _Space, cuts: Any, **known: Any) -> Any:
+        tried.append(cuts)
+        return evaluate(space, cuts, **known)
+
+    def begin(space: _Space) -> Any:
+        best = best_seed(space)
+        tried[:] = [best[0][1]]
+        return best
+
+    monkeypatch.setattr(_Space, "evaluate", note)
+    monkeypatch.setattr(_Space, "best_seed", begin)
+    search(problem(50.0, 100_000), budget_bytes=10**9)
+    assert len(tried) == len(set(tried)) > 1
 
 
 def test_what_is_worse_is_given_up() -> None:

