@@ -6,7 +6,9 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -103,17 +105,77 @@ def compile_graph(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     settings: Mapping[str, object],
+    *,
+    has_no_layout: Callable[[torch.fx.Node], bool],
     **kwargs: Any,
 ) -> Any:
     """Compile a single graph with Inductor; `kwargs` are those of its `inner_compile`.
 
     settings: of Inductor's config, for this compilation.
+    has_no_layout: tells the ops whose inputs' and outputs' layouts have nothing to do with each
+        other, by a node of the graph or of a subgraph that stands for it.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with config.patch(dict(settings)):
+    with config.patch(dict(settings)), _layouts_end_at(has_no_layout):
         return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def _layouts_end_at(
+    has_no_layout: Callable[[torch.fx.Node], bool],
+) -> contextlib.AbstractContextManager[object]:
+    """Keep the layout that a convolution prefers from spreading through ops, in this context.
+
+    Control dependencies spread none, either.
+
+    Patched: `torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last`, which is given
+             a copy of the graph without the edges.
+    Why:     what a convolution's weight is read from prefers channels last, and so do the users of
+             all that is read there. A gather gives the weights of a whole bucket: whatever used
+             one of them and had four dimensions was transposed, with other kernels and roundings.
+    Tests:   in tests/parity/compiled/test_layouts.py `test_a_convolution_in_a_bucket`, works;
+             `test_layouts_spread_through_a_gather`, needed.
+    """
+    from torch._inductor.graph import GraphLowering
+    from torch.utils._ordered_set import OrderedSet
+
+    find = GraphLowering.find_nodes_prefer_channels_last
+
+    def found(self: Any) -> OrderedSet[torch.fx.Node]:
+        graph = torch.fx.Graph()
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        graph.graph_copy(self.module.graph, copies)
+        for node, copy in copies.items():
+            _cut_layouts(node, copy, has_no_layout)
+        only_a_graph: Any = SimpleNamespace(module=SimpleNamespace(graph=graph))
+        preferring = find(only_a_graph)
+        return OrderedSet(node for node, copy in copies.items() if copy in preferring)
+
+    return mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", found)
+
+
+def _cut_layouts(
+    node: torch.fx.Node, copy: torch.fx.Node, has_no_layout: Callable[[torch.fx.Node], bool]
+) -> None:
+    """Take from `copy` the inputs of `node` that tell nothing of its layout."""
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    def stands_for_one(node: torch.fx.Node) -> bool:
+        if node.target is not control_deps:
+            return has_no_layout(node)
+        subgraph: Any = node.args[1]  # a `get_attr`
+        owner: Any = node.graph.owning_module
+        return any(map(has_no_layout, owner.get_submodule(subgraph.target).graph.nodes))
+
+    if stands_for_one(node):
+        copy.args, copy.kwargs = (), {}
+    elif node.target is control_deps:
+        copy.args = ((), *copy.args[1:])
+    elif node.target is operator.getitem:
+        source = node.args[0]
+        if isinstance(source, torch.fx.Node) and stands_for_one(source):
+            copy.args = (None, *copy.args[1:])
 
 
 def cached_as(compiled: Any) -> str | None:

@@ -60,7 +60,9 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
         "joint_custom_post_pass": None,  # it has run; what is compiled here may come from a cache
         "post_grad_custom_post_pass": KeepOrder(gm.graph, PLAN.get(gm)),
     }
-    compiled = _torch.inductor.compile_graph(gm, example_inputs, settings, **kwargs)
+    compiled = _torch.inductor.compile_graph(
+        gm, example_inputs, settings, has_no_layout=_is_ours, **kwargs
+    )
     if planned:
         check_order(getattr(compiled, "source_code", ""), planned)
     return compiled
@@ -144,7 +146,7 @@ class KeepOrder(_torch.inductor.CustomGraphPass):
 
     def __init__(self, planned: fx.Graph, plan: Plan | None) -> None:
         super().__init__()
-        ours = (node for node in planned.nodes if _namespace(node) == "autoshard")
+        ours = filter(_is_ours, planned.nodes)
         sizes = [[tuple(each.shape) for each in tensors_of(node)] for node in ours]
         text = f"{sizes} {plan.to_json() if plan else None}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -153,11 +155,11 @@ class KeepOrder(_torch.inductor.CustomGraphPass):
         keep_order(graph)
 
     def uuid(self) -> str:
-        return f"autoshard.keep_order.7 {self.digest}"
+        return f"autoshard.keep_order.8 {self.digest}"
 
 
-def _namespace(node: fx.Node) -> str:
-    return str(getattr(node.target, "namespace", ""))
+def _is_ours(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "autoshard"
 
 
 def keep_order(graph: fx.Graph) -> None:

@@ -7,9 +7,11 @@ them. That they work is tested elsewhere.
 from __future__ import annotations
 
 import inspect
+import operator
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -48,6 +50,27 @@ def test_torch_refuses_a_second_backward() -> None:
     result = torch.compile(lambda x: x.sin().sin().sum(), backend=backend)(x)
     with pytest.raises(RuntimeError, match="non-empty donated buffers"):
         result.backward(retain_graph=True)
+
+
+def test_layouts_spread_through_a_gather() -> None:
+    """Needed: the patch of `inductor._layouts_end_at`."""
+    from torch._inductor.graph import GraphLowering
+
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    image, bucket = graph.placeholder("image"), graph.placeholder("bucket")
+    weights = graph.call_function(aten.split.Tensor, (bucket, 3))
+    filters = graph.call_function(operator.getitem, (weights, 0))
+    scale = graph.call_function(operator.getitem, (weights, 1))
+    sizes = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    patches = graph.call_function(aten.convolution.default, (image, filters, None, *sizes))
+    scaled = graph.call_function(aten.mul.Tensor, (scale, patches))
+    graph.output(scaled)
+    lowering: Any = SimpleNamespace(module=torch.fx.GraphModule({}, graph))
+    assert scaled in GraphLowering.find_nodes_prefer_channels_last(lowering)
+    with _torch.inductor._layouts_end_at(lambda node: node.target is aten.split.Tensor):
+        preferring = GraphLowering.find_nodes_prefer_channels_last(lowering)
+    assert {image, filters, patches} == set(preferring)
 
 
 def test_a_cached_frame_has_no_names() -> None:
