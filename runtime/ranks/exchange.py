@@ -16,6 +16,7 @@ that wait for each other at different places see that in the store, and raise wi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 import time
@@ -107,7 +108,8 @@ def mesh_name(mesh: DeviceMesh) -> str:
     """Name that tells `mesh` from others, the same on all its ranks."""
     if mesh.ndim == 1:
         return str(mesh.get_group().group_name)
-    return f"{tuple(mesh.shape)} at {mesh.mesh.flatten().tolist()[0]}"
+    ranks = hashlib.sha256(str(mesh.mesh.flatten().tolist()).encode()).hexdigest()
+    return f"{tuple(mesh.shape)} of {ranks[:16]}"
 
 
 def group_timeout(mesh: DeviceMesh) -> timedelta:

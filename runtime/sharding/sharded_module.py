@@ -506,7 +506,8 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         c128), the same on every rank; 0 if there is no gradient. A norm of inf or NaN is returned,
         and scaled by, as in `torch.nn.utils.clip_grad_norm_`.
         Raises ValueError for a norm_type that is not greater than 0, or a gradient laid out
-        as a partial sum; RuntimeError inside `full_params()`.
+        as a partial sum; RuntimeError inside `full_params()`, or while a gradient waits to be
+        reduced, as in `no_sync()`.
         """
         return clip_grad_norm.clip_grad_norm_(self, max_norm, norm_type)
 

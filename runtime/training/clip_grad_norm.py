@@ -22,6 +22,8 @@ from autoshard import _torch
 from autoshard.runtime.comm.mesh import mesh_device
 from autoshard.runtime.eager import access
 from autoshard.runtime.training.full_params import refuse_inside
+from autoshard.runtime.unit.param import find
+from autoshard.runtime.unit.reduce import is_waiting
 
 EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
 
@@ -34,6 +36,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     if not power > 0:
         raise ValueError(f"norm_type should be greater than 0, or inf, not {norm_type!r}")
     refuse_inside(module, "clip_grad_norm_")
+    _check_reduced(module)
     shares = _shares(module)
     total = _total_norm(shares, power)
     scale = (float(max_norm) / (total + EPSILON)).clamp(max=1.0)
@@ -41,6 +44,18 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
         for device, grads in _by_device(share.grads).items():
             torch._foreach_mul_(grads, scale.to(device))
     return total
+
+
+def _check_reduced(module: nn.Module) -> None:
+    """Raise RuntimeError if a gradient below `module` still waits: its `.grad` holds zeros."""
+    for name, param in access.named_sharded(module):
+        sharded = find(param)
+        if sharded is not None and is_waiting(sharded):
+            raise RuntimeError(
+                f"clip_grad_norm_ was called while the gradient of {name} is waiting to be reduced "
+                f"on rank {dist.get_rank()}, so there is nothing to clip yet: clip after the last "
+                "backward before the optimizer's step, and outside of no_sync()"
+            )
 
 
 _Layout = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh, and its axes that shard

@@ -200,9 +200,21 @@ class ShardedParam:
         self.pending: Pending | None = None
         self.arriving: Arriving | None = None  # of the running backward: see uses.py
         self.hooks = Hooks()  # the user's, on `param`
-        self.is_withheld = False  # compiled code has no gradient for `.grad` this time
+        self._withheld_in: int | None = None  # number of a backward: see `is_withheld`
         self.num_updates = 0  # steps that torch optimizers have taken with it
         self.is_updated_by_hook = False  # since forward, when its gradient was accumulated
+
+    @property
+    def is_withheld(self) -> bool:
+        """Whether compiled code of the running backward has no gradient for `.grad`.
+
+        A backward that failed may leave it set: it holds for no other.
+        """
+        return self._withheld_in == _torch.autograd.graph_task()
+
+    @is_withheld.setter
+    def is_withheld(self, value: bool) -> None:
+        self._withheld_in = _torch.autograd.graph_task() if value else None
 
     def describe(self) -> None:
         """Update `marker_arguments`, and the modules', to how its unit gathers and reduces it now.

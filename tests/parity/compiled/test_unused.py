@@ -10,7 +10,13 @@ import torch.distributed as dist
 from support.models import Block
 from support.ranks import on_ranks
 from support.selection import each_value
-from support.training import assert_same, average_gradients, in_both_forms, in_form
+from support.training import (
+    assert_same,
+    average_gradients,
+    in_both_forms,
+    in_form,
+    local_rows_of,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -198,3 +204,31 @@ def test_parity_names_what_cannot_be_told(rank: int) -> None:
     assert eager.only_here == ()
     assert compiled.only_here == ("second.bias", "second.weight")
     assert "gradients in compiled alone: second.bias, second.weight" in report.text()
+
+
+def fail(grad: Tensor) -> None:
+    raise ValueError("no more")
+
+
+@in_both_forms
+@on_ranks(2)
+def test_a_backward_that_fails_withholds_nothing_later(rank: int, form: str) -> None:
+    """Its gradients were to wait; those of the next backward, which succeeds, are not."""
+    torch.manual_seed(0)
+    want = Heads()
+    want(data(rank, 1))[0].square().mean().backward()
+    average_gradients(want)
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(Heads()), form)
+    model.set_requires_gradient_sync(False)
+    x = data(rank, 0).requires_grad_()
+    x.register_hook(fail)  # compiled code has run by then, and its gradients go on after it
+    with pytest.raises(ValueError, match="no more"):
+        model(x)[0].square().mean().backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(data(rank, 1))[0].square().mean().backward()
+    for (name, param), whole in zip(model.named_parameters(), want.parameters(), strict=True):
+        assert (param.grad is None) == (whole.grad is None), name
+        if whole.grad is not None:
+            assert torch.equal(local_rows_of(param.grad, param), local_rows_of(whole.grad, param))

@@ -426,3 +426,16 @@ def test_graphs_that_differ(rank: int, differs: str, message: str) -> None:
     call = torch.compile(model, backend="autoshard", options=options)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         net_loss(call, rank, 0)
+
+
+@on_ranks(4)
+def test_meshes_are_told_apart_by_their_ranks(rank: int) -> None:
+    """Of one shape, and with the same first rank: what is exchanged over them is not mixed up."""
+    names = [
+        exchange.mesh_name(DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
+        for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    ]
+    assert names[0] != names[1]
+    everyones: list[Any] = [None] * 4
+    dist.all_gather_object(everyones, names)
+    assert everyones == [names] * 4

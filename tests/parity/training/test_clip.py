@@ -9,7 +9,13 @@ import torch.distributed as dist
 from support.models import Net, net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
-from support.training import assert_same, average_gradients, local_rows_of
+from support.training import (
+    assert_same,
+    average_gradients,
+    in_both_forms,
+    in_form,
+    local_rows_of,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -261,3 +267,23 @@ def test_two_replicas_of_two_shards(rank: int) -> None:
     want = torch.stack(model.whole).norm()
     total = clip_grad_norm_(model, 0.5, 2.0)
     torch.testing.assert_close(total, want, rtol=ROUNDING, atol=0.0)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_gradients_that_wait_are_not_clipped(rank: int, form: str) -> None:
+    """They are none yet; and what waits is still there after the refusal."""
+    grads = []
+    for clips in (False, True):
+        torch.manual_seed(0)
+        model = in_form(autoshard.shard(Net()), form)
+        with model.no_sync():
+            net_loss(model, rank, 0).backward()
+        if clips:
+            with pytest.raises(RuntimeError, match=r"embed\.weight is waiting to be reduced"):
+                model.clip_grad_norm_(1.0)
+        net_loss(model, rank, 1).backward()
+        model.clip_grad_norm_(1.0)
+        grads.append([param.grad for param in model.parameters()])
+    for without, after in zip(*grads, strict=True):
+        assert torch.equal(without.to_local(), after.to_local())
