@@ -70,7 +70,7 @@ def _copy(
             return Copies(results, sources)
         stream = copy_stream(device, direction)
         stream.wait_stream(torch.accelerator.current_stream(device))
-        with torch.get_device_module(device.type).stream(stream):
+        with stream:
             for result, source in zip(results, sources, strict=True):
                 result.copy_(source, non_blocking=True)
             return Copies(results, sources, stream.record_event())

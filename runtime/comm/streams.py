@@ -41,18 +41,20 @@ def is_captured() -> bool:
 
 
 @contextlib.contextmanager
-def on_all_reduce_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
-    """Give the work in this context to the all-reduce stream; on a CPU it makes no difference.
+def on_all_reduce_stream(device: torch.device, *, after_compute: bool) -> Iterator[Any]:
+    """Give the work in this context to the all-reduce stream, which it yields.
+
+    On a CPU it makes no difference, and yields None.
 
     after_compute: whether that stream first waits for all that the current stream was given so far.
         Not needed if the work in this context waits for a reduce-scatter, which was launched after
         the compute that it reads from.
     """
     if device.type == "cpu":
-        yield
+        yield None
         return
     stream = all_reduce_stream(device)
     if after_compute:
         stream.wait_stream(torch.accelerator.current_stream(device))
-    with torch.get_device_module(device.type).stream(stream):
-        yield
+    with stream:
+        yield stream

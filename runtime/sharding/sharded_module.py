@@ -627,7 +627,7 @@ def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor]
     def call(tensor: Tensor) -> None:
         current = torch.accelerator.current_stream()
         stream.wait_stream(current)
-        with torch.get_device_module(tensor.device.type).stream(stream):
+        with stream:
             hook(tensor)
         current.wait_stream(stream)
 

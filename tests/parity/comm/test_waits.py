@@ -154,10 +154,19 @@ def test_only_a_backward_that_is_not_the_last_ends_before_its_reduces(rank: int)
 
 
 class Stream:
-    """Stands for a device's; what waits for what is noted in `log`."""
+    """Stands for a device's; what waits for what is noted in `log`.
 
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
+    current: those that are entered, the innermost last.
+    """
+
+    def __init__(self, name: str, log: list[str], current: list[Stream]) -> None:
+        self.name, self._log, self._current = name, log, current
+
+    def __enter__(self) -> None:
+        self._current.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._current.pop()
 
     def wait_stream(self, other: Stream) -> None:
         self._log.append(f"{self.name} waits for {other.name}")
@@ -166,23 +175,17 @@ class Stream:
 @contextmanager
 def device_with_streams(log: list[str]) -> Iterator[None]:
     """Streams as on a device that has some: `log` has those made, and where all-reduces go."""
-    current = [Stream("compute", log)]
+    current: list[Stream] = []
+    current.append(Stream("compute", log, current))
 
     def make(device: torch.device) -> Stream:
         log.append(f"one made for {device}")
-        return Stream("beside", log)
-
-    @contextmanager
-    def use(stream: Stream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
+        return Stream("beside", log, current)
 
     device = torch.device("cuda", 0)
     module = types.SimpleNamespace(
         Stream=make,
         accelerator=types.SimpleNamespace(current_stream=lambda device: current[-1]),
-        get_device_module=lambda kind: types.SimpleNamespace(stream=use),
     )
     on_stream, real = reduce.on_all_reduce_stream, streams.torch
     reduce.on_all_reduce_stream = lambda _, after_compute: on_stream(
