@@ -174,7 +174,7 @@ class Reduces:
             self._start(Reduction(unit, dict.fromkeys(params), set(params), dtype))
 
     def abandon(self) -> None:
-        """Forget what is in flight, after an exception."""
+        """Drop what is in flight, after an exception: the device waits for it."""
         self._in_flight = []
 
 

@@ -22,6 +22,7 @@ kernels, which count no version, is not seen; torch's optimizers empty it unless
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ class Reduction:
         self._wanted = wanted
         self._flight: InFlight | None = None
         self._keep: list[object] = []
+        self._left: Any = None  # event after which sums are left for a later all-reduce
         self._hook = unit.reducer.all_reduce_hook  # of now: what is sent depends on it
         self._scattered = False  # the reduce-scatter, if any, has been waited for
 
@@ -203,7 +205,8 @@ class Reduction:
         if self._unit.axes.replicate_world == 1:
             return
         # What the other stream reads must outlive it: until the all-reduce is waited for.
-        with on_all_reduce_stream(self._params[0].device, after_compute=not self._flight.work):
+        after_compute = not self._flight.work
+        with on_all_reduce_stream(self._params[0].device, after_compute=after_compute) as stream:
             self._keep.append(self._flight)
             self._flight = self._flight.wait()
             if not self._stands_alone:
@@ -212,9 +215,11 @@ class Reduction:
                 group = self._unit.axes.replicate_group
                 self._flight = collectives.launch_all_reduce(self._flight, group)
                 return
-        sums = self._flight.receive
-        if self._reducer.reduce_scatter is not None:
-            sums = sums.clone()  # the user may have another reduce receive there
+            sums = self._flight.receive
+            if self._reducer.reduce_scatter is not None:
+                sums = sums.clone()  # the user may have another reduce receive there
+            if stream is not None:
+                self._left = stream.record_event()
         chunks, counts = self._pieces(sums)
         for param, chunk, count in zip(self._params, chunks, counts, strict=True):
             self._reducer.partial[param] = Partial(chunk, count, Seen.now(param))
@@ -251,8 +256,7 @@ class Reduction:
         are if the sums were left for a later all-reduce. Parts have the dtype of the reduce.
         """
         self.advance()
-        assert self._flight is not None
-        flight, self._flight = self._flight.wait(), None
+        flight = self._wait()
         self._keep = []
         after = self._division.after
         if not self._wanted:
@@ -270,10 +274,26 @@ class Reduction:
             and (has or self._reducer.sends_unused or anywhere[index].item() > 0)
         }
 
+    def _wait(self) -> InFlight:
+        """Wait for what is in flight, or for sums to be left, so that its memory may be freed."""
+        assert self._flight is not None
+        flight, self._flight = self._flight.wait(), None
+        if self._left is not None:
+            self._left.wait()
+        return flight
+
     def abandon(self) -> None:
-        """Wait for the collective that is in flight, if any; its result is not used."""
-        if self._flight is not None:
-            self._flight = self._flight.wait()
+        """Have the device wait for the collective in flight, if any; its result is not used.
+
+        On a CPU nothing is waited for: gloo holds on to its buffers itself, and other ranks may
+        never launch theirs.
+        """
+        if self._flight is not None and self._params[0].device.type != "cpu":
+            self._wait()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.abandon()  # an exception came between launch and wait
 
     def accumulate(self) -> None:
         """Wait, and add the mean gradients to `.grad`, running hooks; see `accumulate` below."""
