@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.runtime.comm import collectives, copies
+from autoshard.runtime.compiled import kernels
+from autoshard.runtime.sharding import sharded_module
 from autoshard.runtime.unit import param as unit_param
+from autoshard.runtime.unit import reduce, unsharded
 
 MESHES = {"shard 4": (4,), "replicate 2 x shard 2": (2, 2), "replicate 4": (4, 1)}
 FORMS = ("eager", "compiled")
@@ -49,8 +55,10 @@ EXTRAS = (
     ("smaller mesh after forward",),
     ("mixed precision",),
     ("hook on a stream",),
+    ("optimizer on a stream",),
     ("exception in forward",),
     ("exception in backward",),
+    ("exception in an op",),
     ("auto buckets",),
 )
 
@@ -170,6 +178,13 @@ def train(case: Case, model: Any, detector: Detector) -> None:
         with pytest.raises(ValueError, match="no more"):
             model(torch.empty(3, 8, device="meta"))
         model.fails = False
+    if "exception in an op" in case.extras:
+        model(torch.empty(3, 8, device="meta")).sum().backward()  # the next knows what to prefetch
+        for op in ("sigmoid", "sigmoid_backward"):
+            detector.fails_at = op
+            with pytest.raises(MemoryError, match=op):
+                model(torch.empty(3, 8, device="meta")).sum().backward()
+            model.zero_grad()
     if "exception in backward" in case.extras:
         x = torch.empty(3, 8, device="meta", requires_grad=True)
         loss = model(x).sum()
@@ -187,7 +202,15 @@ def train(case: Case, model: Any, detector: Detector) -> None:
             model(torch.empty(3, 8, device="meta")).sum().backward()
             if case.micro == "dropped" and not is_last:
                 model.zero_grad()
-        optimizer.step()
+        if "optimizer on a stream" in case.extras:
+            beside = detector.stream("optimizer")
+            beside.wait_stream(detector.current)
+            with beside:
+                optimizer.step()
+                model.set_post_optim_event(beside.record_event())
+            model(torch.empty(3, 8, device="meta"))  # which waits, so that gradients may be freed
+        else:
+            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -220,3 +243,182 @@ def found_in(case: Case) -> list[str]:
 def test_no_race(case: Case) -> None:
     found = found_in(case)
     assert not found, "\n".join(found)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A wait, an event or a kept buffer that is taken out of the source of `name`, of `owner`."""
+
+    owner: Any
+    name: str
+    old: str
+    new: str
+    case: Case
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__.removeprefix('autoshard.runtime.')}.{self.name}: {self.old}"
+
+    def function(self) -> Any:
+        """The changed function."""
+        source = textwrap.dedent(inspect.getsource(inspect.getattr_static(self.owner, self.name)))
+        assert source.count(self.old) == 1
+        lines = source.replace(self.old, self.new).splitlines()
+        kept = [line for line in lines if not line.startswith("@_implements")]
+        module = inspect.getmodule(inspect.unwrap(getattr(self.owner, self.name)))
+        made: dict[str, Any] = {}
+        exec("from __future__ import annotations\n" + "\n".join(kept), vars(module), made)
+        return made[self.name]
+
+
+def case_of(text: str) -> Case:
+    """The case that `text` is the name of."""
+    return next(case for case in cases() if str(case) == text)
+
+
+def mutations() -> list[Mutation]:
+    hsdp, whole = "replicate 2 x shard 2", "replicate 4"
+    found = [
+        (
+            collectives.InFlight,
+            "wait",
+            "wait_for([self.work], self.issued, self.number)",
+            "pass",
+            "eager, shard 4",
+        ),
+        (
+            collectives.InFlight,
+            "wait",
+            "wait_for([self.work], self.issued, self.number)",
+            "pass",
+            "compiled, shard 4",
+        ),
+        (
+            collectives.GroupedFlight,
+            "wait",
+            "wait_for(self.works, self.issued, self.number)",
+            "pass",
+            "compiled, shard 4, auto buckets",
+        ),
+        (collectives, "wait_gather", "flight.wait()", "pass", "compiled, shard 4"),
+        (collectives, "wait_gather", "flight.wait()", "pass", "eager, shard 4, prefetch"),
+        (
+            reduce,
+            "on_all_reduce_stream",
+            "stream.wait_stream(torch.accelerator.current_stream(device))",
+            "pass",
+            f"eager, {whole}",
+        ),
+        (
+            reduce.Reduction,
+            "advance",
+            "after_compute = not self._flight.work",
+            "after_compute = False",
+            f"eager, {whole}",
+        ),
+        (
+            kernels,
+            "_all_reduce",
+            "after_compute=not flight.work",
+            "after_compute=False",
+            f"compiled, {whole}",
+        ),
+        (reduce.Reduction, "advance", "self._keep.append(self._flight)", "pass", f"eager, {hsdp}"),
+        (
+            reduce.Reduction,
+            "advance",
+            "self._flight = self._flight.wait()",
+            "self._flight = collectives.replace(self._flight, work=None)",
+            f"eager, {hsdp}",
+        ),
+        (
+            reduce.Reduction,
+            "advance",
+            "self._left = stream.record_event()",
+            "pass",
+            f"eager, {hsdp}, no all-reduce",
+        ),
+        (
+            reduce.Reduction,
+            "_wait",
+            "self._left.wait()",
+            "pass",
+            f"compiled, {hsdp}, no all-reduce",
+        ),
+        (reduce.Reduction, "_wait", "self._left.wait()", "pass", f"eager, {hsdp}, dropped"),
+        (reduce.Reduction, "_wait", "self._flight.wait()", "self._flight", f"eager, {hsdp}"),
+        (
+            reduce.Reduction,
+            "_add_partial",
+            "self._keep.append(waiting)",
+            "pass",
+            f"eager, {hsdp}, no all-reduce",
+        ),
+        (
+            reduce.Reduction,
+            "abandon",
+            "self._wait()",
+            "pass",
+            f"eager, {hsdp}, exception in backward",
+        ),
+        (
+            reduce,
+            "accumulate",
+            ".to(sharded.shard.device)",
+            ".to(sharded.shard.device, non_blocking=True)",
+            "eager, shard 4, offload",
+        ),
+        (kernels, "_all_reduce", "keep=flight", "keep=None", f"compiled, {hsdp}"),
+        (kernels, "_all_reduce", "flight.wait(), ", "flight, ", f"compiled, {hsdp}"),
+        (kernels, "_wait_reduce", "flight = flight.wait()", "pass", "compiled, shard 4"),
+        (kernels, "_drop", "entry.flight.wait()", "pass", "compiled, shard 4, exception in an op"),
+        (
+            copies,
+            "_copy",
+            "stream.wait_stream(torch.accelerator.current_stream(device))",
+            "pass",
+            "compiled, shard 4, offload",
+        ),
+        (
+            copies,
+            "_copy",
+            "return Copies(results, sources, stream.record_event())",
+            "return Copies(results, sources)",
+            "compiled, shard 4, offload",
+        ),
+        (copies.Copies, "wait_on_device", "self.done.wait()", "pass", "compiled, shard 4, offload"),
+        (
+            copies.Copies,
+            "wait_on_host",
+            "self.done.synchronize()",
+            "pass",
+            "compiled, shard 4, offload",
+        ),
+        (
+            unsharded.Unsharded,
+            "drop",
+            "flight.wait()",
+            "pass",
+            "eager, shard 4, exception in an op",
+        ),
+        (
+            sharded_module,
+            "_on_stream",
+            "stream.wait_stream(current)",
+            "pass",
+            "eager, shard 4, hook on a stream",
+        ),
+        (
+            sharded_module,
+            "_on_stream",
+            "current.wait_stream(stream)",
+            "pass",
+            "compiled, shard 4, hook on a stream",
+        ),
+    ]
+    return [Mutation(*each[:4], case_of(each[4])) for each in found]
+
+
+@pytest.mark.parametrize("mutation", mutations(), ids=str)
+def test_a_mutation_is_found(mutation: Mutation) -> None:
+    with mock.patch.object(mutation.owner, mutation.name, mutation.function()):
+        assert found_in(mutation.case)

@@ -143,6 +143,7 @@ class Detector(TorchDispatchMode):
     """What was found of the code that ran in it, and how often the host waited, by place.
 
     To be made by `detecting`.
+    fails_at: name of an op, as "sigmoid": the next one raises MemoryError.
     """
 
     def __init__(self) -> None:
@@ -153,6 +154,7 @@ class Detector(TorchDispatchMode):
         self.findings: Counter[Finding] = Counter()
         self.host_waits: Counter[str] = Counter()
         self.num_ops = 0
+        self.fails_at: str | None = None
         self._storages: dict[int, Storage] = {}
         self._freed: list[Storage] = []
 
@@ -173,6 +175,9 @@ class Detector(TorchDispatchMode):
             with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), self:
                 return getattr(kernels, f"_{func._opname}")(*args, **kwargs)
         self.num_ops += 1
+        if self.fails_at == func._opname:
+            self.fails_at = None
+            raise MemoryError(func._opname)
         result = _without_data(func, args, kwargs)
         self._note_accesses(func, args, kwargs, result)
         if _holds_the_host(func, args, kwargs):
@@ -256,6 +261,9 @@ class Detector(TorchDispatchMode):
             self._check_reuse()
             owner = self.current if tensor.device.type == "meta" else self.host
             storage = Storage(StorageWeakRef(untyped), owner.name, _place())
+            # Its memory may have been freed by what its stream was given just before.
+            given = Access(owner.clock.get(owner.name, 0), storage.made)
+            storage.accesses[owner.name] = storage.writes[owner.name] = given
             self._storages[untyped._cdata] = storage
         return storage
 
