@@ -29,10 +29,14 @@ _CAST = torch.ops.prims.convert_element_type.default  # Inductor lowers no aten 
 
 
 def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace each marker over a group of one rank by its input, cast if the marker would cast.
+    """Replace each marker over a group of one rank by its input, cast as the marker would cast.
+
+    That is to the dtype that is sent, then to the shard's: a gradient is rounded even if it has the
+    same dtype before and after.
 
     Two kinds of markers stay: those over a group with the user's settings (`groups.is_custom`), and
-    gradients with `outputs`, as the runtime has to say whether there is such a gradient.
+    gradients that come from some of forward's outputs only (`outputs_of`), as whether there is one
+    is known at run time.
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):

@@ -112,9 +112,10 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _prepare(members: list[fx.Node], before: fx.Node) -> None:
-    """Move the `before_gather` of each member, with its results, right before node `before`.
+    """Move each `before_gather` that gives what a member gathers right before node `before`.
 
-    It stays where a launch takes one of its results already. Members without one are skipped.
+    Its results move with it. One of which a launch takes a result already stays where it is.
+    members: markers of one bucket; those that gather something else need nothing.
     """
     for member in members:
         asked = before_gather_of(member.all_input_nodes[0])

@@ -72,12 +72,13 @@ def local_size(member: Member, group: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def pretended(sizes: Mapping[str, int], otherwise: int) -> Iterator[None]:
-    """Have groups be of given sizes in this context, with this rank as the first in each.
+    """Have this module answer, in this context, for groups of given sizes, with rank 0 in each.
 
-    For graphs whose process groups do not exist, such as graphs read from text.
+    For graphs whose process groups do not exist, such as graphs read from text. An inner context
+    replaces the outer one.
 
-    sizes: ranks in a group, by its name.
-    otherwise: ranks in every other group.
+    sizes: ranks of a process group, by its name, which is a part of the names in graphs.
+    otherwise: ranks of every other process group.
     """
     before = _pretended.set(lambda name: sizes.get(name, otherwise))
     try:

@@ -33,9 +33,10 @@ class Bound:
 
 
 def lower_bound(problem: Problem) -> Bound:
-    """Return the time that no decision about `problem` can beat: the largest of the three bounds.
+    """Return the largest of the three bounds that are described at the top of this file.
 
-    Of equal ones, the first in the order compute, link, start-up.
+    No decision about `problem` takes less time. If several are equal but for rounding, the result
+    is named after the first of compute, link, start-up.
     """
     compute = problem.compute_us[-1]
     heads = _heads(problem)

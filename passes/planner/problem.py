@@ -117,9 +117,10 @@ class Problem:
     def peak_bytes(self, begin: int, end: int) -> int:
         """Most bytes in use at ops `begin` to `end` - 1, without gathered parameters.
 
-        Counted are values that live there, and gradients made since `begin`; unsharded parameters
-        that are freed by then are subtracted. So the caller adds the bytes of all parameters that
-        were ever gathered, and of gradients from before.
+        Counted at each op are values that live there, and all gradients made since `begin`, reduced
+        or not; unsharded parameters that are not needed any more, even since before `begin`, are
+        subtracted, so the result may be negative. The caller adds the bytes of all parameters that
+        were ever gathered, and of gradients from before `begin`.
 
         begin, end: `begin` < `end`, at most `num_ops + 1`: the end of the graph counts as an op.
         """

@@ -65,9 +65,9 @@ def repeat(
 
 
 def _begin(problem: Problem, unit: str) -> int:
-    """First op that uses a parameter of `unit`, or makes the gradient of one.
+    """Number of the first op that uses a parameter of `unit` itself, or makes the gradient of one.
 
-    Raises ValueError if the graph has neither.
+    Raises ValueError if the graph gathers and reduces nothing of `unit`.
     """
     used = [item.used for item in problem.gathers if item.unit == unit]
     made = [item.ready - 1 for item in problem.reduces if item.unit == unit]

@@ -89,11 +89,13 @@ class Topology:
         return _load(name)
 
     def link(self, kind: str, ranks: int, per_node: int) -> Link:
-        """Cost of a collective over one group: the measured one, else that of the formula.
+        """Cost of a collective over one group: what was measured, else what the formula gives.
 
-        For one rank it is 0, unless measured.
+        A measurement counts for its kind and number of ranks, however they lie on nodes. Without
+        one, one rank costs nothing. The link is called "network" if the group is on several nodes,
+        else "node".
 
-        kind: "gather", "reduce" or "all_reduce".
+        kind: "gather", "reduce" or "all_reduce"; not checked.
         ranks: number of ranks in the group.
         per_node: how many of them are on one node.
         """

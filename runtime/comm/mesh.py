@@ -201,12 +201,13 @@ def check_is_mesh(mesh: object, what: str) -> None:
 
 
 def axes_of(mesh: DeviceMesh, what: str) -> Axes:
-    """Assign the axes of `mesh`: a 1-D mesh shards; a 2-D one replicates over its first axis.
+    """Say what the axes of `mesh` are for.
 
-    The second axis of a 2-D mesh shards (HSDP).
+    The axis of a 1-D mesh shards, and nothing is replicated. Of a 2-D one, the first axis
+    replicates and the second shards (HSDP).
     what: the public function that was given the mesh, for messages.
-    Raises ValueError for a mesh of more axes, or a 2-D one without names, and TypeError if `mesh`
-    is no DeviceMesh.
+    Raises ValueError for a mesh of neither 1 nor 2 axes, or a 2-D one without names, and TypeError
+    if `mesh` is no DeviceMesh.
     """
     check_is_mesh(mesh, what)
     if mesh.ndim == 1:

@@ -216,9 +216,11 @@ class _Channel:
         return messages
 
     def end(self, messages: _Messages) -> None:
-        """Note that `messages` have come and gone; wait for those abandoned before, and free them.
+        """Note that `messages` have come and gone; end those begun before them and abandoned, too.
 
-        These have come, too, or soon will, as the other ranks began them before `messages`.
+        They are waited for, which takes no long time, as other ranks began them before `messages`;
+        a RuntimeError of theirs is passed over. Those begun later, and those that somebody is still
+        to wait for, stay open.
         """
         at = self._open.index(messages)
         for each in self._open[:at]:

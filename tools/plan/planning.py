@@ -172,8 +172,12 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
 def _step(
     planned: PlannedModel, topology: Topology, micro_batch: int, recompute: bool
 ) -> StepGraphs:
-    """Trace a step with few blocks, if that gives what all of them would, else with all.
+    """Trace a step of the whole model: few of its like blocks, of which one is then repeated.
 
+    All are traced if blocks turn out not to be computed alike, or if there are barriers. As in
+    `trace`, this process becomes one of ranks that are not there. Raises as `trace` does.
+
+    topology: costs of compute; its links are not used.
     recompute: whether activations of units are recomputed in backward.
     """
     model = on_meta(planned)
