@@ -112,7 +112,11 @@ def traced_code() -> str:
 
 
 def graph_break() -> tuple[str, str] | None:
-    """Return (place, reason) of the graph break that ends the graph being compiled now, or None."""
+    """Return (place, reason) of the graph break that ends the graph being compiled now.
+
+    Returns None if no break ends it. Only to be called by a backend, while Dynamo compiles.
+    place: "file:line" of the user's code, or "an unknown place".
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     reason = getattr(InstructionTranslator.current_tx().output, "compile_subgraph_reason", None)

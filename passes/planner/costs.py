@@ -82,11 +82,12 @@ class Costs:
         return 2 * num_bytes * self.copy_us_per_byte
 
     def hand_out_us(self, bucket_class: str, num_bytes: int, layout: str) -> float:
-        """Microseconds to copy gradients' shards out of the shared buffer, after a reduce's wait.
+        """Microseconds to copy shards of summed gradients out of their buffer, after the wait.
 
-        0 for a grouped bucket, and where collectives divide: shards are then views of the buffer.
+        0 for a grouped bucket, and if `divides`: the collective then divides the sums itself,
+        and the shards stay views of the buffer.
 
-        num_bytes: of the gradients, unsharded.
+        num_bytes: of the bucket's gradients, unsharded.
         """
         if self.divides or layout == GROUPED:
             return 0.0

@@ -182,7 +182,10 @@ def _plan_json(kind: str, decision: Decision) -> dict[str, Any]:
 
 
 def _buckets_json(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield one object for each collective of a bucket: with replicas, a reduce has two."""
+    """Yield one object for each collective of `run`'s bucket, in order.
+
+    That is one, or for a reduce with replicas two, the second of kind "all_reduce".
+    """
     bucket = run.bucket
     kinds = [bucket.kind, "all_reduce"]
     for kind, (_, begin, end) in zip(kinds, run.turns, strict=False):
