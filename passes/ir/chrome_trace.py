@@ -47,12 +47,13 @@ def trace_events(plan: Plan, figures: Figures) -> list[Event]:
 
 
 def measured_events(profile: Path) -> list[Event]:
-    """Read the spans of a trace, moved to begin at time 0, as events of process MEASURED.
+    """Read the spans of a trace as events of process MEASURED, after one that names the process.
 
-    Other events of the trace are left out.
+    They are moved so that the earliest begins at 0, and their "tid" becomes a string. Other events
+    of the trace, names of threads among them, are left out.
 
-    profile: a file that `torch.profiler` has exported.
-    Raises ValueError, with the file's path, if it is no such trace; OSError if it can't be read.
+    profile: uncompressed JSON, as `torch.profiler` exports it.
+    Raises ValueError, with the file's path, if it is anything else; OSError if it can't be read.
     """
     try:
         events = json.loads(profile.read_text())["traceEvents"]

@@ -57,11 +57,13 @@ def override_mixed_precision(
     units: Mapping[nn.Module, Overrides],
     ignored: Set[nn.Module] = frozenset(),
 ) -> dict[nn.Module, Overrides]:
-    """Return `units` with every instance of `classes` a unit of its own without mixed precision.
+    """Return `units`, parents first, and in them every instance of `classes`, in full precision.
 
     Such a unit has the override {"mp_policy": None}, in place of an "mp_policy" that it had; its
-    other overrides stay. All dicts are new. An instance need not have parameters. Left out are
-    `model` itself, modules without forward, and modules in `ignored` or below one.
+    other overrides stay. All dicts are new. An instance need not have parameters. `model` itself,
+    modules without forward, and modules in `ignored` or below one are not made units, and stay as
+    they are if they are in `units`.
+    Raises ValueError, naming the module, if one outside of `ignored` is sharded already.
     """
     candidates = _Candidates(model, ignored)
     wanted = tuple(set(classes))

@@ -158,10 +158,13 @@ def _gather(param: ShardedParam) -> nn.Parameter:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _give_back(borrowed: list[_Borrowed], writeback: bool) -> Exception | None:
-    """Put all sharded parameters back, and write changes to the shards if `writeback`.
+    """Put all sharded parameters back; if `writeback`, write what is in their places to the shards.
 
-    Returns, for the caller to raise, a ValueError if a change can't be written back, else a
-    RuntimeError if an unsharded parameter has a gradient, else None.
+    That is the values and requires_grad of the unsharded parameter, or of what replaced it.
+
+    Returns, for the caller to raise: with `writeback`, a ValueError if a parameter was removed, or
+    replaced by what `accepts` refuses (the others are written); else a RuntimeError if one has a
+    gradient, which is lost; else None.
     """
     refused, trained = [], []
     for each in borrowed:
