@@ -135,7 +135,7 @@ def _layouts_end_at(
              all that is read there. A gather gives the weights of a whole bucket: whatever used
              one of them and had four dimensions was transposed, with other kernels and roundings.
     Tests:   in tests/parity/compiled/test_layouts.py `test_a_convolution_in_a_bucket`, works;
-             `test_layouts_spread_through_a_gather`, needed.
+             `test_layouts_spread_through_a_gather` and `..._through_an_order`, needed.
     """
     from torch._inductor.graph import GraphLowering
     from torch.utils._ordered_set import OrderedSet

@@ -262,18 +262,17 @@ def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tenso
 
 
 def _drop(address: int, *, is_on_host: bool) -> None:
-    """Drop the entry of a ticket that was freed without a wait; compute on a device waits then."""
+    """Drop the entry of a ticket that was freed without a wait; compute on a device waits then.
+
+    A `Reduction` sees to that itself.
+    """
     entry = _in_flight.pop(address, None)
     if entry is None:
         return
     if isinstance(entry.flight, Copies):  # their tickets are the host's, wherever they go
         entry.flight.wait_on_device()
-    elif is_on_host:
-        return  # a host's collectives hold on to their buffers themselves
-    elif isinstance(entry.flight, UnitReductions):
-        entry.flight.abandon()
-    else:
-        entry.flight.wait()
+    elif not is_on_host and not isinstance(entry.flight, UnitReductions):
+        entry.flight.wait()  # a host's collectives hold on to their buffers themselves
 
 
 def _redeem(ticket: Tensor) -> InFlight | UnitReductions:

@@ -226,11 +226,6 @@ class UnitReductions:
         for reduction in self._reductions:
             reduction.advance()
 
-    def abandon(self) -> None:
-        """Wait for collectives that are in flight, and discard their results."""
-        for reduction in self._reductions:
-            reduction.abandon()
-
     def wait(self, like: Tensor, members: str, group: str) -> list[Tensor]:
         """Wait, and return this rank's parts of the gradients, one for each owner.
 

@@ -108,8 +108,13 @@ def mesh_name(mesh: DeviceMesh) -> str:
     """Name that tells `mesh` from others, the same on all its ranks."""
     if mesh.ndim == 1:
         return str(mesh.get_group().group_name)
-    ranks = hashlib.sha256(str(mesh.mesh.flatten().tolist()).encode()).hexdigest()
-    return f"{tuple(mesh.shape)} of {ranks[:16]}"
+    if mesh not in _names:  # each forward asks, and there may be many ranks
+        ranks = hashlib.sha256(str(mesh.mesh.flatten().tolist()).encode()).hexdigest()
+        _names[mesh] = f"{tuple(mesh.shape)} of {ranks[:16]}"
+    return _names[mesh]
+
+
+_names: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
 
 
 def group_timeout(mesh: DeviceMesh) -> timedelta:

@@ -36,7 +36,6 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     if not power > 0:
         raise ValueError(f"norm_type should be greater than 0, or inf, not {norm_type!r}")
     refuse_inside(module, "clip_grad_norm_")
-    _check_reduced(module)
     shares = _shares(module)
     total = _total_norm(shares, power)
     scale = (float(max_norm) / (total + EPSILON)).clamp(max=1.0)
@@ -46,16 +45,15 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     return total
 
 
-def _check_reduced(module: nn.Module) -> None:
-    """Raise RuntimeError if a gradient below `module` still waits: its `.grad` holds zeros."""
-    for name, param in access.named_sharded(module):
-        sharded = find(param)
-        if sharded is not None and is_waiting(sharded):
-            raise RuntimeError(
-                f"clip_grad_norm_ was called while the gradient of {name} is waiting to be reduced "
-                f"on rank {dist.get_rank()}, so there is nothing to clip yet: clip after the last "
-                "backward before the optimizer's step, and outside of no_sync()"
-            )
+def _check_reduced(name: str, param: Tensor) -> None:
+    """Raise RuntimeError if the gradient of `param`, of that `name`, waits: `.grad` holds zeros."""
+    sharded = find(param)
+    if sharded is not None and is_waiting(sharded):
+        raise RuntimeError(
+            f"clip_grad_norm_ was called while the gradient of {name} is waiting to be reduced "
+            f"on rank {dist.get_rank()}, so there is nothing to clip yet: clip after the last "
+            "backward before the optimizer's step, and outside of no_sync()"
+        )
 
 
 _Layout = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh, and its axes that shard
@@ -102,10 +100,11 @@ def _shares(module: nn.Module) -> list[_Share]:
     """Group gradients below `module` by mesh and sharding axes, in the order of parameters.
 
     Parameters without a gradient make a group, too, maybe an empty one: so every rank issues the
-    same collectives whichever gradients it has. Raises as `_sharding_axes`.
+    same collectives whichever gradients it has. Raises as `_sharding_axes` and `_check_reduced`.
     """
     shares: dict[_Layout, _Share] = {}
     for name, param in access.named_sharded(module):
+        _check_reduced(name, param)
         grad = param.grad
         laid_out = param if grad is None else grad
         if isinstance(laid_out, DTensor):

@@ -113,7 +113,7 @@ class Partial:
 class Reduction:
     """Reduction of the gradients of some parameters of one unit, together, from launch to `.grad`.
 
-    Its calls: `launch`, perhaps `advance`, then one of `wait`, `accumulate` and `abandon`.
+    Its calls: `launch`, perhaps `advance`, then `wait` or `accumulate`. It may be dropped instead.
     grads: unsharded, None where this rank has none; see [Note: gradients that are not there].
     wanted: the parameters whose gradient is asked for; the others' are sent all the same.
     dtype: in which the gradients are summed.
@@ -282,18 +282,13 @@ class Reduction:
             self._left.wait()
         return flight
 
-    def abandon(self) -> None:
-        """Have the device wait for the collective in flight, if any; its result is not used.
-
-        On a CPU nothing is waited for: gloo holds on to its buffers itself, and other ranks may
-        never launch theirs.
-        """
-        if self._flight is not None and self._params[0].device.type != "cpu":
-            self._wait()
-
     def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.abandon()  # an exception came between launch and wait
+        # An exception came between launch and wait: the device waits, so that memory may be freed.
+        # On a CPU nobody does: gloo holds on to its buffers itself, and other ranks may never
+        # launch their part.
+        is_on_host = self._params[0].device.type == "cpu"
+        if self._flight is not None and not is_on_host and not sys.is_finalizing():
+            self._wait()
 
     def accumulate(self) -> None:
         """Wait, and add the mean gradients to `.grad`, running hooks; see `accumulate` below."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
-from autoshard.runtime.comm import collectives, copies
+from autoshard.runtime.comm import collectives, copies, transport
 from autoshard.runtime.compiled import kernels
 from autoshard.runtime.sharding import sharded_module
 from autoshard.runtime.unit import param as unit_param
@@ -35,60 +35,53 @@ class Case:
 
     micro:  what micro-batches before the last of a step do: None, there are none; "no_sync";
             "no all-reduce", of replicas; or "dropped", the same and their gradients are zeroed.
-    extras: see `prepared` and `train`.
+    extra:  see `prepared` and `train`.
     """
 
     form: str
     mesh: str
     micro: str | None = None
-    extras: tuple[str, ...] = ()
+    extra: str | None = None
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.form, self.mesh, self.micro, *self.extras)))
+        return ", ".join(filter(None, (self.form, self.mesh, self.micro, self.extra)))
 
 
 EXTRAS = (
-    ("offload",),
-    ("checkpointing",),
-    ("prefetch",),
-    ("kept after forward",),
-    ("smaller mesh after forward",),
-    ("mixed precision",),
-    ("hook on a stream",),
-    ("optimizer on a stream",),
-    ("exception in forward",),
-    ("exception in backward",),
-    ("exception in an op",),
-    ("auto buckets",),
+    "offload",
+    "checkpointing",
+    "prefetch",
+    "kept after forward",
+    "smaller mesh after forward",
+    "mixed precision",
+    "custom reduces",
+    "hook on a stream",
+    "optimizer on a stream",
+    "exception in forward",
+    "exception in backward",
+    "exception in an op",
+    "auto buckets",
 )
 
 
 def is_possible(case: Case) -> bool:
     has_replicas, is_cut = case.mesh != "shard 4", case.mesh != "replicate 4"
+    if case.extra == "hook on a stream":
+        return not has_replicas  # refused there
     if case.micro in ("no all-reduce", "dropped"):
         return has_replicas
-    if "hook on a stream" in case.extras:
-        return not has_replicas  # refused there
-    return is_cut or "smaller mesh after forward" not in case.extras
+    return is_cut or case.extra != "smaller mesh after forward"
 
 
 def cases() -> list[Case]:
-    plain = [
-        Case(form, mesh, micro)
-        for form, mesh, micro in itertools.product(
-            FORMS, MESHES, (None, "no_sync", "no all-reduce", "dropped")
-        )
-    ]
-    others = [
-        Case(form, mesh, None, extras)
-        for form, mesh, extras in itertools.product(FORMS, MESHES, EXTRAS)
-    ]
-    together = [
-        Case(form, "replicate 2 x shard 2", micro, extras)
-        for form, micro, extras in itertools.product(FORMS, ("no_sync", "no all-reduce"), EXTRAS)
-        if extras != ("hook on a stream",)
-    ]
-    return list(filter(is_possible, [*plain, *others, *together]))
+    micros = (None, "no_sync", "no all-reduce", "dropped")
+    plain = itertools.product(FORMS, MESHES, micros)
+    others = itertools.product(FORMS, MESHES, (None,), EXTRAS)
+    together = itertools.product(
+        FORMS, ("replicate 2 x shard 2",), ("no_sync", "no all-reduce"), EXTRAS
+    )
+    found = itertools.chain(plain, others, together)
+    return [case for case in itertools.starmap(Case, found) if is_possible(case)]
 
 
 class Block(nn.Module):
@@ -125,34 +118,49 @@ class Net(nn.Module):
         return out
 
 
+class CustomReduce:
+    """Reduce-scatter of the user's own, in ordinary memory."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, *, output_tensor: Tensor, input_tensor: Tensor, group: Any, **_: Any
+    ) -> transport.Work:
+        return transport.reduce(output_tensor, input_tensor, group)
+
+
 def prepared(case: Case) -> Any:
     """The model, in units, on the meta device; shards are on the host with offload."""
     arguments: dict[str, Any] = {"mesh": mesh_of(case)}
-    if "offload" in case.extras:
+    if case.extra == "offload":
         arguments["offload_policy"] = autoshard.CPUOffloadPolicy(pin_memory=False)
-    if "mixed precision" in case.extras:
+    if case.extra == "mixed precision":
         arguments["mp_policy"] = autoshard.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
     after_forward: dict[str, Any] = {}
-    if "kept after forward" in case.extras:
+    if case.extra == "kept after forward":
         after_forward["reshard_after_forward"] = False
-    if "smaller mesh after forward" in case.extras:
+    if case.extra == "smaller mesh after forward":
         after_forward["reshard_after_forward"] = 2
     with torch.device("meta"):
-        model: Any = Net(checkpointing="checkpointing" in case.extras)
+        model: Any = Net(checkpointing=case.extra == "checkpointing")
     with mock.patch.object(unit_param, "mesh_device", return_value=META):
         for layer in model.layers:
             autoshard.fully_shard(layer, **arguments, **after_forward)
         autoshard.fully_shard(model, **arguments)
-    model.to_empty(device="cpu" if "offload" in case.extras else "meta")
-    if "prefetch" in case.extras:
+    model.to_empty(device="cpu" if case.extra == "offload" else "meta")
+    if case.extra == "prefetch":
         first, second, third = model.layers
         first.set_modules_to_forward_prefetch([second, third])
         third.set_modules_to_backward_prefetch([second, first])
-    model.may_fail = "exception in forward" in case.extras
+    if case.extra == "custom reduces":
+        for unit in (*model.layers, model):
+            unit.set_custom_reduce_scatter(CustomReduce())
+    model.may_fail = case.extra == "exception in forward"
     if case.form == "compiled":
-        bucketing = "auto" if "auto buckets" in case.extras else "per_unit"
+        bucketing = "auto" if case.extra == "auto buckets" else "per_unit"
         options = {"lowering": "eager", "bucketing": bucketing, "strict": not model.may_fail}
         model.compile(backend="autoshard", options=options)
     return model
@@ -170,7 +178,7 @@ def fail(grad: Tensor) -> None:
 def train(case: Case, model: Any, detector: Detector) -> None:
     """Two steps, before which one fails with the extras that say so."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if "hook on a stream" in case.extras:
+    if case.extra == "hook on a stream":
         for unit in (*model.layers, model):
             unit.set_all_reduce_hook(lambda grads: grads.mul_(0.5), stream=detector.stream("hook"))
     if model.may_fail:
@@ -178,14 +186,14 @@ def train(case: Case, model: Any, detector: Detector) -> None:
         with pytest.raises(ValueError, match="no more"):
             model(torch.empty(3, 8, device="meta"))
         model.fails = False
-    if "exception in an op" in case.extras:
+    if case.extra == "exception in an op":
         model(torch.empty(3, 8, device="meta")).sum().backward()  # the next knows what to prefetch
         for op in ("sigmoid", "sigmoid_backward"):
             detector.fails_at = op
             with pytest.raises(MemoryError, match=op):
                 model(torch.empty(3, 8, device="meta")).sum().backward()
             model.zero_grad()
-    if "exception in backward" in case.extras:
+    if case.extra == "exception in backward":
         x = torch.empty(3, 8, device="meta", requires_grad=True)
         loss = model(x).sum()
         x.register_hook(fail)
@@ -202,7 +210,7 @@ def train(case: Case, model: Any, detector: Detector) -> None:
             model(torch.empty(3, 8, device="meta")).sum().backward()
             if case.micro == "dropped" and not is_last:
                 model.zero_grad()
-        if "optimizer on a stream" in case.extras:
+        if case.extra == "optimizer on a stream":
             beside = detector.stream("optimizer")
             beside.wait_stream(detector.current)
             with beside:
@@ -247,16 +255,17 @@ def test_no_race(case: Case) -> None:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A wait, an event or a kept buffer that is taken out of the source of `name`, of `owner`."""
+    """Source of `name`, of `owner`, with `new` for `old`: what `case` needs is taken out."""
 
     owner: Any
     name: str
     old: str
-    new: str
-    case: Case
+    case: str
+    new: str = "pass"
 
     def __str__(self) -> str:
-        return f"{self.owner.__name__.removeprefix('autoshard.runtime.')}.{self.name}: {self.old}"
+        owner = self.owner.__name__.removeprefix("autoshard.runtime.")
+        return f"{owner}.{self.name}: {self.old} -> {self.new}; {self.case}"
 
     def function(self) -> Any:
         """The changed function."""
@@ -270,155 +279,62 @@ class Mutation:
         return made[self.name]
 
 
-def case_of(text: str) -> Case:
-    """The case that `text` is the name of."""
-    return next(case for case in cases() if str(case) == text)
+InFlight, Grouped, Reduction = collectives.InFlight, collectives.GroupedFlight, reduce.Reduction
+WAIT = "wait_for([self.work], self.issued, self.number)"
+AFTER_COMPUTE = "stream.wait_stream(torch.accelerator.current_stream(device))"
+EAGER, COMPILED = "eager, shard 4", "compiled, shard 4"
+HSDP, HSDP_COMPILED = "eager, replicate 2 x shard 2", "compiled, replicate 2 x shard 2"
+MUTATIONS = (
+    # waits for collectives
+    Mutation(InFlight, "wait", WAIT, EAGER),
+    Mutation(InFlight, "wait", WAIT, COMPILED),
+    Mutation(
+        Grouped, "wait", WAIT.replace("[self.work]", "self.works"), f"{COMPILED}, auto buckets"
+    ),
+    Mutation(collectives, "wait_gather", "flight.wait()", f"{EAGER}, prefetch"),
+    Mutation(collectives, "wait_gather", "flight.wait()", COMPILED),
+    Mutation(kernels, "_wait_reduce", "flight = flight.wait()", COMPILED),
+    Mutation(Reduction, "_wait", "self._flight.wait()", HSDP, "self._flight"),
+    # the stream of all-reduces: what it waits for, and what must outlive it
+    Mutation(reduce, "on_all_reduce_stream", AFTER_COMPUTE, "eager, replicate 4"),
+    Mutation(Reduction, "advance", "= not self._flight.work", "eager, replicate 4", "= False"),
+    Mutation(kernels, "_all_reduce", "=not flight.work", "compiled, replicate 4", "=False"),
+    Mutation(Reduction, "advance", "self._flight = self._flight.wait()", HSDP),
+    Mutation(kernels, "_all_reduce", "flight.wait(), ", HSDP_COMPILED, "flight, "),
+    Mutation(Reduction, "advance", "self._keep.append(self._flight)", HSDP),
+    Mutation(kernels, "_all_reduce", "keep=flight", HSDP_COMPILED, "keep=None"),
+    Mutation(Reduction, "_add_partial", "self._keep.append(waiting)", f"{HSDP}, no all-reduce"),
+    Mutation(Reduction, "advance", "self._left = stream.record_event()", f"{HSDP}, no all-reduce"),
+    Mutation(Reduction, "_wait", "self._left.wait()", f"{HSDP}, dropped"),
+    Mutation(Reduction, "_wait", "self._left.wait()", f"{HSDP_COMPILED}, no all-reduce"),
+    # what an exception drops
+    Mutation(Reduction, "__del__", "self._wait()", f"{HSDP}, exception in backward"),
+    Mutation(kernels, "_drop", "entry.flight.wait()", f"{COMPILED}, exception in an op"),
+    Mutation(unsharded.Unsharded, "drop", "flight.wait()", f"{EAGER}, exception in an op"),
+    # copies
+    Mutation(copies, "_copy", AFTER_COMPUTE, f"{COMPILED}, offload"),
+    Mutation(copies, "_copy", ", stream.record_event()", f"{COMPILED}, offload", ""),
+    Mutation(copies.Copies, "wait_on_device", "self.done.wait()", f"{COMPILED}, offload"),
+    Mutation(copies.Copies, "wait_on_host", "self.done.synchronize()", f"{COMPILED}, offload"),
+    Mutation(
+        reduce,
+        "accumulate",
+        "shard.device)",
+        f"{EAGER}, offload",
+        "shard.device, non_blocking=True)",
+    ),
+    # streams of the user's
+    Mutation(
+        sharded_module, "_on_stream", "stream.wait_stream(current)", f"{EAGER}, hook on a stream"
+    ),
+    Mutation(
+        sharded_module, "_on_stream", "current.wait_stream(stream)", f"{COMPILED}, hook on a stream"
+    ),
+)
 
 
-def mutations() -> list[Mutation]:
-    hsdp, whole = "replicate 2 x shard 2", "replicate 4"
-    found = [
-        (
-            collectives.InFlight,
-            "wait",
-            "wait_for([self.work], self.issued, self.number)",
-            "pass",
-            "eager, shard 4",
-        ),
-        (
-            collectives.InFlight,
-            "wait",
-            "wait_for([self.work], self.issued, self.number)",
-            "pass",
-            "compiled, shard 4",
-        ),
-        (
-            collectives.GroupedFlight,
-            "wait",
-            "wait_for(self.works, self.issued, self.number)",
-            "pass",
-            "compiled, shard 4, auto buckets",
-        ),
-        (collectives, "wait_gather", "flight.wait()", "pass", "compiled, shard 4"),
-        (collectives, "wait_gather", "flight.wait()", "pass", "eager, shard 4, prefetch"),
-        (
-            reduce,
-            "on_all_reduce_stream",
-            "stream.wait_stream(torch.accelerator.current_stream(device))",
-            "pass",
-            f"eager, {whole}",
-        ),
-        (
-            reduce.Reduction,
-            "advance",
-            "after_compute = not self._flight.work",
-            "after_compute = False",
-            f"eager, {whole}",
-        ),
-        (
-            kernels,
-            "_all_reduce",
-            "after_compute=not flight.work",
-            "after_compute=False",
-            f"compiled, {whole}",
-        ),
-        (reduce.Reduction, "advance", "self._keep.append(self._flight)", "pass", f"eager, {hsdp}"),
-        (
-            reduce.Reduction,
-            "advance",
-            "self._flight = self._flight.wait()",
-            "self._flight = collectives.replace(self._flight, work=None)",
-            f"eager, {hsdp}",
-        ),
-        (
-            reduce.Reduction,
-            "advance",
-            "self._left = stream.record_event()",
-            "pass",
-            f"eager, {hsdp}, no all-reduce",
-        ),
-        (
-            reduce.Reduction,
-            "_wait",
-            "self._left.wait()",
-            "pass",
-            f"compiled, {hsdp}, no all-reduce",
-        ),
-        (reduce.Reduction, "_wait", "self._left.wait()", "pass", f"eager, {hsdp}, dropped"),
-        (reduce.Reduction, "_wait", "self._flight.wait()", "self._flight", f"eager, {hsdp}"),
-        (
-            reduce.Reduction,
-            "_add_partial",
-            "self._keep.append(waiting)",
-            "pass",
-            f"eager, {hsdp}, no all-reduce",
-        ),
-        (
-            reduce.Reduction,
-            "abandon",
-            "self._wait()",
-            "pass",
-            f"eager, {hsdp}, exception in backward",
-        ),
-        (
-            reduce,
-            "accumulate",
-            ".to(sharded.shard.device)",
-            ".to(sharded.shard.device, non_blocking=True)",
-            "eager, shard 4, offload",
-        ),
-        (kernels, "_all_reduce", "keep=flight", "keep=None", f"compiled, {hsdp}"),
-        (kernels, "_all_reduce", "flight.wait(), ", "flight, ", f"compiled, {hsdp}"),
-        (kernels, "_wait_reduce", "flight = flight.wait()", "pass", "compiled, shard 4"),
-        (kernels, "_drop", "entry.flight.wait()", "pass", "compiled, shard 4, exception in an op"),
-        (
-            copies,
-            "_copy",
-            "stream.wait_stream(torch.accelerator.current_stream(device))",
-            "pass",
-            "compiled, shard 4, offload",
-        ),
-        (
-            copies,
-            "_copy",
-            "return Copies(results, sources, stream.record_event())",
-            "return Copies(results, sources)",
-            "compiled, shard 4, offload",
-        ),
-        (copies.Copies, "wait_on_device", "self.done.wait()", "pass", "compiled, shard 4, offload"),
-        (
-            copies.Copies,
-            "wait_on_host",
-            "self.done.synchronize()",
-            "pass",
-            "compiled, shard 4, offload",
-        ),
-        (
-            unsharded.Unsharded,
-            "drop",
-            "flight.wait()",
-            "pass",
-            "eager, shard 4, exception in an op",
-        ),
-        (
-            sharded_module,
-            "_on_stream",
-            "stream.wait_stream(current)",
-            "pass",
-            "eager, shard 4, hook on a stream",
-        ),
-        (
-            sharded_module,
-            "_on_stream",
-            "current.wait_stream(stream)",
-            "pass",
-            "compiled, shard 4, hook on a stream",
-        ),
-    ]
-    return [Mutation(*each[:4], case_of(each[4])) for each in found]
-
-
-@pytest.mark.parametrize("mutation", mutations(), ids=str)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_mutation_is_found(mutation: Mutation) -> None:
+    (case,) = (each for each in cases() if str(each) == mutation.case)
     with mock.patch.object(mutation.owner, mutation.name, mutation.function()):
-        assert found_in(mutation.case)
+        assert found_in(case)

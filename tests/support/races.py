@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,9 +69,6 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         join((stream or _running().current).clock, self.clock)
 
-    def query(self) -> bool:
-        return True
-
     def synchronize(self) -> None:
         _running().wait_on_host(self.clock)
 
@@ -90,16 +87,10 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         join(self.clock, other.clock)
 
-    def wait_event(self, event: Event) -> None:
-        join(self.clock, event.clock)
-
     def record_event(self) -> Event:
         event = Event()
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        _running().wait_on_host(self.clock)
 
     def __enter__(self) -> Stream:
         self._before.append(_running().current)
@@ -140,9 +131,8 @@ class Finding:
 
 
 class Detector(TorchDispatchMode):
-    """What was found of the code that ran in it, and how often the host waited, by place.
+    """What was found of the code that ran in it. To be made by `detecting`.
 
-    To be made by `detecting`.
     fails_at: name of an op, as "sigmoid": the next one raises MemoryError.
     """
 
@@ -152,7 +142,6 @@ class Detector(TorchDispatchMode):
         self.current = self.stream("compute")
         self.host = self.stream(HOST)
         self.findings: Counter[Finding] = Counter()
-        self.host_waits: Counter[str] = Counter()
         self.num_ops = 0
         self.fails_at: str | None = None
         self._storages: dict[int, Storage] = {}
@@ -191,7 +180,7 @@ class Detector(TorchDispatchMode):
             for tensor in _tensors(result):
                 self._storage(tensor)
             return
-        with self._as_of(func, args, result):
+        with self._as_of(args, result):
             self.tick()
             for position, argument in enumerate(func._schema.arguments):
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -202,7 +191,7 @@ class Detector(TorchDispatchMode):
                 self.access(tensor, writes=True)
 
     @contextlib.contextmanager
-    def _as_of(self, func: Any, args: Any, result: Any) -> Iterator[None]:
+    def _as_of(self, args: Any, result: Any) -> Iterator[None]:
         """Have the host be the current stream for an op that touches its memory alone."""
         tensors = [*_tensors(args), *_tensors(result)]
         if any(tensor.device.type == "meta" for tensor in tensors):
@@ -234,7 +223,6 @@ class Detector(TorchDispatchMode):
             storage.writes[stream.name] = access
 
     def wait_on_host(self, clock: Clock) -> None:
-        self.host_waits[_told(_place())] += 1
         join(self.host.clock, clock)
 
     def collective(
@@ -418,9 +406,7 @@ def _seams(detector: Detector) -> Iterator[None]:
         (kernels, "_take", lambda ticket: kernels._in_flight.pop(id(ticket)).flight),
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(limiter.limiter, "_events", type(limiter.limiter._events)())
-        )
+        stack.enter_context(mock.patch.object(limiter.limiter, "_events", deque()))
         for owner, name, replacement in replaced:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

@@ -58,19 +58,47 @@ def test_layouts_spread_through_a_gather() -> None:
 
     aten = torch.ops.aten
     graph = torch.fx.Graph()
-    image, bucket = graph.placeholder("image"), graph.placeholder("bucket")
+    image, bucket, shard = map(graph.placeholder, ("image", "bucket", "shard"))
+    bias = graph.call_function(aten.relu.default, (shard,))  # stands for an op with one result
     weights = graph.call_function(aten.split.Tensor, (bucket, 3))
     filters = graph.call_function(operator.getitem, (weights, 0))
     scale = graph.call_function(operator.getitem, (weights, 1))
     sizes = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    patches = graph.call_function(aten.convolution.default, (image, filters, None, *sizes))
+    patches = graph.call_function(aten.convolution.default, (image, filters, bias, *sizes))
     scaled = graph.call_function(aten.mul.Tensor, (scale, patches))
     graph.output(scaled)
     lowering: Any = SimpleNamespace(module=torch.fx.GraphModule({}, graph))
-    assert scaled in GraphLowering.find_nodes_prefer_channels_last(lowering)
+    assert {scaled, shard} <= GraphLowering.find_nodes_prefer_channels_last(lowering)
+    ours = (aten.split.Tensor, aten.relu.default)
+    with _torch.inductor._layouts_end_at(lambda node: node.target in ours):
+        preferring = GraphLowering.find_nodes_prefer_channels_last(lowering)
+    assert {image, filters, bias, patches} == set(preferring)
+
+
+def test_layouts_spread_through_an_order() -> None:
+    """Needed: the same patch. What ops are kept behind tells nothing of theirs."""
+    from torch._inductor.graph import GraphLowering
+
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    image, bucket, beside = map(graph.placeholder, ("image", "bucket", "beside"))
+    before = graph.call_function(aten.neg.default, (beside,))
+    weights = graph.call_function(aten.split.Tensor, (bucket, 3))
+    filters = graph.call_function(operator.getitem, (weights, 0))
+    scale = graph.call_function(operator.getitem, (weights, 1))
+    scaled = graph.call_function(aten.sin.default, (scale,))
+    read = graph.call_function(aten.abs.default, (image,))
+    sizes = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    patches = graph.call_function(aten.convolution.default, (read, filters, None, *sizes))
+    graph.output((patches, scaled))
+    module = torch.fx.GraphModule({}, graph)
+    _torch.inductor.keep_nodes_behind(graph, {weights: [before], read: [before]})
+    lowering: Any = SimpleNamespace(module=module)
+    assert {before, beside, scaled} <= GraphLowering.find_nodes_prefer_channels_last(lowering)
     with _torch.inductor._layouts_end_at(lambda node: node.target is aten.split.Tensor):
         preferring = GraphLowering.find_nodes_prefer_channels_last(lowering)
-    assert {image, filters, patches} == set(preferring)
+    tensors = {node for node in preferring if node.op != "get_attr"}
+    assert {node.name for node in tensors} == {"image", read.name, filters.name, patches.name}
 
 
 def test_a_cached_frame_has_no_names() -> None:
