@@ -4,13 +4,14 @@
     def test_gather(rank: int) -> None: ...
 
 Each rank imports the test's file and calls the undecorated function. A rank that
-fails, or does not answer in time, fails the test with its traceback, and the ranks
-are started anew.
+fails, or does not answer in time, fails the test with its traceback (of all threads, if
+it does not answer), and the ranks are started anew.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import gc
 import importlib
@@ -19,8 +20,10 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import unittest.mock
@@ -69,9 +72,11 @@ class _Pool:
         context = forks() if world > 2 else multiprocessing.get_context("spawn")
         port = free_port()
         self._pipes, self._processes = [], []
+        self._folder = tempfile.TemporaryDirectory()
         for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, there), daemon=True)
+            arguments = (rank, world, port, there, self._stack_file(rank))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -101,18 +106,33 @@ class _Pool:
                     continue
                 del waiting[rank]
                 try:
-                    failure = pipe.recv() if ready else f"no answer within {limit:.0f} s"
+                    if ready:
+                        failure = pipe.recv()
+                    else:
+                        failure = f"no answer within {limit:.0f} s\n{self._stack_of(rank)}"
                 except EOFError:
                     failure = "the process ended"
                 if failure:
                     failures.append(f"rank {rank}: {failure}")
         return failures
 
+    def _stack_file(self, rank: int) -> str:
+        return str(Path(self._folder.name) / f"{rank}.stack")
+
+    def _stack_of(self, rank: int) -> str:
+        """Where the threads of a rank that does not answer are."""
+        pid = self._processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        return Path(self._stack_file(rank)).read_text()
+
     def stop(self) -> None:
         _pools.pop(len(self._processes), None)
         for process in self._processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
 
 
 _pools: dict[int, _Pool] = {}
@@ -141,7 +161,9 @@ def _stop_pools() -> None:
         pool.stop()
 
 
-def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None:
+    stacks = Path(stack_file).open("w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     os.environ.update(
         _ENVIRONMENT,
         RANK=str(rank),
