@@ -5,6 +5,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,24 @@ def group_rank(name: str) -> int:
 def group_ranks(name: str) -> list[int]:
     """Global ranks of the process group registered under `name`."""
     return dist.get_process_group_ranks(resolve_group(name))
+
+
+def group_of_the_same_ranks(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """Make another process group over the ranks of `group`; those ranks call it together.
+
+    Its name is that of `group` and `purpose`. `new_group` without the other ranks would name it by
+    how many groups a rank has, and ranks that have made different numbers of them then wait for
+    each other under different names.
+    """
+    name = f"{group.group_name}/{purpose}"
+    with unittest.mock.patch.object(_c10d, "_process_group_name", return_value=name):
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=group_timeout(group),
+            use_local_synchronization=True,
+        )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -292,11 +292,7 @@ def separate_group(axes: Axes) -> str:
         return ""
     group = axes.shard.get_group()
     if group not in _separate:
-        _separate[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=_torch.dist.group_timeout(group),
-            use_local_synchronization=True,  # other ranks have groups of their own
-        )
+        _separate[group] = _torch.dist.group_of_the_same_ranks(group, "reduces")
     return str(_separate[group].group_name)
 
 

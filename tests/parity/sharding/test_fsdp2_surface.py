@@ -26,7 +26,7 @@ from support.training import (
 )
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Shard
 
@@ -554,6 +554,20 @@ def test_separate_group_for_reduces(rank: int, form: str) -> None:
 
 
 KINDS = ("gather", "reduce")
+
+
+@on_ranks(2, timeout=60.0)
+def test_separate_group_where_ranks_have_other_groups(rank: int) -> None:
+    """A group that one rank alone has made doesn't keep it from finding the other."""
+    mine = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
+    group = dist.new_group([0, 1])  # of which nothing is known from before
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    model = autoshard.shard(Net(), mesh=mesh)
+    model.set_separate_reduce_scatter_group()
+    log = issued(lambda: train(model, net_loss, adamw(model)))
+    assert len({each.group for each in log}) == 2
+    if mine is not None:
+        dist.destroy_process_group(mine)
 
 
 @in_both_forms
