@@ -73,10 +73,13 @@ def test_a_rank_that_is_late(rank: int, form: str) -> None:
             load_a_batch_slowly()
         net_loss(model, rank, 2).backward()
         dist.barrier()
+    # On a loaded machine there may be others, of ranks that are slow by themselves.
+    late = [each for each in said if "behind" in each and "load_a_batch_slowly" in each]
     if rank == 1:
-        assert not said
+        assert not late
         return
-    first = said[0].splitlines()
+    assert 1 <= len(late) <= 3, said  # once, and each time that it is twice as late
+    first = late[0].splitlines()
     assert len(first) == 2, first
     assert first[0].startswith("rank 0 has waited ")
     assert "the gather of embed.weight" in first[0]
@@ -86,7 +89,6 @@ def test_a_rank_that_is_late(rank: int, form: str) -> None:
     assert first[1].endswith("in load_a_batch_slowly")
     if form == "compiled":
         assert "(bucket 0 of its graph)" in first[0]
-    assert 1 <= len(said) <= 3  # once, and each time that it is twice as late
 
 
 @on_ranks(2)
