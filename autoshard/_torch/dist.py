@@ -29,9 +29,9 @@ reduce_scatter_flat: Callable[..., Any] = (
 )
 
 
-def is_gloo_on_cpu(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether collectives of `group` on `device` are gloo's, on a CPU."""
-    return device.type == "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo)
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether collectives of `group` on `device` are gloo's."""
+    return isinstance(group._get_backend(device), dist.ProcessGroupGloo)
 
 
 def all_gather_grouped(
@@ -43,7 +43,7 @@ def all_gather_grouped(
     works, all of which have to be waited for.
     """
     device = receive[0].device
-    if device.type != "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo):
+    if device.type != "cpu" and is_gloo(group, device):
         pairs = zip(receive, send, strict=True)
         return [all_gather_flat(*pair, group=group, async_op=True) for pair in pairs]
     # 2.13 renamed it; 2.11 has the old name alone.

@@ -8,8 +8,7 @@ functions, so their results can only agree.
     reduce:  gradients -> one send buffer -> reduce-scatter [-> all-reduce] -> per shard
     swap:    between two ranks: each packs only the other's part, and adds what comes to its own
 
-A bucket of one needs no copies on the way out: the gathered chunks are the padded
-parameter. Copies into a send buffer cast to its dtype. Of the axes (shard, replicate) of
+`packing.py` says how members lie in the buffers. Of the axes (shard, replicate) of
 a mesh, reduce-scatter goes over the first and all-reduce over the second; over an axis
 of size 1, or none, nothing is sent.
 """
@@ -33,10 +32,11 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from autoshard import _torch
-from autoshard.passes.ir.layout import Member, rows_of, show_members
-from autoshard.runtime.comm import custom_comms, transport
+from autoshard.passes.ir.layout import Member, show_members
+from autoshard.runtime.comm import custom_comms, packing, transport
 from autoshard.runtime.comm.custom_comms import Comm
 from autoshard.runtime.comm.mesh import Axes
+from autoshard.runtime.comm.packing import layout_of
 from autoshard.runtime.comm.shard_names import names_at
 from autoshard.runtime.comm.transport import Work
 
@@ -94,6 +94,8 @@ class InFlight:
     # Of a swap, where there is no more in `send` than the other rank's part: the gradients of this
     # one's, a tensor a member, to which what it receives is added.
     own: list[Tensor] | None = None
+    averages: bool = False  # whether the collectives of a reduce divide the sums
+    after: float = 1.0  # what the sums of a reduce are still to be divided by afterwards
     flags: Any = None  # what a reduce's last member says of the others, for who waits for it
     number: int = 0  # of those that this rank has launched over the group, from 1 on
     is_lent: bool = False  # `receive` is somebody's who may use it again
@@ -242,7 +244,8 @@ def launch_gather(
     begin = transport.gather if comm is None else functools.partial(custom_comms.gather, comm)
     copies |= comm is not None
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
-        send, receive = _pack_shards(shards, members, world, rank, copies=copies, comm=comm)
+        layout = layout_of(members, world)
+        send, receive = packing.pack_shards(shards, layout, rank, copies=copies, comm=comm)
         (work,) = _begun(issued, begin, [receive], [send], process_group)
     number = num_launched(group)
     is_lent = comm is not None
@@ -276,10 +279,9 @@ def launch_grouped_gather(
     shared += [list(together)] if together else []
     with record_function(f"autoshard::launch_grouped_gather {group}"), torch.no_grad():
         pairs = [
-            _pack_shards(
+            packing.pack_shards(
                 [shards[number] for number in numbers],
-                tuple(members[number] for number in numbers),
-                world,
+                layout_of(tuple(members[number] for number in numbers), world),
                 rank,
                 copies=copies,
             )
@@ -300,13 +302,13 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
         flight.wait()
         if isinstance(flight, InFlight):
-            padded = _parted(flight.receive, members, world)
+            padded = packing.parted(flight.receive, layout_of(members, world))
             if flight.is_lent and len(members) == 1:
                 padded = [flight.receive.clone()]
         else:
             padded = _in_order(flight)
         # Taken out one by one: what is copied once more is freed before the next one is.
-        return [_whole(padded.pop(0), member, world) for member in members]
+        return [packing.whole(padded.pop(0), member, world) for member in members]
 
 
 def _in_order(flight: GroupedFlight) -> list[Tensor]:
@@ -318,62 +320,12 @@ def _in_order(flight: GroupedFlight) -> list[Tensor]:
     if not flight.together:
         return flight.receive
     members = tuple(flight.issued.members[number] for number in flight.together)
-    parted = iter(_parted(flight.receive.pop(), members, flight.world))
+    parted = iter(packing.parted(flight.receive.pop(), layout_of(members, flight.world)))
     alone = iter(flight.receive)
     numbers = range(len(flight.issued.members))
     found = [next(parted if number in flight.together else alone) for number in numbers]
     flight.receive.clear()  # they are freed one by one
     return found
-
-
-def _parted(receive: Tensor, members: Sequence[Member], world: int) -> list[Tensor]:
-    """Split `receive`, which `members` share: for each member, the pieces of all ranks in turn.
-
-    These are copies, except that a single member gets `receive` itself.
-    """
-    if len(members) == 1:
-        return [receive]
-    lengths = [member.chunk_numel(world) for member in members]
-    padded = [receive.new_empty(world * length) for length in lengths]
-    torch.split_with_sizes_copy(
-        receive.view(world, -1),
-        lengths,
-        dim=1,
-        out=[out.view(world, -1) for out in padded],
-    )
-    return padded
-
-
-def _whole(padded: Tensor, member: Member, world: int) -> Tensor:
-    """Return the unsharded parameter from `padded`, the pieces of all ranks in turn.
-
-    It is a view of `padded` if the parameter is cut on dim 0.
-    """
-    if member.dim == 0:
-        return padded[: member.rows * member.row_numel].view(member.size)
-    pieces = padded.view(world, *member.local_size(world, 0))
-    return pieces.movedim(0, member.dim).reshape(member.size)
-
-
-@dataclass(frozen=True)
-class Division:
-    """Divisors of gradients that give their mean: `before` they are summed, and `after`."""
-
-    before: float
-    after: float
-
-
-def division(total: float) -> Division:
-    """Split the divisor `total` in two: first a power of two near its root, then the rest.
-
-    Undivided, a sum of float16 over many ranks overflows; divided by all of it beforehand, small
-    gradients underflow. Powers of two divide exactly. Source: the factors of PyTorch's FSDP
-    (pull request 106034): 2 -> 2, 1; 3 -> 2, 1.5; 4 -> 2, 2; 8 -> 4, 2; 16 -> 4, 4.
-    """
-    before = 1.0
-    while total % before == 0 and total / before > before:
-        before *= 2
-    return Division(before, total / before)
 
 
 def pack_grads(
@@ -382,40 +334,48 @@ def pack_grads(
     group: str,
     *,
     divisor: float = 1.0,
+    is_mean: bool = False,
     is_last: bool = False,
     bucket: int | None = None,
     names: Sequence[str] = (),
     flags: Any = None,
     comm: Comm | None = None,
 ) -> InFlight:
-    """Copy `grads`, cast and divided, to the buffer that `launch_reduce` sends; launch nothing.
+    """Copy `grads`, cast, to the buffer that `launch_reduce` sends; launch nothing.
 
     grads: unsharded, one for each member; the list is emptied, so that they are freed once they are
         copied.
     group: of the reduce-scatter; "" if parameters are not cut: then nothing is to be sent, and this
         rank's part is all of it.
-    divisor: what the gradients are divided by before they are summed.
+    divisor: what the sums are divided by in the end, by `split_reduced`, or in part here, before
+        they are summed; see `packing.division`.
+    is_mean: whether `divisor` is the number of all ranks whose gradients are summed: then the
+        collectives may divide, if `transport.averages`.
     is_last: whether no all-reduce follows. Then, if `transport.swaps`, only the other rank's part
         is packed to be sent; this rank's part waits in `own`.
     bucket, names: see `Issued`; `names` are its `params`.
     flags: see `InFlight`.
     comm: the unit's own reduce-scatter, if it has one; `launch_reduce` needs the same.
     """
-    world, rank, swaps = 1, 0, False
+    world, rank, swaps, averages = 1, 0, False, False
     if group:
         process_group = _torch.dist.resolve_group(group)
         world, rank = process_group.size(), process_group.rank()
+        averages = is_mean and comm is None
+        averages = averages and transport.averages(process_group, grads[0].device)
         swaps = comm is None and is_last and transport.swaps(process_group, grads[0].device)
     issued = Issued("reduce", members, group, bucket, tuple(names))
     own = None
+    layout = layout_of(members, world)
+    divides = packing.division(1.0 if averages else divisor, layout.dtype, is_free=swaps)
     with record_function(f"autoshard::pack_grads {group}"), torch.no_grad():
         if swaps:
-            send = _chunk(grads, members, world, 1 - rank, divisor)
-            own = _own_parts(grads, members, world, rank, divisor)
+            send = packing.pack_part(grads, layout, 1 - rank, divides.before)
+            own = packing.own_parts(grads, layout, rank, divides.before)
         else:
-            send = _send_buffer(grads, members, world, divisor, comm if group else None)
+            send = packing.pack_grads(grads, layout, divides.before, comm if group else None)
         grads.clear()
-    return InFlight(issued, None, send, send, world, rank, own, flags)
+    return InFlight(issued, None, send, send, world, rank, own, averages, divides.after, flags)
 
 
 def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
@@ -433,9 +393,9 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
         work: Work
         if packed.own is None:
             receive = custom_comms.buffer(comm, send.numel() // packed.world, send, send.dtype)
-            begin = (
-                transport.reduce if comm is None else functools.partial(custom_comms.reduce, comm)
-            )
+            begin = functools.partial(transport.reduce, is_mean=packed.averages)
+            if comm is not None:
+                begin = functools.partial(custom_comms.reduce, comm)
             work = _begun(issued, begin, receive, send, process_group)
         else:
             receive = torch.empty_like(send)
@@ -451,7 +411,8 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     issued = replace(reduced.issued, kind="all_reduce", group=group)
     process_group = _torch.dist.resolve_group(group)
     with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
-        work = _begun(issued, transport.all_reduce, reduced.receive, process_group)
+        begin = functools.partial(transport.all_reduce, is_mean=reduced.averages)
+        work = _begun(issued, begin, reduced.receive, process_group)
     number = num_launched(group)
     return replace(reduced, issued=issued, work=work, send=reduced.receive, number=number)
 
@@ -469,7 +430,7 @@ def run_hook(
     """
     state, hook = comm_hook
     world, rank = axes.shard_world, axes.shard_rank
-    send = _send_buffer(grads, members, world, 1.0)
+    send = packing.pack_grads(grads, layout_of(members, world), 1.0)
     grads.clear()
     receive = send if world == 1 else send.new_empty(send.numel() // world)
     if world == 1:
@@ -480,134 +441,31 @@ def run_hook(
     return InFlight(issued, None, send, receive, world, rank)
 
 
-def split_reduced(flight: InFlight, *, divisor: float = 1.0) -> list[Tensor]:
-    """Return this rank's parts of the summed gradients, divided, each in a storage of its own.
+def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
+    """Return this rank's parts of the summed gradients, divided.
 
     A part has the dtype in which it was summed, or the member's `shard_dtype` if it has one.
     flight: a reduce-scatter, or the all-reduce after it, that has been waited for. To be called
         once: the sums of a swap are finished here, in place.
-    divisor: what the sums are divided by.
+    copies: whether each part has to have a storage of its own, as an op's outputs may not alias.
+        Otherwise they may share the buffer; each counts its own version.
     """
-    members, world, rank = flight.issued.members, flight.world, flight.rank
+    layout = layout_of(flight.issued.members, flight.world)
     with record_function(f"autoshard::split_reduced {flight.issued.group}"), torch.no_grad():
-        parts = split_pieces(flight.receive, members, world, rank)
-        if flight.own is None:
-            # The division is also the copy out of the shared buffer: an op's outputs may not alias.
-            parts = list(torch._foreach_div(parts, divisor))
-        else:
+        parts = packing.split_pieces(flight.receive, layout, flight.rank)
+        if flight.own is not None:
             torch._foreach_add_(flight.own, parts)
             parts = flight.own
-            if divisor != 1.0:
-                torch._foreach_div_(parts, divisor)
+            if flight.after != 1.0:
+                torch._foreach_div_(parts, flight.after)
+        elif copies or flight.after != 1.0:
+            parts = list(torch._foreach_div(parts, flight.after))
+        else:
+            parts = [part.data for part in parts]
         return [
             part if member.shard_dtype is None else part.to(member.shard_dtype)
-            for part, member in zip(parts, members, strict=True)
+            for part, member in zip(parts, layout.members, strict=True)
         ]
-
-
-def split_pieces(flat: Tensor, members: tuple[Member, ...], world: int, rank: int) -> list[Tensor]:
-    """Split `flat` into the parts of `members` on `rank`, without padding, as views.
-
-    flat: 1D, the padded chunk of each member in turn.
-    """
-    pieces = flat.split([member.chunk_numel(world) for member in members])
-    return [
-        piece[: member.local_rows(world, rank) * member.row_numel].view(
-            member.local_size(world, rank)
-        )
-        for piece, member in zip(pieces, members, strict=True)
-    ]
-
-
-def _pack_shards(
-    shards: list[Tensor],
-    members: tuple[Member, ...],
-    world: int,
-    rank: int,
-    *,
-    copies: bool,
-    comm: Comm | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Pack what is sent, as full chunks, and make room to receive: (send, receive), both 1D.
-
-    `send` is this rank's part of `receive`; or the shard itself if it is the only one, a full chunk
-    of the right dtype, and `copies` is False.
-    """
-    first, dtype = shards[0], members[0].dtype
-    lengths = [member.chunk_numel(world) for member in members]
-    receive = custom_comms.buffer(comm, world * sum(lengths), first, dtype)
-    if lengths == [first.numel()] and first.dtype == dtype and not copies:
-        return first.detach().contiguous().view(-1), receive
-    send = receive.narrow(0, rank * sum(lengths), sum(lengths))
-    for piece, shard in zip(send.split(lengths), shards, strict=True):
-        # Padding is never read as data: it stays what the allocator left there.
-        piece[: shard.numel()].copy_(shard.detach().reshape(-1))
-    return send, receive
-
-
-def _send_buffer(
-    grads: list[Tensor],
-    members: tuple[Member, ...],
-    world: int,
-    divisor: float,
-    comm: Comm | None = None,
-) -> Tensor:
-    """Pack gradients, divided, rank by rank: for each rank, its chunk of every member in turn."""
-    lengths = [member.chunk_numel(world) for member in members]
-    send = custom_comms.buffer(comm, world * sum(lengths), grads[0], members[0].dtype)
-    send = send.view(world, sum(lengths))
-    for columns, grad, member in zip(send.split(lengths, dim=1), grads, members, strict=True):
-        if member.is_scalar:
-            _copy_divided(columns, grad.expand(columns.shape), divisor)
-            continue
-        chunk, dim = member.chunk_rows(world), member.dim
-        if member.rows == chunk * world:
-            # Splitting a dim is always a view: one copy, whatever the gradient's strides.
-            pieces = grad.unflatten(dim, (world, chunk)).movedim(dim, 0)
-            _copy_divided(columns.view(world, *member.local_size(world, 0)), pieces, divisor)
-            continue
-        for rank in range(world):
-            rows = member.local_rows(world, rank)
-            used = rows * member.row_numel
-            if rows:
-                piece = grad.narrow(0, rank * chunk, rows).reshape(-1)
-                _copy_divided(columns[rank, :used], piece, divisor)
-            columns[rank, used:].zero_()  # summed with the others' padding; kept finite
-    return send.view(-1)
-
-
-def _chunk(
-    grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
-) -> Tensor:
-    """Pack the part of `_send_buffer` for `rank`; nothing reads its padding, left uninitialized."""
-    lengths = [member.chunk_numel(world) for member in members]
-    send = grads[0].new_empty(sum(lengths), dtype=members[0].dtype)
-    for to, grad, member in zip(send.split(lengths), grads, members, strict=True):
-        piece = rows_of(grad, member, world, rank)
-        _copy_divided(to[: piece.numel()].view(piece.shape), piece, divisor)
-    return send
-
-
-def _own_parts(
-    grads: list[Tensor], members: tuple[Member, ...], world: int, rank: int, divisor: float
-) -> list[Tensor]:
-    """Copy the rows of `rank` of all gradients, divided, each to a storage of its own."""
-    parts = []
-    for grad, member in zip(grads, members, strict=True):
-        size = member.local_size(world, rank)
-        parts.append(grad.new_empty(size, dtype=member.dtype))
-        _copy_divided(parts[-1], rows_of(grad, member, world, rank), divisor)
-    return parts
-
-
-def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
-    """Write `source`, cast to the dtype of `to` and divided by `divisor`, to `to`."""
-    if divisor == 1.0 or to.dtype != source.dtype:
-        to.copy_(source)  # a cast comes before the division, which may need its precision
-        if divisor != 1.0:
-            to.div_(divisor)
-    else:
-        torch.div(source, divisor, out=to)
 
 
 def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:

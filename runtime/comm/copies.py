@@ -5,11 +5,15 @@
 
 A copy begins when compute gets to where it is launched, so that what it reads is there, and
 what its memory held before is not needed any more. On a CPU it is made at once.
+
+Copies in one direction follow one another on one stream. A host that waits for one waits for the
+newest, and then has no need to wait for those before it: the waits at the end of a step are one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +29,8 @@ class Copies:
     results: list[Tensor]
     sources: list[Tensor]
     done: Any = None  # an event; None: they are there
+    lane: _Lane | None = None
+    number: int = 0  # of those that were launched on the lane, from 1 on
 
     def wait_on_device(self) -> list[Tensor]:
         """Have the device's current stream wait for the copies, not the host; return `results`."""
@@ -33,10 +39,34 @@ class Copies:
         return self.results
 
     def wait_on_host(self) -> list[Tensor]:
-        """Have the host wait until the copies are there; return `results`."""
-        if self.done is not None:
-            self.done.synchronize()
+        """Have the host wait until the copies are there, and all launched since; see `results`."""
+        if self.lane is not None and self.number > self.lane.passed:
+            passed = self.lane.launched
+            self.lane.newest.synchronize()
+            self.lane.passed = passed
         return self.results
+
+    def release(self) -> Copies:
+        """Return what replaces this, without the sources: compute waits, so they may be freed."""
+        if not self.sources:
+            return self
+        self.wait_on_device()
+        return replace(self, sources=[])
+
+
+@dataclass
+class _Lane:
+    """Copies in one direction of one device, in the order in which they are launched.
+
+    newest: event of the last one. passed: number of those that the host knows to be there.
+    """
+
+    launched: int = 0
+    newest: Any = None
+    passed: int = 0
+
+
+_lanes: defaultdict[Any, _Lane] = defaultdict(_Lane)  # by stream
 
 
 def launch_load(shards: list[Tensor], device: torch.device) -> Copies:
@@ -73,4 +103,7 @@ def _copy(
         with stream:
             for result, source in zip(results, sources, strict=True):
                 result.copy_(source, non_blocking=True)
-            return Copies(results, sources, stream.record_event())
+            done = stream.record_event()
+    lane = _lanes[stream]
+    lane.launched, lane.newest = lane.launched + 1, done
+    return Copies(results, sources, done, lane, lane.launched)

@@ -1,9 +1,11 @@
 """Limit of how far the host may run ahead of the device with gathers.
 
-A host that only launches is soon many units ahead. Each gather it launches takes memory
-at once, and what earlier ones hold is given back only when the device has come that far.
-So the drop of a unit leaves an event, and before a gather the host waits for the oldest
-if there are MAX_AHEAD: memory is that of so many units, however far the host would go.
+A host that only launches is soon many units ahead. That costs no memory where buffers are torch's,
+allocated and freed on one stream: the next gather gets the memory of the last, and its kernels come
+after it ([Note: lifetimes of buffers]). A user's own all-gather may allocate otherwise, and get
+memory back only when the device has come that far. So there the drop of a unit leaves an event, and
+before a gather the host waits for the oldest if there are MAX_AHEAD: memory is that of so many
+units.
 
 While a CUDA graph is captured the host waits for nothing: it must not, and the graph's order and
 memory are fixed.

@@ -42,7 +42,7 @@ def sends_members(group: str, device: torch.device) -> bool:
 
 
 def _by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return group.size() <= FEW and _torch.dist.is_gloo_on_cpu(group, device)
+    return group.size() <= FEW and device.type == "cpu" and _torch.dist.is_gloo(group, device)
 
 
 def sends_alone(member: Member, group: str, device: torch.device) -> bool:
@@ -74,6 +74,11 @@ def swaps(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group.size() == 2 and _by_messages(group, device)
 
 
+def averages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether collectives over `group` divide sums by its size themselves; gloo's don't."""
+    return device.type != "cpu" and not _torch.dist.is_gloo(group, device)
+
+
 def gather(
     receive: Sequence[Tensor], send: Sequence[Tensor], group: dist.ProcessGroup
 ) -> list[Work]:
@@ -91,10 +96,13 @@ def gather(
     return list(_torch.dist.all_gather_grouped(list(receive), list(send), group))
 
 
-def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
+def reduce(
+    receive: Tensor, send: Tensor, group: dist.ProcessGroup, *, is_mean: bool = False
+) -> Work:
     """Begin a reduce-scatter: sum the ranks' `send`, each rank to get its part in `receive`.
 
     send, receive: both 1D and contiguous; they must live until the work has been waited for.
+    is_mean: the sums are to be divided by the number of ranks; only if `averages`.
     If `swaps`, this is a message each way, and an addition at the wait. It is used then only where
     an all-reduce follows, which wants its input in one piece; `swap` is used elsewhere.
     """
@@ -102,14 +110,23 @@ def reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
         here = group.rank()
         parts = send.view(2, -1)
         return Exchange(group, [(1 - here, parts[1 - here])], [(1 - here, receive)], parts[here])
-    work: Work = _torch.dist.reduce_scatter_flat(receive, send, group=group, async_op=True)
+    work: Work = _torch.dist.reduce_scatter_flat(
+        receive, send, op=_op(is_mean), group=group, async_op=True
+    )
     return work
 
 
-def all_reduce(sums: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to sum `sums` over `group`, in place. It must live until the work is waited for."""
-    work: Work = dist.all_reduce(sums, group=group, async_op=True)
+def all_reduce(sums: Tensor, group: dist.ProcessGroup, *, is_mean: bool = False) -> Work:
+    """Begin to sum `sums` over `group`, in place. It must live until the work is waited for.
+
+    is_mean: as for `reduce`.
+    """
+    work: Work = dist.all_reduce(sums, op=_op(is_mean), group=group, async_op=True)
     return work
+
+
+def _op(is_mean: bool) -> Any:
+    return dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
 
 
 def bare_reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:

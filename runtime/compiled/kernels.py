@@ -202,12 +202,13 @@ def _pack_grads(
         parts = (*parts, flags.member(dtype, groups.shards(group)))
     reduce.add_pending(owners, grads, dtype)
     if flags is not None:
-        grads.append(flags.tensor(dtype, tensors[0].device, groups.shards(group)))
+        grads.append(flags.tensor(grads[0].dtype, tensors[0].device, groups.shards(group)))
     packed = collectives.pack_grads(
         grads,
         parts,
         groups.shard_part(group),
-        divisor=_mean(group).before,
+        divisor=float(groups.size(group)),
+        is_mean=True,
         is_last=not groups.replicate_part(group),
         bucket=bucket,
         names=[owner.name for owner in owners],
@@ -242,7 +243,7 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
     if isinstance(flight, UnitReductions):
         return flight.wait(ticket, members, group)
     flight = flight.wait()
-    shards = collectives.split_reduced(flight, divisor=_mean(group).after)
+    shards = collectives.split_reduced(flight)
     if flight.flags is not None:
         flight.flags.withhold(shards.pop())
     return shards
@@ -301,7 +302,3 @@ def _take(ticket: Tensor) -> Flight:
             "or an exception dropped what was in flight"
         ) from None
     return entry.flight
-
-
-def _mean(group: str) -> collectives.Division:
-    return collectives.division(groups.size(group))

@@ -136,7 +136,7 @@ class Flags:
         return Member(dtype, (len(self.owners) * shards,))
 
     def tensor(self, dtype: torch.dtype, device: torch.device, shards: int) -> Tensor:
-        return reduce.flags_of(self.has_grad, dtype, device).repeat(shards)
+        return reduce.flags_of(self.has_grad, dtype, device, shards)
 
     def withhold(self, sums: Tensor) -> None:
         """Set `is_withheld` of each owner: whether no rank has a gradient for it.

@@ -113,7 +113,14 @@ class Reduces:
         for earlier in queue:
             earlier.advance()  # an all-reduce runs beside the next gather and reduce-scatter
         while len(queue) >= reduction.max_in_flight:
-            queue.pop(0).accumulate()
+            oldest = queue.pop(0)
+            carried = steps_of(self._owner).carried
+            if oldest.store():  # gradients go to the host until the end of backward
+                if carried:
+                    carried[-1].release()
+                carried.append(oldest)
+            else:
+                oldest.accumulate()
         reduction.launch()
         queue.append(reduction)
 

@@ -33,7 +33,7 @@ class UnitSteps:
     backward_ran: whether a backward has begun since the latest forward began.
     post_optim_event: event that the first gather of the next forward waits for.
     is_last_backward: False lets a backward end before its reduces have.
-    carried:    reduces that were launched and not waited for.
+    carried:    reduces that were launched and not waited for, or whose gradients go to the host.
     closed_in:  number of the latest backward that `close_compiled` looked after, or -1.
     reduced_in: number of the latest backward whose end has reduced the model, or -1.
     """
@@ -162,6 +162,8 @@ def reshard(unit: Unit) -> None:
 def finish_reduces(owner: Unit) -> None:
     """Wait for reduces that backwards of `owner`'s steps have launched, and fill `.grad`."""
     carried = steps_of(owner).carried
+    for reduction in carried:
+        reduction.store()  # all copies are on their way before the host waits for the first
     while carried:
         carried.pop(0).accumulate()
 

@@ -231,9 +231,11 @@ def shard(
     backward_prefetch: "pre" gathers one unit ahead when the current one is gathered, "post"
         when the current one's reduce is launched; None gathers nothing ahead; an int is so many
         as "pre".
-    limit_all_gathers: have the host wait before it launches a gather if the device has yet to
-        come to the drops of two units, whose memory is not free before; a CPU is never behind.
-        In a compiled graph the plan decides about this and about prefetch.
+    limit_all_gathers: have the host wait before it launches a gather by `set_custom_all_gather`
+        if the device has yet to come to the drops of two units, before which the comm's
+        `allocate` may not have their memory back. Other gathers need no limit: their memory is
+        used again in the device's order, however far the host is ahead. In a compiled graph
+        the plan decides about this and about prefetch.
     strict_order: False lets each rank run other parts of the model, or leave some out; see
         `ShardedModule.set_strict_order`.
 

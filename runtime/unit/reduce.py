@@ -22,10 +22,11 @@ kernels, which count no version, is not seen; torch's optimizers empty it unless
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,9 +35,11 @@ from torch import Tensor
 from autoshard import _torch
 from autoshard.passes.ir.layout import Member
 from autoshard.runtime.comm import collectives
-from autoshard.runtime.comm.collectives import Division, InFlight
+from autoshard.runtime.comm.collectives import InFlight
+from autoshard.runtime.comm.copies import Copies, launch_store
 from autoshard.runtime.comm.custom_comms import Comm
-from autoshard.runtime.comm.streams import on_all_reduce_stream
+from autoshard.runtime.comm.streams import is_captured, on_all_reduce_stream
+from autoshard.runtime.unit.policies import CPUOffloadPolicy
 
 if TYPE_CHECKING:
     from autoshard.runtime.unit.param import ShardedParam
@@ -113,7 +116,8 @@ class Partial:
 class Reduction:
     """Reduction of the gradients of some parameters of one unit, together, from launch to `.grad`.
 
-    Its calls: `launch`, perhaps `advance`, then `wait` or `accumulate`. It may be dropped instead.
+    Its calls: `launch`, perhaps `advance`, then `wait`, or `accumulate`, perhaps after `store`. It
+    may be dropped instead.
     grads: unsharded, None where this rank has none; see [Note: gradients that are not there].
     wanted: the parameters whose gradient is asked for; the others' are sent all the same.
     dtype: in which the gradients are summed.
@@ -141,6 +145,7 @@ class Reduction:
         self._flight: InFlight | None = None
         self._keep: list[object] = []
         self._left: Any = None  # event after which sums are left for a later all-reduce
+        self._stored: tuple[list[ShardedParam], Copies] | None = None  # on their way to the host
         self._hook = unit.reducer.all_reduce_hook  # of now: what is sent depends on it
         self._scattered = False  # the reduce-scatter, if any, has been waited for
 
@@ -150,12 +155,6 @@ class Reduction:
         if self._reducer.in_flight is not None:
             return self._reducer.in_flight
         return MAX_WITH_REPLICAS if self._unit.axes.replicate_world > 1 else MAX_IN_FLIGHT
-
-    @property
-    def _division(self) -> Division:
-        if self._reducer.comm_hook is not None:
-            return Division(1.0, 1.0)
-        return collectives.division(self._reducer.divide_by or float(self._unit.axes.num_ranks))
 
     def launch(self) -> None:
         """Start summing: launch the reduce-scatter, or run the user's `comm_hook` to its end.
@@ -167,9 +166,9 @@ class Reduction:
             torch.zeros(p.member.size, dtype=self._dtype, device=p.device) if grad is None else grad
             for p, grad in self._grads.items()
         ]
-        flags = flags_of(self._has_grad, self._dtype, first.device).repeat(
-            axes.shard_world
-        )  # all of them to each rank
+        dtypes = {grad.dtype for grad in whole}
+        flag_dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype  # packed with the rest
+        flags = flags_of(self._has_grad, flag_dtype, first.device, axes.shard_world)
         parts = [Member(self._dtype, p.member.size, p.member.dim) for p in self._params]
         members = (*parts, Member(self._dtype, (len(flags),)))
         whole.append(flags)
@@ -182,7 +181,8 @@ class Reduction:
             whole,
             members,
             self._reducer.scatter_group or axes.shard_group,
-            divisor=self._division.before,
+            divisor=self._reducer.divide_by or float(axes.num_ranks),
+            is_mean=self._reducer.divide_by is None,
             is_last=axes.replicate_world == 1 and self._hook is None,
             names=[param.name for param in self._params],
             comm=self._reducer.reduce_scatter,
@@ -258,14 +258,15 @@ class Reduction:
         self.advance()
         flight = self._wait()
         self._keep = []
-        after = self._division.after
         if not self._wanted:
             return {}
         if self._hook is not None:
-            flight.receive.div_(after)
+            flight.receive.div_(flight.after)
             self._hook(flight.receive[: -len(self._params)])
-            after = 1.0
-        *shards, anywhere = collectives.split_reduced(flight, divisor=after)
+            flight = replace(flight, after=1.0)
+        told = self._hook, self._reducer.comm_hook, self._reducer.reduce_scatter
+        lent = any(each is not None for each in told)  # the user may have use for the buffer
+        *shards, anywhere = collectives.split_reduced(flight, copies=lent)
         parts = zip(self._params, shards, self._has_grad, strict=True)
         return {
             param: shard
@@ -286,28 +287,70 @@ class Reduction:
         # An exception came between launch and wait: the device waits, so that memory may be freed.
         # On a CPU nobody does: gloo holds on to its buffers itself, and other ranks may never
         # launch their part.
-        is_on_host = self._params[0].device.type == "cpu"
-        if self._flight is not None and not is_on_host and not sys.is_finalizing():
+        if self._params[0].device.type == "cpu" or sys.is_finalizing():
+            return
+        if self._flight is not None:
             self._wait()
+        self.release()
+
+    def store(self) -> bool:
+        """Wait, and begin to copy gradients to the host, if the device can do so beside compute.
+
+        Tells whether that is so: `accumulate` then has the host wait for them. A second call begins
+        nothing.
+        """
+        offload = self._unit.settings.offload
+        if not isinstance(offload, CPUOffloadPolicy) or not offload.pin_memory:
+            return False
+        if self._stored is None and self._params[0].device.type != "cpu":
+            shards = self.wait()
+            cast = [in_dtype_of_grad(param, shard) for param, shard in shards.items()]
+            self._stored = list(shards), launch_store(cast) if cast else Copies([], [])
+        return self._stored is not None
+
+    def release(self) -> None:
+        """Free what the device has of gradients that `store` has begun to copy."""
+        if self._stored is not None:
+            params, copies = self._stored
+            self._stored = params, copies.release()
 
     def accumulate(self) -> None:
         """Wait, and add the mean gradients to `.grad`, running hooks; see `accumulate` below."""
-        for param, shard in self.wait().items():
+        if self._stored is None:
+            shards = self.wait()
+        else:
+            params, copies = self._stored
+            shards = dict(zip(params, copies.wait_on_host(), strict=True))
+            self._stored = None
+        for param, shard in shards.items():
             accumulate(param, shard)
         for param in self._wanted:
             make_room(param)  # no rank had one after all
 
 
-def flags_of(has_grad: Sequence[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
+def flags_of(
+    has_grad: Sequence[bool], dtype: torch.dtype, device: torch.device, times: int
+) -> Tensor:
     """Make the numbers that tell which gradients a rank has, 1 or 0, without waiting for `device`.
 
-    See [Note: gradients that are not there].
+    See [Note: gradients that are not there]. Not to be written to.
+    times: how often they are repeated, which is once for each rank that sums go to.
     """
     if all(has_grad):
-        return torch.ones(len(has_grad), dtype=dtype, device=device)
+        ones = torch.ones if is_captured() else _ones
+        return ones(times * len(has_grad), dtype=dtype, device=device)
     flags = torch.tensor(has_grad, dtype=dtype)
     flags = flags if device.type == "cpu" else flags.pin_memory()
-    return flags.to(device, non_blocking=True)
+    return flags.to(device, non_blocking=True).repeat(times)
+
+
+_ones = functools.lru_cache(maxsize=512)(torch.ones)  # a bucket needs the same at each step
+
+
+def in_dtype_of_grad(param: ShardedParam, shard: Tensor) -> Tensor:
+    """Cast a mean gradient to the parameter's dtype, unless it is kept in that of the reduce."""
+    is_kept = param.unit.settings.mp.keep_low_precision_grads
+    return shard if is_kept else shard.to(param.member.dtype)
 
 
 def make_room(param: ShardedParam) -> None:
@@ -345,9 +388,8 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
     param = sharded.param
     sharded.hooks.put_back()
     make_room(sharded)
-    if not sharded.unit.settings.mp.keep_low_precision_grads:
-        shard = shard.to(sharded.member.dtype)
-    elif shard.dtype != sharded.member.dtype:
+    shard = in_dtype_of_grad(sharded, shard)
+    if shard.dtype != sharded.member.dtype:
         param.grad_dtype = shard.dtype
     # To the host if the parameter is there, and not ahead of who reads it next.
     grad: Tensor = sharded.grad_from(shard.contiguous().to(sharded.shard.device))

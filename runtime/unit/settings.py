@@ -32,7 +32,8 @@ class UnitSettings:
     next_in_forward, next_in_backward: the units to gather ahead instead, as the user named them.
     prefetches_after_backward: whether backward gathers ahead only when this unit's gradients are
         in, not when it reads the unit.
-    limits_gathers: whether the host waits rather than launch many gathers ahead of the device.
+    limits_gathers: whether the host waits rather than launch many gathers by `all_gather` ahead of
+        the device.
     strict_order: whether ranks run its modules in one order; see eager/unordered.py.
     is_by_fsdp2: whether `fully_shard` or its methods set `reshard_after_forward`, not a strategy
         of `shard`.
@@ -62,3 +63,8 @@ class UnitSettings:
     def is_offloaded(self) -> bool:
         """Tell whether shards live on the host."""
         return isinstance(self.offload, CPUOffloadPolicy)
+
+    @property
+    def is_limited(self) -> bool:
+        """Tell whether `limiter` is asked before a gather, which is not in memory of ours."""
+        return self.limits_gathers and self.all_gather is not None

@@ -60,7 +60,7 @@ class Unsharded:
         for param in unit.params:
             for index, (member, tensor) in enumerate(self._to_send(param, parts)):
                 by_dtype.setdefault(member.dtype, []).append(((param, index), member, tensor))
-        if unit.world > 1 and unit.settings.limits_gathers:
+        if unit.settings.is_limited and unit.world > 1:
             limiter.wait()
         for bucket in by_dtype.values():  # one gather carries one dtype
             pieces, members, tensors = zip(*bucket, strict=True)
@@ -169,7 +169,7 @@ class Unsharded:
             flight.wait()
         whole = self._tensors
         self._flights, self._arrived, self._tensors, self._sources = [], {}, {}, {}
-        if whole and self.unit.world > 1 and self.unit.settings.limits_gathers:
+        if whole and self.unit.settings.is_limited and self.unit.world > 1:
             limiter.dropped(next(iter(whole.values())).device)
 
 

@@ -134,7 +134,7 @@ def prepared(case: Case) -> Any:
     """The model, in units, on the meta device; shards are on the host with offload."""
     arguments: dict[str, Any] = {"mesh": mesh_of(case)}
     if case.extra == "offload":
-        arguments["offload_policy"] = autoshard.CPUOffloadPolicy(pin_memory=False)
+        arguments["offload_policy"] = autoshard.CPUOffloadPolicy()
     if case.extra == "mixed precision":
         arguments["mp_policy"] = autoshard.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -313,16 +313,12 @@ MUTATIONS = (
     Mutation(unsharded.Unsharded, "drop", "flight.wait()", f"{EAGER}, exception in an op"),
     # copies
     Mutation(copies, "_copy", AFTER_COMPUTE, f"{COMPILED}, offload"),
-    Mutation(copies, "_copy", ", stream.record_event()", f"{COMPILED}, offload", ""),
+    Mutation(copies, "_copy", "stream.record_event()", f"{COMPILED}, offload", "torch.Event()"),
     Mutation(copies.Copies, "wait_on_device", "self.done.wait()", f"{COMPILED}, offload"),
-    Mutation(copies.Copies, "wait_on_host", "self.done.synchronize()", f"{COMPILED}, offload"),
     Mutation(
-        reduce,
-        "accumulate",
-        "shard.device)",
-        f"{EAGER}, offload",
-        "shard.device, non_blocking=True)",
+        copies.Copies, "wait_on_host", "self.lane.newest.synchronize()", f"{COMPILED}, offload"
     ),
+    Mutation(copies.Copies, "release", "self.wait_on_device()", f"{EAGER}, offload"),
     # streams of the user's
     Mutation(
         sharded_module, "_on_stream", "stream.wait_stream(current)", f"{EAGER}, hook on a stream"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoshard.runtime.comm import copies, limiter, streams, transport
+from autoshard.runtime.comm import copies, streams, transport
 from autoshard.runtime.compiled import kernels
 from autoshard.runtime.unit.unit import Unit
 
@@ -380,10 +380,10 @@ def _seams(detector: Detector) -> Iterator[None]:
     def gather(receive: Sequence[Tensor], send: Sequence[Tensor], group: Any) -> list[Work]:
         return [detector.collective(group, send, receive)]
 
-    def reduce(receive: Tensor, send: Tensor, group: Any) -> Work:
+    def reduce(receive: Tensor, send: Tensor, group: Any, *, is_mean: bool = False) -> Work:
         return detector.collective(group, [send], [receive])
 
-    def all_reduce(sums: Tensor, group: Any) -> Work:
+    def all_reduce(sums: Tensor, group: Any, *, is_mean: bool = False) -> Work:
         return detector.collective(group, [], [sums])
 
     def of_a_copy(device: torch.device, direction: str) -> Stream:
@@ -394,6 +394,7 @@ def _seams(detector: Detector) -> Iterator[None]:
             param.refresh()
 
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (transport, "averages", lambda group, device: device.type != "cpu"),
         (transport, "gather", gather),
         (transport, "reduce", reduce),
         (transport, "all_reduce", all_reduce),
@@ -402,11 +403,11 @@ def _seams(detector: Detector) -> Iterator[None]:
         (torch.accelerator, "current_stream", lambda device=None: detector.current),
         (Unit, "make_ready", make_ready),  # which refuses the meta device
         (torch, "Event", Event),
+        (Tensor, "pin_memory", lambda tensor, *_: tensor),  # which needs a device
         (kernels, "_ticket", _ticket),
         (kernels, "_take", lambda ticket: kernels._in_flight.pop(id(ticket)).flight),
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(limiter.limiter, "_events", deque()))
         for owner, name, replacement in replaced:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

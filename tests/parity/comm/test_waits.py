@@ -67,7 +67,7 @@ def late_collectives() -> Iterator[list[Late]]:
                 part.copy_(its)
         return [late(run, *receive, *send)]
 
-    def late_reduce(receive: Tensor, send: Tensor, group: Any) -> Late:
+    def late_reduce(receive: Tensor, send: Tensor, group: Any, *, is_mean: bool) -> Late:
         receive.fill_(math.nan)
         return late(lambda into, of: reduce(into, of, group).wait(), receive, send)
 
@@ -75,8 +75,8 @@ def late_collectives() -> Iterator[list[Late]]:
         receive.fill_(math.nan)
         return late(lambda into, of: swap(into, of, group).wait(), receive, send)
 
-    def late_all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Late:
-        return late(functools.partial(all_reduce, group=group), tensor)
+    def late_all_reduce(tensor: Tensor, *, op: Any, group: Any, async_op: bool) -> Late:
+        return late(functools.partial(all_reduce, op=op, group=group), tensor)
 
     transport.gather, transport.reduce, transport.swap = late_gather, late_reduce, late_swap
     dist.all_reduce = late_all_reduce
@@ -185,6 +185,7 @@ def device_with_streams(log: list[str]) -> Iterator[None]:
     device = torch.device("cuda", 0)
     module = types.SimpleNamespace(
         Stream=make,
+        cuda=torch.cuda,
         accelerator=types.SimpleNamespace(current_stream=lambda device: current[-1]),
     )
     on_stream, real = reduce.on_all_reduce_stream, streams.torch

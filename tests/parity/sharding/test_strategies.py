@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autoshard
-from autoshard import fully_shard
-from autoshard.runtime.comm import collectives
+from autoshard import _torch, fully_shard
+from autoshard.runtime.comm import collectives, custom_comms, transport
+from autoshard.runtime.comm.packing import Division, division
 from autoshard.runtime.sharding import materialize, shard
 
 N = 4  # units with parameters: three blocks and the root
@@ -144,8 +146,8 @@ def test_wrong_placements(rank: int) -> None:
 
 
 def test_division_factors() -> None:
-    """A56, D-31: a power of two near the root first, the rest after."""
-    factors = {n: collectives.division(float(n)) for n in (1, 2, 3, 4, 5, 8, 16, 24)}
+    """A56, D-31: of float16, a power of two near the root first, the rest after."""
+    factors = {n: division(float(n), torch.float16) for n in (1, 2, 3, 4, 5, 8, 16, 24)}
     assert {n: (d.before, d.after) for n, d in factors.items()} == {
         1: (1, 1),
         2: (2, 1),
@@ -156,6 +158,57 @@ def test_division_factors() -> None:
         16: (4, 4),
         24: (8, 3),
     }
+    for dtype in (torch.float32, torch.bfloat16):
+        assert division(24.0, dtype) == Division(1.0, 24.0)
+
+
+def reduce_to_means(
+    receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup, *, is_mean: bool
+) -> transport.Work:
+    """What NCCL's average gives: gloo has none."""
+    _torch.dist.reduce_scatter_flat(receive, send, group=group)
+    receive.div_(group.size() if is_mean else 1)
+    return custom_comms.Done()
+
+
+def all_reduce_to_means(
+    sums: torch.Tensor, group: dist.ProcessGroup, *, is_mean: bool
+) -> transport.Work:
+    dist.all_reduce(sums, group=group)
+    sums.div_(group.size() if is_mean else 1)
+    return custom_comms.Done()
+
+
+@in_both_forms
+@each_value(mesh=[(1, 4), (2, 2)], waits=["no batch", "no_sync", "no all-reduce"])
+@on_ranks(4)
+def test_collectives_that_divide(rank: int, form: str, mesh: tuple[int, int], waits: str) -> None:
+    """As on a GPU: sums come divided, and eagerly gradients are parts of one buffer. Bit for bit
+    what dividing afterwards gives, as the divisors are powers of two."""
+
+    def trained() -> Any:
+        torch.manual_seed(0)
+        model: Any = autoshard.shard(Net(), strategy="hybrid_shard", mesh=hybrid(*mesh))
+        model = in_form(model, form)
+        optimizer = adamw(model)
+        for step in range(4):
+            is_last = waits == "no batch" or step % 2 == 1
+            model.set_requires_gradient_sync(is_last or waits != "no_sync")
+            model.set_requires_all_reduce(is_last or waits != "no all-reduce")
+            net_loss(model, rank, step).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model
+
+    want = trained()
+    patch = unittest.mock.patch.object
+    with (
+        patch(transport, "averages", lambda group, device: True),
+        patch(transport, "reduce", reduce_to_means),
+        patch(transport, "all_reduce", all_reduce_to_means),
+    ):
+        assert_same(trained(), want)
 
 
 @in_both_forms
