@@ -80,8 +80,8 @@ def group_of_the_same_ranks(group: dist.ProcessGroup, purpose: str) -> dist.Proc
     """Make another process group over the ranks of `group`; those ranks call it together.
 
     Its name is that of `group` and `purpose`. `new_group` without the other ranks would name it by
-    how many groups a rank has, and ranks that have made different numbers of them then wait for
-    each other under different names.
+    how many groups a rank has (up to torch 2.14), or has made, and ranks where that differs wait
+    for each other under different names.
     """
     name = f"{group.group_name}/{purpose}"
     with unittest.mock.patch.object(_c10d, "_process_group_name", return_value=name):

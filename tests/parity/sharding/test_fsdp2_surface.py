@@ -558,15 +558,15 @@ KINDS = ("gather", "reduce")
 
 @on_ranks(2, timeout=60.0)
 def test_separate_group_where_ranks_have_other_groups(rank: int) -> None:
-    """A group that one rank alone has made doesn't keep it from finding the other."""
-    mine = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
+    """A group of which one rank alone is a member doesn't keep it from finding the other."""
+    mine = dist.new_group([1])
     group = dist.new_group([0, 1])  # of which nothing is known from before
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
     model = autoshard.shard(Net(), mesh=mesh)
     model.set_separate_reduce_scatter_group()
     log = issued(lambda: train(model, net_loss, adamw(model)))
     assert len({each.group for each in log}) == 2
-    if mine is not None:
+    if rank == 1:
         dist.destroy_process_group(mine)
 
 
