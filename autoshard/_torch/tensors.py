@@ -6,6 +6,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# FSDP2 packs by the same two.
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autoshard import _torch
 from autoshard.passes.ir.layout import Member, rows_of
 from autoshard.runtime.comm import custom_comms
 from autoshard.runtime.comm.custom_comms import Comm
@@ -64,7 +65,7 @@ def pack_shards(
     flat = [shard.detach().reshape(-1) for shard in shards]
     places = zip(send.split(layout.lengths), flat, strict=True)
     pieces = [to if len(to) == len(part) else to[: len(part)] for to, part in places]
-    torch._foreach_copy_(pieces, flat)
+    _torch.tensors.copy_each(pieces, flat)
     return send, receive
 
 
@@ -139,14 +140,14 @@ def pack_grads(
     if cut:
         chunks = send.view(world, -1)
         if _is_cast_by_chunk_cat(cut[0].dtype, layout.dtype):
-            torch._chunk_cat(cut, 0, world, out=chunks)
+            _torch.tensors.chunk_cat(cut, 0, world, out=chunks)
         else:
-            chunks.copy_(torch._chunk_cat(cut, 0, world))
+            chunks.copy_(_torch.tensors.chunk_cat(cut, 0, world))
     return send if divisor == 1.0 else send.div_(divisor)
 
 
 def _is_cast_by_chunk_cat(source: torch.dtype, to: torch.dtype) -> bool:
-    """Tell whether `torch._chunk_cat` casts from `source` to `to`, as CUDA's does it."""
+    """Tell whether `chunk_cat` casts from `source` to `to`, as CUDA's does it."""
     return source == to or (source, to) == (torch.bfloat16, torch.float32)
 
 
