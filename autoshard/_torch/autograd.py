@@ -96,6 +96,11 @@ def hooks_of(param: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
     return [hooks for hooks in kinds if hooks]
 
 
+def has_hooks(param: torch.Tensor) -> bool:
+    """Tell whether there are hooks on the gradient of `param`, before or after accumulation."""
+    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+
+
 def hooks_on_gradient(param: torch.Tensor) -> dict[int, Callable[..., Any]]:
     """Hooks by `register_hook`: the dict itself that autograd reads, or an empty one."""
     return param._backward_hooks or {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,10 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
+from torch._dynamo.guards import GuardBuilder
+from torch._guards import CompileContext
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
+from torch.distributed.tensor import DTensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -125,6 +128,49 @@ def graph_break() -> tuple[str, str] | None:
     stack = reason.user_stack
     place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown place"
     return place, str(reason.reason).strip().splitlines()[0]
+
+
+_unguarded: dict[Any, set[int]] = {}
+"""Of the frame that is being compiled now, by its number: ids of specs of DTensors."""
+
+
+def leave_layouts_unguarded(dtensors: Iterable[DTensor], others: Iterable[DTensor]) -> None:
+    """Have code that is compiled now run without a look at the layouts of `dtensors`, its inputs.
+
+    Whoever calls this looks at them instead, whenever the code runs. Only to be called by a
+    backend, while Dynamo compiles, and after `may_leave_layouts_unguarded`.
+    others: inputs whose layouts are looked at, and that may share them with `dtensors`.
+    """
+    _unguarded.clear()
+    ids = {id(each._spec) for each in dtensors} - {id(each._spec) for each in others}
+    _unguarded[CompileContext.current_compile_id()] = ids
+
+
+@functools.cache
+def may_leave_layouts_unguarded() -> None:
+    """Have Dynamo ask, of each layout that it is about to guard code by, whether it has to.
+
+    Dynamo copies each layout, and compares it by a Python function, which keeps it from passing
+    over modules that have not changed.
+
+    Patched: `torch._dynamo.guards.GuardBuilder.DTENSOR_SPEC_MATCH`, for good; it does nothing for
+             layouts that were left unguarded, and for others what it did.
+    Why:     Dynamo can leave guards out (`guard_filter_fn`), but then builds all of them twice.
+    Tests:   `test_a_layout_is_a_guard_in_python`, needed; in
+             tests/parity/compiled/test_graphs.py `test_layouts_are_looked_at`, works.
+    """
+    builder: Any = GuardBuilder
+    builder.DTENSOR_SPEC_MATCH = _unless_unguarded(builder.DTENSOR_SPEC_MATCH)
+
+
+def _unless_unguarded(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(original)
+    def match(self: Any, guard: Any) -> None:
+        ids = _unguarded.get(CompileContext.current_compile_id(), ())
+        if id(self.get(guard)) not in ids:
+            original(self, guard)
+
+    return match
 
 
 def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], Any]) -> None:

@@ -35,7 +35,7 @@ from autoshard.runtime.compiled import extensions
 from autoshard.runtime.compiled.tables import Table, Tables
 from autoshard.runtime.eager import outside, unmanaged, unordered
 from autoshard.runtime.eager import step as steps
-from autoshard.runtime.eager.saved import in_checkpoint, in_recomputation
+from autoshard.runtime.eager.saved import in_checkpoint, in_recomputation, without_hooks
 from autoshard.runtime.eager.unit_steps import describe_forward, steps_of, wait_for_optimizer
 from autoshard.runtime.ranks.order import forward_order
 from autoshard.runtime.unit import reduce
@@ -125,12 +125,12 @@ class Frame:
         in_table = list(self.positions)
         extended = [param.is_extended for param in self.local.values()]
         stays = list(self.stays)
-        tables = Tables()
+        tables = Tables(self.params)
         compiled_for = listed(list(dict.fromkeys(param.unit.name for param in self.params)))
 
         def call(*args: Any) -> Any:
             values = list(args)
-            table = tables.of([_resolved(values[position]) for position in in_table])
+            table = tables.of([values[position] for position in in_table])
             # Blocks that are alike run one graph: which of them runs next has to be told, too.
             what = name if table.where == compiled_for else f"{name}, for {table.where}"
             root, units = table.root, table.units
@@ -145,18 +145,23 @@ class Frame:
             shards = _shards(params, extended, table, units)
             for position, shard in zip(positions, shards, strict=True):
                 values[position] = shard
-            results = compiled(*values, *kept, table.tensor)
-            _watch_backward(results, table)
+            if stays:  # what autograd saves of parameters kept unsharded is the step's to say
+                results = compiled(*values, *kept, table.tensor)
+                _watch_backward(results, table)
+                return results
+            with without_hooks() as step:
+                results = compiled(*values, *kept, table.tensor)
+            _watch_backward(results, table, step)
             return results
 
         return call
 
 
-def _watch_backward(results: Any, table: Table) -> None:
+def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) -> None:
     """Have the backward of `results` tell `table`, as it begins, which of them have no gradient.
 
-    It raises RuntimeError for a gradient that is a DTensor, unless one of the results is a DTensor.
-    Results without a backward are left alone.
+    It tells `step`, too, that backward begins. Results without a backward are left alone. Backward
+    raises RuntimeError for a gradient that is a DTensor, unless one of the results is a DTensor.
     """
     node = _torch.aot.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
@@ -165,6 +170,8 @@ def _watch_backward(results: Any, table: Table) -> None:
     has_dtensors = any(isinstance(result, DTensor) for result in results)
 
     def note(grads: Sequence[Tensor | None]) -> None:
+        if step is not None:
+            step.begin_backward()
         for grad in grads if not has_dtensors else ():
             outside.refuse_dtensor(grad)
         unused = (number for number, at in enumerate(positions) if grads[at] is None)
@@ -207,6 +214,11 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
     `_check_uses` forbids, or whose all-gather extension can't be compiled.
     """
     frame = Frame(gm, list(example_inputs))
+    dtensors = [value for value in example_inputs if isinstance(value, DTensor)]
+    sharded = [value for value in dtensors if find(value) is not None]
+    _torch.dynamo.leave_layouts_unguarded(
+        sharded, [value for value in dtensors if find(value) is None]
+    )
     placeholders = gm.graph.find_nodes(op="placeholder")
     known: dict[fx.Node, ShardedParam] = {}
     for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
@@ -494,9 +506,10 @@ class _LocalShards(torch.autograd.Function):
         ctx.use = Use(table.members, ctx)
         for unit in units:
             unit.uses.add(ctx.use)
-        ctx.sharded = [resolve(param) for param in params]
-        ctx.stamps = [sharded.stamp for sharded in ctx.sharded]
-        ctx.kept_as = list(map(_kept_dtype, ctx.sharded))
+        ctx.sharded = sharded = [_resolved(param) for param in params]
+        ctx.stamps = [each.stamp for each in sharded]
+        keeps = any(unit.settings.mp.keep_low_precision_grads for unit in units)
+        ctx.kept_as = [_kept_dtype(each) for each in sharded] if keeps else [None] * len(sharded)
         ctx.set_materialize_grads(False)
         shards = tuple(each.detach() for each in inputs)
         ctx.mark_non_differentiable(
@@ -514,6 +527,7 @@ class _LocalShards(torch.autograd.Function):
         steps_of(ctx.table.root).backward_ran = True
         for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
             sharded.check_unwritten(stamp)
+        task = _torch.autograd.graph_task()
         is_left = bool(reduce.units_that_wait) or ctx.table.root.is_unordered
         handed_on: list[Tensor | None] = []
         used: set[ShardedParam] = set()
@@ -521,7 +535,7 @@ class _LocalShards(torch.autograd.Function):
         for sharded, grad, leaf, kept_as in zip(
             ctx.sharded, grads, leaves, ctx.kept_as, strict=True
         ):
-            if sharded.is_withheld or grad is None:
+            if grad is None or sharded.is_withheld_in(task):
                 sharded.is_withheld = False
                 is_left |= sharded.hooks.set_aside(sharded.param)  # they are for gradients
                 handed_on.append(None)
@@ -531,7 +545,13 @@ class _LocalShards(torch.autograd.Function):
                 used.add(sharded)
             if kept_as is not None:  # exact: it was reduced in that dtype
                 sharded.param.grad_dtype, grad = kept_as, grad.to(kept_as)
-            handed_on.append(sharded.grad_from(grad))
+            whole = sharded.grad_from(grad)
+            param = sharded.param
+            if sharded in used and param.grad is None and not _torch.autograd.has_hooks(param):
+                param.grad = whole  # autograd would make a second DTensor of it
+                handed_on.append(None)
+            else:
+                handed_on.append(whole)
         if is_left:
             # A nested backward, a reentrant checkpoint's, is not the end of the others' gradients.
             units = {sharded.unit for sharded in ctx.sharded}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.param import ShardedParam, resolve
 from autoshard.runtime.unit.unit import Unit, listed, root_of, unit_of
 
 _numbers = itertools.count()
@@ -74,24 +75,49 @@ class Table:
         """Names of their units, as ranks compare them."""
         return listed([unit.name for unit in self.units])
 
-    def is_of(self, params: Sequence[ShardedParam]) -> bool:
-        """Tell whether it is a table of these parameters, in this order."""
-        return all(own() is param for own, param in zip(self._params, params, strict=True))
+    def is_of(self, params: Sequence[Tensor]) -> bool:
+        """Tell whether it is a table of these `nn.Parameter`s, in this order."""
+        own = [None if each is None else each.param for each in (ref() for ref in self._params)]
+        return all(map(operator.is_, own, params))
 
 
 class Tables:
-    """Tables of one graph: one for each block that it runs."""
+    """Tables of one graph: one for each block that it runs.
 
-    def __init__(self) -> None:
+    compiled_for: the parameters with which the graph was compiled.
+    """
+
+    def __init__(self, compiled_for: Sequence[ShardedParam]) -> None:
         self._by_ids: dict[tuple[int, ...], Table] = {}
+        self._layouts = [_layout_of(param) for param in compiled_for]
 
-    def of(self, params: Sequence[ShardedParam]) -> Table:
-        """Return the table of these parameters, made when they are first met."""
+    def of(self, params: Sequence[Tensor]) -> Table:
+        """Return the table of these `nn.Parameter`s, made when they are first met.
+
+        Raises RuntimeError if one is laid out otherwise than the parameter that the graph was
+        compiled with: Dynamo doesn't look at that, see `_torch.dynamo.leave_layouts_unguarded`.
+        """
         key = tuple(map(id, params))
         table = self._by_ids.get(key)
         if table is None or not table.is_of(params):  # ids are used again
-            table = self._by_ids[key] = Table(params)
+            table = self._by_ids[key] = Table(self._resolved(params))
         return table
+
+    def _resolved(self, params: Sequence[Tensor]) -> list[ShardedParam]:
+        found = [resolve(param) for param in params]
+        for sharded, layout in zip(found, self._layouts, strict=True):
+            if sharded is None or _layout_of(sharded) != layout:
+                what = "a parameter" if sharded is None else f"parameter {sharded.name}"
+                raise RuntimeError(
+                    f"{what} stands where compiled code has one of size {list(layout[0])}, cut "
+                    f"along dim {layout[1]} over group {layout[2]!r}: call torch._dynamo.reset() "
+                    "after parameters have changed places"
+                )
+        return [sharded for sharded in found if sharded is not None]
+
+
+def _layout_of(param: ShardedParam) -> tuple[tuple[int, ...], int, str]:
+    return param.member.size, param.member.dim, param.group
 
 
 def table_at(table: Tensor | None) -> Table | None:

@@ -10,6 +10,7 @@ them to find writes to what is saved.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -230,10 +231,31 @@ def push_hooks(step: Step) -> bool:
         return tensor
 
     # Autograd calls these, inside compiled code too: Dynamo is to leave them alone.
-    _torch.autograd.push_saved_tensors_hooks(
-        _torch.dynamo.disable(pack), _torch.dynamo.disable(unpack)
-    )
+    own: Any = _torch.dynamo.disable(pack)
+    own._autoshard_step = step
+    _torch.autograd.push_saved_tensors_hooks(own, _torch.dynamo.disable(unpack))
     return True
+
+
+@contextlib.contextmanager
+def without_hooks() -> Iterator[Step | None]:
+    """Take the hooks of a step away in this context, if they are on top; gives that step, or None.
+
+    For code that saves no memory of gathered parameters, as a graph that gathers them itself:
+    autograd keeps what is saved as it is, or as the user's hooks have it, and looks for writes.
+    Whoever runs it has to call the step's `begin_backward` in backward.
+    """
+    pair = _torch.autograd.saved_tensors_hooks_on_top()
+    step: Step | None = None if pair is None else getattr(pair[0], "_autoshard_step", None)
+    if step is None:
+        yield None
+        return
+    _torch.autograd.pop_saved_tensors_hooks()
+    try:
+        yield step
+    finally:
+        assert pair is not None
+        _torch.autograd.push_saved_tensors_hooks(*pair)
 
 
 def in_checkpoint() -> bool:

@@ -59,6 +59,7 @@ def watch_first_calls(read_options: ReadOptions) -> None:
         return _expecting_a_graph(fn, compiled)
 
     _torch.dynamo.watch_compile("autoshard", wrap)
+    _torch.dynamo.may_leave_layouts_unguarded()
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and world_size() > 1:
         warnings.warn(
             "TORCHDYNAMO_DISABLE=1 switches torch.compile off, and with it the sharding of models "

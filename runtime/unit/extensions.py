@@ -50,6 +50,8 @@ class Sent:
 
 def has_methods(shard: Tensor) -> bool:
     """Tell whether `shard` has a method of an all-gather extension."""
+    if type(shard) is Tensor and not shard.__dict__:
+        return False
     return hasattr(shard, _BEFORE) or hasattr(shard, _AFTER)
 
 

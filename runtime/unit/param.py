@@ -124,10 +124,11 @@ class Layout:
 
     def dtensor(self, shard: Tensor) -> DTensor:
         """DTensor of this layout whose local tensor is `shard`, not copied."""
-        spec = self._specs.get(shard.dtype)
+        dtype = shard.dtype
+        spec = self._specs.get(dtype)
         if spec is None:
-            spec = _torch.dtensor.make_spec(self.mesh, self.placements, self.size, shard.dtype)
-            self._specs[shard.dtype] = spec
+            spec = _torch.dtensor.make_spec(self.mesh, self.placements, self.size, dtype)
+            self._specs[dtype] = spec
         return _torch.dtensor.from_spec(shard, spec)
 
 
@@ -210,11 +211,15 @@ class ShardedParam:
 
         A backward that failed may leave it set: it holds for no other.
         """
-        return self._withheld_in == _torch.autograd.graph_task()
+        return self.is_withheld_in(_torch.autograd.graph_task())
 
     @is_withheld.setter
     def is_withheld(self, value: bool) -> None:
         self._withheld_in = _torch.autograd.graph_task() if value else None
+
+    def is_withheld_in(self, task: int) -> bool:
+        """Tell the same of the backward of number `task`."""
+        return self._withheld_in == task
 
     def describe(self) -> None:
         """Update `marker_arguments`, and the modules', to how its unit gathers and reduces it now.
@@ -297,7 +302,9 @@ class ShardedParam:
         It sees writes to the DTensor, to its local tensor, and by a torch optimizer's step, whose
         foreach and fused kernels count no version.
         """
-        return id(self.param), self.param._version, self.shard._version, self.num_updates
+        param = self.param
+        shard = _torch.dtensor.local_tensor(param)
+        return id(param), param._version, shard._version, self.num_updates
 
     def check_unwritten(self, stamp: Stamp) -> None:
         """Raise RuntimeError if the parameter was written to since it had `stamp`."""

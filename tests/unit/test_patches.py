@@ -25,7 +25,7 @@ from torch.distributed import pipelining
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, _dtensor_spec, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
@@ -147,6 +147,19 @@ def test_a_backend_is_called_for_graphs_only() -> None:
     torch._dynamo.reset()
     torch.compile(Unseen(2, 2), backend=backend)(torch.ones(1, 2))
     assert not calls
+
+
+def test_a_layout_is_a_guard_in_python(fake_world: None) -> None:
+    """Needed: the patch of `dynamo.may_leave_layouts_unguarded`."""
+    weight = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Replicate()])
+    compiled = torch.compile(lambda: weight.to_local() + 1, backend="eager")
+    compiled()
+    equal = _dtensor_spec.DTensorSpec._check_equals
+    with mock.patch.object(
+        _dtensor_spec.DTensorSpec, "_check_equals", autospec=True, side_effect=equal
+    ) as asked:
+        compiled()
+    assert asked.called
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.programs import events_of
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, in_form, replicated, train
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import _dtensor_spec
 
 import autoshard
 from autoshard import _torch, compilation
@@ -158,3 +160,34 @@ def test_attention_that_inductor_replaces(rank: int) -> None:
     model = in_form(autoshard.shard(Attention()), "compiled", lowering="inductor")
     train(model, attention_loss, adamw(model))
     assert_same(model, want)
+
+
+class Pair(nn.Module):
+    """Two layers whose shards are of one size on the first of four ranks, and which are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longer, self.shorter = nn.Linear(4, 16), nn.Linear(4, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.longer(x).sum() + self.shorter(x).sum()
+        return total
+
+
+@pytest.mark.parametrize("fake_world", [4], indirect=True)
+def test_layouts_are_looked_at(fake_world: None) -> None:
+    """By us, whenever the code runs: Dynamo does not see that two parameters have changed places,
+    and asks no layout whether it is the one of before."""
+    model: Any = in_form(autoshard.shard(Pair()), "compiled")
+    model(torch.ones(1, 4))
+    equal = _dtensor_spec.DTensorSpec._check_equals
+    with mock.patch.object(
+        _dtensor_spec.DTensorSpec, "_check_equals", autospec=True, side_effect=equal
+    ) as asked:
+        model(torch.ones(1, 4)).backward()
+    assert not asked.called
+    for name in ("weight", "bias"):
+        one, other = model.longer._parameters, model.shorter._parameters
+        one[name], other[name] = other[name], one[name]
+    with pytest.raises(RuntimeError, match=r"shorter\.weight stands where compiled code has"):
+        model(torch.ones(1, 4))
