@@ -49,6 +49,11 @@ class Setting:
     options: dict[str, Any]
 
     @property
+    def mesh(self) -> DeviceMesh:
+        """Mesh of all ranks on `device`, which need not be the one that torch takes by default."""
+        return init_device_mesh(self.device.type, (dist.get_world_size(),))
+
+    @property
     def is_mixed(self) -> bool:
         return self.dtype != torch.float32
 
@@ -96,11 +101,12 @@ def fsdp2(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
     policy = fsdp.MixedPrecisionPolicy()
     if setting.is_mixed:
         policy = fsdp.MixedPrecisionPolicy(setting.dtype, torch.float32)
+    mesh = setting.mesh
     blocks = [
-        fsdp.fully_shard(block, mp_policy=policy, reshard_after_forward=not keeps)
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps)
         for block in setting.blocks(model)
     ]
-    whole = fsdp.fully_shard(model, mp_policy=policy)
+    whole = fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
     if setting.device.type == "cpu":
         _torch.fsdp.overlap_gathers(whole)
         for unit, following in pairwise([whole, *blocks]):
@@ -125,7 +131,7 @@ def autoshard_eager(model: Any, setting: Setting) -> Any:
     arguments = CompileOptions.read(setting.options).shard_arguments()
     if setting.is_mixed:
         arguments["mp_policy"] = MixedPrecisionPolicy(setting.dtype, torch.float32)
-    return shard(model, **arguments)
+    return shard(model, **{**arguments, "mesh": arguments["mesh"] or setting.mesh})
 
 
 def autoshard_compiled(model: Any, setting: Setting) -> Any:
@@ -150,7 +156,7 @@ def simple_fsdp(model: Any, setting: Setting) -> Any:
     Inductor buckets the collectives. Modules of `model` get classes with a property for each
     parameter.
     """
-    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
+    mesh = setting.mesh
     sharded: dict[int, nn.Parameter] = {}  # by the id of the whole one: ties stay
     for module in model.modules():
         whole = {name: param for name, param in module._parameters.items() if param is not None}
