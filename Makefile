@@ -31,4 +31,21 @@ features: .venv/.installed  ## write docs/features.md anew from the tests
 goldens: .venv/.installed  ## write the golden files anew; read the diff
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/golden
 
-.PHONY: help demo test lint features goldens
+# A CUDA build of torch, in an environment of its own, with a device that does nothing in front.
+NULL := $(CURDIR)/.null-cuda
+NULL_TORCH ?= 2.14.1
+
+$(NULL)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(NULL)
+	$(NULL)/bin/pip install -q torch==$(NULL_TORCH) numpy
+	$(NULL)/bin/pip install -q -e '.[test]'
+	touch $@
+
+null-cuda:  ## run tests/device on a CUDA device that does nothing but count
+	@$(MAKE) --no-print-directory $(NULL)/.installed || \
+		{ echo "skipped: no CUDA build of torch $(NULL_TORCH) is to be had"; exit 0; }; \
+	library=$$($(NULL)/bin/python tests/support/null_cuda/build.py $(NULL)/device) && \
+	LD_LIBRARY_PATH=$(NULL)/device LD_PRELOAD=$$library OMP_NUM_THREADS=1 \
+		$(NULL)/bin/python -m pytest -rs tests/device
+
+.PHONY: help demo test lint features goldens null-cuda

@@ -57,6 +57,7 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     planned = planned_order(gm.graph)
     settings = {
         **_torch.inductor.known_settings(**SETTINGS),
+        "allow_buffer_reuse": _is_on_host(gm.graph),
         "joint_custom_post_pass": None,  # it has run; what is compiled here may come from a cache
         "post_grad_custom_post_pass": KeepOrder(gm.graph, PLAN.get(gm)),
     }
@@ -66,6 +67,16 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     if planned:
         check_order(getattr(compiled, "source_code", ""), planned)
     return compiled
+
+
+def _is_on_host(graph: fx.Graph) -> bool:
+    """Tell whether all that `graph` computes lies in host memory.
+
+    Elsewhere Inductor is not to use a buffer again for a later one of its size: it would hold the
+    memory in between, which the plan counts as free, and which torch's allocator hands on at once.
+    On a host that saves page faults.
+    """
+    return all(each.device.type == "cpu" for node in graph.nodes for each in tensors_of(node))
 
 
 Order = list[tuple[str, str, int]]

@@ -1,0 +1,160 @@
+"""What the CUDA path does, counted on a device that does nothing (`make null-cuda`).
+
+Rank 0 of several, of whom the others are imagined: no number means anything.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.null_cuda import device as null
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+
+pytestmark = pytest.mark.skipif(
+    not null.is_there(), reason="there is no null CUDA device: make null-cuda"
+)
+
+DIM = 64
+WARM_UP = 4  # steps, of which the first compile
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.between = nn.LayerNorm(dim)
+        self.up, self.gate = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        x = x + self.o(torch.sigmoid(self.q(h)) * self.k(h) + self.v(h))
+        h = self.between(x)
+        down: Tensor = self.down(torch.relu(self.gate(h)) * self.up(h))
+        return x + down
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int, dim: int = DIM) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, dim)
+        self.layers = nn.ModuleList(Block(dim, hidden) for _ in range(4))
+        self.head = nn.Linear(dim, 64)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+Step = Callable[[], None]
+MIXED = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    # ranks, rows of the wide layers, arguments
+    "even rows": (8, 256, {}),
+    "rows that don't divide": (64, 253, {}),
+    "bf16, reduced in f32": (8, 256, {"mp_policy": MIXED}),
+    "offload": (8, 256, {"offload_policy": fsdp.CPUOffloadPolicy()}),
+}
+
+
+def sharded(model: Any, form: str, ranks: int, **arguments: Any) -> Any:
+    """`model` in `form`: "fsdp2", "eager", or a bucketing of compiled code."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cuda", (ranks,))
+    apply: Any = fsdp.fully_shard if form == "fsdp2" else autoshard.fully_shard
+    for layer in model.layers:
+        apply(layer, mesh=mesh, **arguments)
+    apply(model, mesh=mesh, **arguments)
+    if form not in ("fsdp2", "eager"):
+        model.compile(backend="autoshard", options={"bucketing": form, "strict": True})
+    return model
+
+
+def step_of(model: Any, rows: int = 1, length: int = 4) -> Step:
+    words = torch.zeros((rows, length), dtype=torch.long, device="cuda")
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        model(words).sum().backward()
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step
+
+
+def counted(form: str, case: str) -> Counter[str]:
+    """What is counted in a step."""
+    ranks, hidden, arguments = CASES[case]
+    with torch.device("cuda"):
+        model = Net(hidden)
+    step = step_of(sharded(model, form, ranks, **arguments))
+    with null.without_triton() as wrappers:
+        for _ in range(WARM_UP):
+            step()
+    if form not in ("fsdp2", "eager"):
+        assert any("torch.ops.autoshard.launch_gather" in text for text in wrappers)
+    return null.counted(step)
+
+
+def launches(found: Counter[str]) -> int:
+    return found["kernels"] + found["copies_on_device"] + found["fills"]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(
+    ("fake_world", "case"),
+    [(ranks, case) for case, (ranks, _, _) in CASES.items() if case != "offload"],
+    indirect=["fake_world"],
+)
+def test_kernel_launches(fake_world: None, case: str) -> None:
+    """At most those of FSDP2, with the model's own among them."""
+    theirs = counted("fsdp2", case)
+    for form in ("eager", "per_unit", "auto"):
+        ours = counted(form, case)
+        # Copies of "auto" are those that the group of imagined ranks makes for grouped gathers.
+        count = operator.itemgetter("kernels") if form == "auto" else launches
+        assert count(ours) <= count(theirs), form
+        assert ours["gemms"] == theirs["gemms"]
+
+
+@pytest.mark.parametrize("form", ["eager", "per_unit", "auto"])
+@pytest.mark.parametrize(
+    ("fake_world", "case"), [(CASES[case][0], case) for case in CASES], indirect=["fake_world"]
+)
+def test_the_host_does_not_wait(fake_world: None, form: str, case: str) -> None:
+    """But for gradients that go to the host, all of which have to be there at the end."""
+    assert counted(form, case)["host_waits"] <= (2 if case == "offload" else 0)
+
+
+@pytest.mark.parametrize("form", ["per_unit", "auto"])
+@pytest.mark.parametrize("fake_world", [8], indirect=True)
+def test_the_peak_is_what_the_plan_says(fake_world: None, form: str) -> None:
+    """By torch's allocator, within 3 %; but for what libraries take beside, cuBLAS's workspace."""
+    with torch.device("cuda"):
+        model: Any = sharded(Net(4096, 1024), form, 8)
+    step = step_of(model, rows=4, length=512)
+    with null.without_triton():
+        for _ in range(WARM_UP):
+            step()
+    gc.collect()
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    beside = torch.cuda.memory_allocated() - shards
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - beside
+    planned = max(plan.peak_bytes for plan in autoshard.plans(model))
+    assert peak == pytest.approx(planned, rel=0.03)
