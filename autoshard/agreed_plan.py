@@ -51,14 +51,13 @@ class Attempt:
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         settings: CompileSettings,
-        mode: str | None,
         known: Sequence[Plan] = (),
         kept: Collection[str] = (),
     ) -> None:
         self.compared = settings.compared
         try:
             frame = make_frame(gm, example_inputs)
-            self.compilation = Compilation(frame, settings, mode, known, kept)
+            self.compilation = Compilation(frame, settings, known, kept)
             self.compiled = self.compilation.compile()
             self.plans = tuple(self.compilation.plans)
         except _torch.dynamo.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
@@ -91,7 +90,6 @@ def agreed_attempt(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     settings: CompileSettings,
-    mode: str | None,
     params: Sequence[ShardedParam],
     code: str,
 ) -> Attempt:
@@ -120,13 +118,13 @@ def agreed_attempt(
     known = graphs.known_plans.setdefault(key, [])
     may_keep = settings.searches and settings.budget_bytes is not None
     if may_keep and key not in graphs.kept_params and _is_whole_step(params, example_inputs):
-        worth = _worth_keeping(gm, example_inputs, settings, mode)
+        worth = _worth_keeping(gm, example_inputs, settings)
         worth = json.loads(share(name, json.dumps(worth), mesh, is_first=True))
         log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
         graphs.kept_params[key] = frozenset(worth)
         raise _torch.dynamo.TraceAgain(restart_reason="what to keep for backward was decided")
     kept = graphs.kept_params.get(key, frozenset())
-    attempt = Attempt(gm, example_inputs, settings, mode, known, kept)
+    attempt = Attempt(gm, example_inputs, settings, known, kept)
     try:
         attempt.reason = agree(name, attempt.outcome, mesh, graphs.agreed)
     except PlansDiffer as error:
@@ -160,7 +158,7 @@ def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]
 
 
 def _worth_keeping(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileSettings, mode: str | None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileSettings
 ) -> Sequence[str]:
     """Names of the parameters that forward should keep unsharded for backward.
 
@@ -168,7 +166,7 @@ def _worth_keeping(
     """
     drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:
-        draft = DryCompilation(make_frame(gm, example_inputs), drawn, mode)
+        draft = DryCompilation(make_frame(gm, example_inputs), drawn)
         draft.compile()
         return draft.worth_keeping()
     except _torch.dynamo.RestartAnalysis:

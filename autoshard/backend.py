@@ -17,7 +17,7 @@ from torch import fx
 
 from autoshard import _torch
 from autoshard.agreed_plan import Attempt, agreed_attempt
-from autoshard.options import CompileOptions, CompileSettings
+from autoshard.options import CompileOptions, CompileSettings, check_mode
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.runtime.compiled.frame import follow_replaced, sharded_parameters
 from autoshard.runtime.compiled.plans import record
@@ -47,7 +47,7 @@ def autoshard(
     that were replaced after sharding are followed; buffers are cast as mixed precision says.
     Parameters that the user left out of sharding are a warning, and not sharded.
 
-    mode: one of Inductor's, "max-autotune" for instance.
+    mode: as the option of that name.
     options: see `CompileOptions`.
     Raises ValueError for a wrong option; RuntimeError if ranks have other options, or compile
     other collectives, or if a model can't be sharded here. Anything else that goes wrong in
@@ -55,6 +55,7 @@ def autoshard(
     warning, and the frame runs on the eager runtime.
     """
     given = CompileOptions.read(options)
+    check_mode(mode)
     plain = plain_parameters(example_inputs)
     if plain:
         if adopt(plain, given.shard_arguments()):
@@ -70,15 +71,14 @@ def autoshard(
     if any(were_cast):
         raise _torch.dynamo.TraceAgain(restart_reason="buffers were cast")
     _log_graph_break()
-    settings = given.resolve(params[0].device if params else None)
-    return _compile(gm, example_inputs, settings, mode, params)
+    settings = given.resolve(params[0].device if params else None, mode)
+    return _compile(gm, example_inputs, settings, params)
 
 
 def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     settings: CompileSettings,
-    mode: str | None,
     params: Sequence[ShardedParam],
 ) -> Callable[..., Any]:
     """Compile a frame, and record its plans; `params` are the sharded parameters that it reads.
@@ -88,14 +88,14 @@ def _compile(
     """
     code = _torch.dynamo.traced_code()
     if params and params[0].unit.is_unordered:  # no collective in it, but who compiled it is told
-        attempt, name = Attempt(gm, example_inputs, settings, mode), code
+        attempt, name = Attempt(gm, example_inputs, settings), code
     elif params:
         _check_bucketing(settings, params[0])
-        attempt = agreed_attempt(gm, example_inputs, settings, mode, params, code)
+        attempt = agreed_attempt(gm, example_inputs, settings, params, code)
         unit = params[0].unit.name
         name = f"the graph of {code} ({', '.join([unit, *attempt.outcome.digests])})"
     else:  # it has no collective, and other ranks may not have it at all
-        attempt, name = Attempt(gm, example_inputs, settings, mode), code
+        attempt, name = Attempt(gm, example_inputs, settings), code
     if attempt.reason is None:
         first_call.num_graphs += bool(params)
         for plan in attempt.plans:

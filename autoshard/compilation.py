@@ -77,7 +77,6 @@ def _watched(
 class Compilation:
     """Compilation of one frame: its graphs share a table of parameters and settings.
 
-    mode: one of Inductor's, or None; unused by the eager lowering.
     known: plans that "auto" follows: each graph the first plan that fits it.
     kept: names of parameters that are kept unsharded for backward, however their units reshard.
     plans: of the graphs with collectives, in the order in which they were compiled.
@@ -90,13 +89,11 @@ class Compilation:
         self,
         frame: Frame,
         settings: CompileSettings,
-        mode: str | None,
         known: Sequence[Plan] = (),
         kept: Collection[str] = (),
     ) -> None:
         self.frame = frame
         self.settings = settings
-        self.mode = mode
         self.known = known
         self.kept = kept
         self.number = next(self._numbers)
@@ -188,7 +185,7 @@ class Compilation:
             self.frame.inputs,
             inner_compile=inner,
             joint_pass=self._joint,
-            mode=self.mode,
+            settings=self.settings.inductor,
             key=self._cache_key(),
         )
         if not is_lowered:
@@ -220,7 +217,8 @@ class Compilation:
         smaller = (each.unit.settings.smaller for each in params)
         joined |= {each.shard_group for each in smaller if each is not None}
         facts: list[object] = [
-            (self.settings.lowering, self.settings.bucketing, self.mode),
+            (self.settings.lowering, self.settings.bucketing),
+            sorted(self.settings.inductor.items()),
             self.table,
             sorted(self.kept),
             [plan.to_json() for plan in self.known],

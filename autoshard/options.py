@@ -12,12 +12,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard import _torch
+from autoshard.passes.lowering.inductor import SETTINGS
 from autoshard.passes.planner.topology import Topology, default_topology, is_known, names
 from autoshard.runtime.sharding.shard import ARGUMENT_CHECKS, STRATEGIES
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy, OffloadPolicy
 
 LOWERINGS = ("inductor", "eager")
 BUCKETINGS = ("auto", "per_unit", "none")
+KEPT = {
+    **{key.replace("__", "."): value for key, value in SETTINGS.items()},
+    **_torch.inductor.NO_GRAPHS,
+}
+"""Settings of Inductor's that plans rest on."""
+OURS = ("joint_custom_post_pass", "post_grad_custom_post_pass", "allow_buffer_reuse")
+"""Settings of Inductor's that a frame is compiled with."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,12 @@ class CompileOptions:
     dump:      a folder; every graph is written there as text after every pass that changes it.
     strict:    raise if tracing, a pass or the lowering fails, rather than run the frame on the
                eager runtime with a warning.
+    mode:      one of torch.compile's, which takes no `mode` beside options. "max-autotune" is
+               without CUDA graphs here: those capture collectives with what they have looked up
+               (hooks, gradients that wait). So "reduce-overhead", which is nothing else, is
+               refused.
+    inductor:  Inductor's own options, {"max_autotune": True}; not those by which it would move or
+               capture collectives.
 
     Fields from `mesh` on are the arguments of `shard()`, for the one-line form. A wrong value is a
     ValueError that names the option.
@@ -55,6 +70,8 @@ class CompileOptions:
     topology: str | None = None
     dump: str | None = None
     strict: bool = False
+    mode: str | None = None
+    inductor: dict[str, Any] | None = None
     mesh: DeviceMesh | None = None
     policy: Any = None
     strategy: str = "full_shard"
@@ -98,6 +115,11 @@ class CompileOptions:
                 raise ValueError(f"option 'topology' for backend 'autoshard': {error}") from None
         _expect(self, "dump", self.dump is None or isinstance(self.dump, str), "a folder's path")
         _expect(self, "strict", isinstance(self.strict, bool), "True or False")
+        check_mode(self.mode)
+        if self.inductor is not None:
+            is_dict = isinstance(self.inductor, dict)
+            _expect(self, "inductor", is_dict, "a dict of Inductor's options")
+            _check_inductor(self.inductor)
         _expect(
             self, "mesh", self.mesh is None or isinstance(self.mesh, DeviceMesh), "a DeviceMesh"
         )
@@ -136,9 +158,10 @@ class CompileOptions:
             )
         return CompileOptions(**options)
 
-    def resolve(self, device: torch.device | None) -> CompileSettings:
+    def resolve(self, device: torch.device | None, mode: str | None = None) -> CompileSettings:
         """Return the settings to compile a frame with: a topology, and the budget in bytes.
 
+        mode: torch.compile's own argument, if it was given; it can't be beside options.
         device: where parameters are gathered; None for a frame without sharded parameters, which
             has nothing to plan: it gets no topology.
         """
@@ -153,6 +176,7 @@ class CompileOptions:
             topology=topology,
             dump=self.dump,
             strict=self.strict,
+            inductor={**_torch.inductor.mode_settings(mode or self.mode), **(self.inductor or {})},
             compared=self._compared(topology),
         )
 
@@ -184,7 +208,12 @@ class CompileOptions:
             f"lowering={self.lowering!r}, bucketing={self.bucketing!r}, "
             f"{'a' if has_budget else 'no'} memory_budget, "
             f"topology={topology.name if topology else None!r}"
+            f"{self._asked_of_inductor()}"
         )
+
+    def _asked_of_inductor(self) -> str:
+        given = {"mode": self.mode, "inductor": self.inductor}
+        return "".join(f", {name}={value!r}" for name, value in given.items() if value)
 
     def shard_arguments(self) -> dict[str, Any]:
         """Return the arguments of `shard()` for the one-line form."""
@@ -199,6 +228,7 @@ class CompileSettings:
     bucketing: "auto", "per_unit", "none", or a list of module names or of lists of them.
     budget_bytes: what a plan keeps to; None if no budget is given.
     topology: the costs that plans are based on; None: plans have no figures.
+    inductor: Inductor's options that the user has asked for, by a mode or one by one.
     compared: what ranks must have in common to compile alike, for messages. A budget may differ, as
         the free memory of GPUs does: ranks follow the first one's plan.
     """
@@ -209,6 +239,7 @@ class CompileSettings:
     topology: Topology | None
     dump: str | None
     strict: bool
+    inductor: dict[str, Any]
     compared: str
 
     @property
@@ -223,6 +254,36 @@ def _expect(options: CompileOptions, name: str, holds: bool, expected: str) -> N
         raise ValueError(
             f"option {name!r} for backend 'autoshard' is {value!r}; expected {expected}"
         )
+
+
+def check_mode(mode: str | None) -> None:
+    """Raise ValueError for a mode that torch.compile has not, or that is CUDA graphs alone."""
+    if mode == "reduce-overhead":
+        raise ValueError(
+            "mode 'reduce-overhead' for backend 'autoshard' would replay collectives with the "
+            "hooks, divisors and gradients of the step that was captured: capture the whole step "
+            "with torch.cuda.graph() instead, or take mode 'max-autotune'"
+        )
+    valid = _torch.inductor.modes()
+    if mode is not None and mode not in valid:
+        raise ValueError(
+            f"option 'mode' for backend 'autoshard' is {mode!r}; expected one of {valid}"
+        )
+
+
+def _check_inductor(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that Inductor has not, or that would undo a plan."""
+    for name, value in given.items():
+        if not _torch.inductor.known_settings(**{name: value}):
+            raise ValueError(
+                f"option 'inductor' for backend 'autoshard' names {name!r}, which is no option of "
+                "Inductor's: see torch._inductor.list_options()"
+            )
+        if name in OURS or value != KEPT.get(name, value):
+            raise ValueError(
+                f"option 'inductor' for backend 'autoshard' sets {name!r}, which autoshard sets "
+                "itself: collectives, or memory, would not be where the plan has them; leave it out"
+            )
 
 
 def _is_names(value: object) -> bool:

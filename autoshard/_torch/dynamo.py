@@ -180,7 +180,7 @@ def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], A
         twice: first with the module's `__call__`, or a function around it, and what it returns
         becomes the `forward` of torch.compile's wrapper; then with the module, and the wrapper.
     compiled: what torch.compile has made of `fn`.
-    options: the backend's; empty if none are given.
+    options: the backend's; empty if none are given. A mode that is given instead is one of them.
 
     Patched: `torch._dynamo.eval_frame.OptimizeContext.__call__`, for good; what other backends
              compile is returned as it is.
@@ -200,7 +200,9 @@ def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], A
         wrapper = _find_backend(self)
         if wrapper is None or wrapper.compiler_name != backend:
             return compiled
-        return callback(fn, compiled, wrapper.kwargs.get("options") or {})
+        mode = wrapper.kwargs.get("mode")  # never beside options
+        given = wrapper.kwargs.get("options") or ({"mode": mode} if mode else {})
+        return callback(fn, compiled, given)
 
     cls.__call__ = call
 

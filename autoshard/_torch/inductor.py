@@ -30,13 +30,34 @@ def known_settings(**wanted: object) -> dict[str, object]:
     return {key: value for key, value in named.items() if key in known}
 
 
+NO_GRAPHS = {"triton.cudagraphs": False}
+
+
+def modes() -> list[str]:
+    """List the modes of torch.compile that settings of Inductor's stand for."""
+    from torch._inductor import list_mode_options
+
+    return list(list_mode_options())
+
+
+def mode_settings(mode: str | None) -> dict[str, Any]:
+    """Return Inductor's settings for a mode of torch.compile, but that for CUDA graphs.
+
+    None has none.
+    """
+    from torch._inductor import list_mode_options
+
+    found = list_mode_options(mode) if mode else {}
+    return {key: value for key, value in found.items() if key not in NO_GRAPHS}
+
+
 def compile_frame(
     gm: torch.fx.GraphModule,
     example_inputs: Any,
     *,
     inner_compile: Callable[..., Any],
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule],
-    mode: str | None,
+    settings: Mapping[str, Any],
     key: str | None,
 ) -> tuple[Callable[..., Any], list[str]]:
     """Compile `gm` with Inductor's whole pipeline, changed at two places.
@@ -44,13 +65,12 @@ def compile_frame(
     inner_compile: takes the place of Inductor's compiler of single graphs, and has its arguments.
     joint_pass: runs last over the joint graph, before it is partitioned; it must change the graph
         in place, as what it returns is ignored.
-    mode: one of Inductor's, or None.
+    settings: by key of Inductor's config. It makes no CUDA graphs in any case.
     key: all that `inner_compile` and `joint_pass` depend on besides the graph. On a hit of
         AOTAutograd's cache neither is called. None: that cache is not used.
 
     Returns the compiled frame, and the names in Inductor's cache of the graphs in it.
     """
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -72,7 +92,8 @@ def compile_frame(
             example_inputs,
             inner_compile=inner_compile,
             config_patches={
-                **(list_mode_options(mode) if mode else {}),
+                **settings,
+                **NO_GRAPHS,
                 "joint_custom_post_pass": JointPass(),
             },
         )

@@ -66,6 +66,9 @@ def test_defaults(options: dict[str, Any] | None) -> None:
         ("dump", "graphs"),
         ("strict", True),
         ("strict", False),
+        ("mode", "max-autotune"),
+        ("mode", "default"),
+        ("inductor", {"max_autotune": True, "triton.cudagraphs": False}),
         ("mesh", None),
         ("policy", None),
         ("policy", only_linear),
@@ -111,6 +114,8 @@ def test_valid_mesh(mesh: DeviceMesh) -> None:
         ("strict", 1, "True or False"),
         ("strict", "yes", "True or False"),
         ("strict", None, "True or False"),
+        ("mode", "fast", "one of ['default'"),
+        ("inductor", ["max_autotune"], "a dict of Inductor's options"),
         ("mesh", (2,), "a DeviceMesh"),
         ("mesh", "cpu", "a DeviceMesh"),
         ("policy", "Block", "a ModuleWrapPolicy or a function of a module"),
@@ -127,6 +132,42 @@ def test_wrong_value(name: str, value: object, expected: str) -> None:
         CompileOptions.read({name: value})
     assert repr(value) in str(raised.value)
     assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("max_autotun", "is no option of Inductor's"),
+        ("reorder_for_peak_memory", "which autoshard sets itself"),
+        ("triton.cudagraphs", "which autoshard sets itself"),
+        ("post_grad_custom_post_pass", "which autoshard sets itself"),
+    ],
+)
+def test_options_of_inductor_that_are_not_taken(name: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"option 'inductor'.*{name}") as raised:
+        CompileOptions.read({"inductor": {name: True}})
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"mode": "reduce-overhead"}, {"options": {"mode": "reduce-overhead"}}]
+)
+def test_cuda_graphs_of_parts_of_a_step(arguments: dict[str, Any]) -> None:
+    """Refused where torch.compile is called, with what to do instead."""
+    with pytest.raises(ValueError, match=r"capture the whole step with torch\.cuda\.graph"):
+        torch.compile(nn.Linear(2, 2), backend="autoshard", **arguments)
+
+
+def test_a_mode_is_settings_of_inductor() -> None:
+    """Given either way, with the options beside it, which go first; and never CUDA graphs."""
+    device = torch.device("cpu")
+    options = CompileOptions(mode="max-autotune", inductor={"coordinate_descent_tuning": False})
+    settings = options.resolve(device).inductor
+    assert settings["max_autotune"] is True
+    assert settings["coordinate_descent_tuning"] is False
+    assert "triton.cudagraphs" not in settings
+    assert CompileOptions().resolve(device, "max-autotune").inductor["max_autotune"] is True
+    assert CompileOptions().resolve(device).inductor == {}
 
 
 @pytest.mark.parametrize("options", [{"bucket": "auto"}, {"strict": True, "Lowering": "eager"}])

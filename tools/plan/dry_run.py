@@ -174,7 +174,7 @@ class _Recording(DryCompilation):
         topology: Topology,
         graphs: dict[str, PricedGraph],
     ) -> None:
-        super().__init__(frame, settings, None)
+        super().__init__(frame, settings)
         self.topology = topology
         self.graphs = graphs
 

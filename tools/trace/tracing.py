@@ -98,7 +98,7 @@ class _Tracing(Compilation):
     is_cached = False
 
     def __init__(self, frame: Frame, settings: CompileSettings) -> None:
-        super().__init__(frame, settings, None)
+        super().__init__(frame, settings)
         self.traced: list[Traced] = []
 
     def lower_inductor(

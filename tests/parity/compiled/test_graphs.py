@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 from support.models import Net, net_loss
 from support.programs import events_of
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, in_form, replicated, train
+from support.training import adamw, assert_same, in_form, replicated, sgd, train
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import _dtensor_spec
 
@@ -191,3 +192,31 @@ def test_layouts_are_looked_at(fake_world: None) -> None:
         one[name], other[name] = other[name], one[name]
     with pytest.raises(RuntimeError, match=r"shorter\.weight stands where compiled code has"):
         model(torch.ones(1, 4))
+
+
+@on_ranks(2)
+def test_a_mode_of_inductor(rank: int) -> None:
+    """Micro-batches, with a hook that comes and one that goes between steps, in "max-autotune"."""
+
+    def trained(**options: Any) -> Any:
+        torch.manual_seed(0)
+        model: Any = autoshard.shard(Net(layers=1))
+        if options:
+            model.compile(backend="autoshard", options=options)
+        optimizer, hook = sgd(model), None
+        for step in range(6):
+            if step == 2:
+                hook = model.head.weight.register_hook(lambda grad: grad * 2)
+            if step == 4:
+                assert hook is not None
+                hook.remove()
+            with model.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+                net_loss(model, rank, step).backward()
+            if step % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model
+
+    inductor = {"max_autotune_gemm_backends": "ATEN"}
+    got = trained(mode="max-autotune", inductor=inductor, strict=True)
+    assert_same(got, trained(), rtol=1e-5)  # Inductor rounds otherwise
