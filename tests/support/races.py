@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import CompileContext
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -389,6 +390,12 @@ def _seams(detector: Detector) -> Iterator[None]:
     def of_a_copy(device: torch.device, direction: str) -> Stream:
         return detector.stream(direction)
 
+    real_stream = torch.accelerator.current_stream
+
+    def current_stream(device: Any = None) -> Any:
+        # Where there is a GPU, Dynamo asks, too, while it compiles.
+        return detector.current if CompileContext.try_get() is None else real_stream(device)
+
     def make_ready(unit: Unit) -> None:
         for param in unit.params:
             param.refresh()
@@ -400,7 +407,7 @@ def _seams(detector: Detector) -> Iterator[None]:
         (transport, "all_reduce", all_reduce),
         (streams, "all_reduce_stream", lambda device: detector.stream("all-reduce")),
         (copies, "copy_stream", of_a_copy),
-        (torch.accelerator, "current_stream", lambda device=None: detector.current),
+        (torch.accelerator, "current_stream", current_stream),
         (Unit, "make_ready", make_ready),  # which refuses the meta device
         (torch, "Event", Event),
         (Tensor, "pin_memory", lambda tensor, *_: tensor),  # which needs a device
