@@ -17,7 +17,7 @@ from torch import fx
 
 from autoshard import _torch
 from autoshard.agreed_plan import Attempt, agreed_attempt
-from autoshard.options import CompileOptions, CompileSettings, check_mode
+from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.runtime.compiled.frame import follow_replaced, sharded_parameters
 from autoshard.runtime.compiled.plans import record
@@ -54,8 +54,7 @@ def autoshard(
     tracing, a pass or the lowering, on any rank, is raised only with `strict`: otherwise it is one
     warning, and the frame runs on the eager runtime.
     """
-    given = CompileOptions.read(options)
-    check_mode(mode)
+    given = CompileOptions.read({"mode": mode, **(options or {})})
     plain = plain_parameters(example_inputs)
     if plain:
         if adopt(plain, given.shard_arguments()):
@@ -71,7 +70,7 @@ def autoshard(
     if any(were_cast):
         raise _torch.dynamo.TraceAgain(restart_reason="buffers were cast")
     _log_graph_break()
-    settings = given.resolve(params[0].device if params else None, mode)
+    settings = given.resolve(params[0].device if params else None)
     return _compile(gm, example_inputs, settings, params)
 
 

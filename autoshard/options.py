@@ -115,7 +115,7 @@ class CompileOptions:
                 raise ValueError(f"option 'topology' for backend 'autoshard': {error}") from None
         _expect(self, "dump", self.dump is None or isinstance(self.dump, str), "a folder's path")
         _expect(self, "strict", isinstance(self.strict, bool), "True or False")
-        check_mode(self.mode)
+        _check_mode(self.mode)
         if self.inductor is not None:
             is_dict = isinstance(self.inductor, dict)
             _expect(self, "inductor", is_dict, "a dict of Inductor's options")
@@ -158,10 +158,9 @@ class CompileOptions:
             )
         return CompileOptions(**options)
 
-    def resolve(self, device: torch.device | None, mode: str | None = None) -> CompileSettings:
+    def resolve(self, device: torch.device | None) -> CompileSettings:
         """Return the settings to compile a frame with: a topology, and the budget in bytes.
 
-        mode: torch.compile's own argument, if it was given; it can't be beside options.
         device: where parameters are gathered; None for a frame without sharded parameters, which
             has nothing to plan: it gets no topology.
         """
@@ -176,7 +175,7 @@ class CompileOptions:
             topology=topology,
             dump=self.dump,
             strict=self.strict,
-            inductor={**_torch.inductor.mode_settings(mode or self.mode), **(self.inductor or {})},
+            inductor={**_torch.inductor.mode_settings(self.mode), **(self.inductor or {})},
             compared=self._compared(topology),
         )
 
@@ -256,7 +255,7 @@ def _expect(options: CompileOptions, name: str, holds: bool, expected: str) -> N
         )
 
 
-def check_mode(mode: str | None) -> None:
+def _check_mode(mode: str | None) -> None:
     """Raise ValueError for a mode that torch.compile has not, or that is CUDA graphs alone."""
     if mode == "reduce-overhead":
         raise ValueError(

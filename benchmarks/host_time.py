@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import functools
 import gc
 import multiprocessing
 import pstats
@@ -36,13 +37,13 @@ Step = Callable[[], object]
 class Block(nn.Module):
     """Nine weights and two biases, as in a small Llama without its attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.before = nn.LayerNorm(DIM)
-        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-        self.between = nn.LayerNorm(DIM)
-        self.up, self.gate = (nn.Linear(DIM, 4 * DIM, bias=False) for _ in range(2))
-        self.down = nn.Linear(4 * DIM, DIM, bias=False)
+        self.before = nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.between = nn.LayerNorm(dim)
+        self.up, self.gate = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.before(x)
@@ -53,11 +54,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, dim: int = DIM, hidden: int = 4 * DIM) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(DIM, WORDS)
+        self.embed = nn.Embedding(WORDS, dim)
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(blocks))
+        self.head = nn.Linear(dim, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)
@@ -141,15 +142,17 @@ def reduce_of(blocks: int) -> Step:
     return step
 
 
+MAKERS = {
+    1: (unsharded, unsharded_compiled, eager, compiled),
+    8: (fsdp2, fsdp2_compiled, eager, compiled, compiled_by_unit),
+}
+
 CONTESTANTS: dict[str, tuple[int, Callable[[int], Step]]] = {
-    f"{name}, {ranks} ranks": (ranks, lambda blocks, make=make: step_of(make, blocks))  # type: ignore[misc]
-    for ranks, makers in (
-        (1, (unsharded, unsharded_compiled, eager, compiled)),
-        (8, (fsdp2, fsdp2_compiled, eager, compiled, compiled_by_unit)),
-    )
+    f"{make.__name__.replace('_', ' ')}, {ranks} ranks": (ranks, functools.partial(step_of, make))
+    for ranks, makers in MAKERS.items()
     for make in makers
-    for name in (make.__name__.replace("_", " "),)
 } | {f"a reduce, {ranks} ranks": (ranks, reduce_of) for ranks in (8, MANY)}
+"""By name: the number of ranks, and what makes a step from a number of blocks."""
 
 RATIOS = (
     ("compiled, 8 ranks", "fsdp2, 8 ranks"),

@@ -31,7 +31,7 @@ FEATURES: dict[str, str] = {
     "A7": "an axis of size 1 changes no strategy; a world of 1 sends nothing",
     "A8": "no policy means no cast",
     "A9": "who is root is known at the first forward",
-    "A10": "the host is kept from running ahead with gathers",
+    "A10": "the host is kept from running ahead with gathers, where memory depends on it",
     "A11": "how far to gather ahead, forward and backward",
     "A12": "what was gathered ahead is not gathered again",
     "A13": "several outputs, one gather in backward",

@@ -131,7 +131,7 @@ def graph_break() -> tuple[str, str] | None:
 
 
 _unguarded: dict[Any, set[int]] = {}
-"""Of the frame that is being compiled now, by its number: ids of specs of DTensors."""
+"""Ids of the layouts that need no guard, of the frame that is compiled now, by its number."""
 
 
 def leave_layouts_unguarded(dtensors: Iterable[DTensor], others: Iterable[DTensor]) -> None:

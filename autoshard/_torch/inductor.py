@@ -31,6 +31,7 @@ def known_settings(**wanted: object) -> dict[str, object]:
 
 
 NO_GRAPHS = {"triton.cudagraphs": False}
+"""Setting with which Inductor makes no CUDA graphs."""
 
 
 def modes() -> list[str]:

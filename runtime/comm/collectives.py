@@ -36,7 +36,7 @@ from autoshard.passes.ir.layout import Member, show_members
 from autoshard.runtime.comm import custom_comms, packing, transport
 from autoshard.runtime.comm.custom_comms import Comm
 from autoshard.runtime.comm.mesh import Axes
-from autoshard.runtime.comm.packing import layout_of
+from autoshard.runtime.comm.packing import bucket_layout
 from autoshard.runtime.comm.shard_names import names_at
 from autoshard.runtime.comm.transport import Work
 
@@ -244,7 +244,7 @@ def launch_gather(
     begin = transport.gather if comm is None else functools.partial(custom_comms.gather, comm)
     copies |= comm is not None
     with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
-        layout = layout_of(members, world)
+        layout = bucket_layout(members, world)
         send, receive = packing.pack_shards(shards, layout, rank, copies=copies, comm=comm)
         (work,) = _begun(issued, begin, [receive], [send], process_group)
     number = num_launched(group)
@@ -281,7 +281,7 @@ def launch_grouped_gather(
         pairs = [
             packing.pack_shards(
                 [shards[number] for number in numbers],
-                layout_of(tuple(members[number] for number in numbers), world),
+                bucket_layout(tuple(members[number] for number in numbers), world),
                 rank,
                 copies=copies,
             )
@@ -302,7 +302,7 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
         flight.wait()
         if isinstance(flight, InFlight):
-            padded = packing.parted(flight.receive, layout_of(members, world))
+            padded = packing.parted(flight.receive, bucket_layout(members, world))
             if flight.is_lent and len(members) == 1:
                 padded = [flight.receive.clone()]
         else:
@@ -320,7 +320,7 @@ def _in_order(flight: GroupedFlight) -> list[Tensor]:
     if not flight.together:
         return flight.receive
     members = tuple(flight.issued.members[number] for number in flight.together)
-    parted = iter(packing.parted(flight.receive.pop(), layout_of(members, flight.world)))
+    parted = iter(packing.parted(flight.receive.pop(), bucket_layout(members, flight.world)))
     alone = iter(flight.receive)
     numbers = range(len(flight.issued.members))
     found = [next(parted if number in flight.together else alone) for number in numbers]
@@ -349,8 +349,9 @@ def pack_grads(
         rank's part is all of it.
     divisor: what the sums are divided by in the end, by `split_reduced`, or in part here, before
         they are summed; see `packing.division`.
-    is_mean: whether `divisor` is the number of all ranks whose gradients are summed: then the
-        collectives may divide, if `transport.averages`.
+    is_mean: whether `divisor` is the number of all ranks whose gradients are summed, and the
+        collectives may divide, if `transport.averages`. Sums of float16, which have to be divided
+        in two (`packing.division`), they may not in any case.
     is_last: whether no all-reduce follows. Then, if `transport.swaps`, only the other rank's part
         is packed to be sent; this rank's part waits in `own`.
     bucket, names: see `Issued`; `names` are its `params`.
@@ -361,12 +362,12 @@ def pack_grads(
     if group:
         process_group = _torch.dist.resolve_group(group)
         world, rank = process_group.size(), process_group.rank()
-        averages = is_mean and comm is None
-        averages = averages and transport.averages(process_group, grads[0].device)
+        may_average = is_mean and comm is None and members[0].dtype != torch.float16
+        averages = may_average and transport.averages(process_group, grads[0].device)
         swaps = comm is None and is_last and transport.swaps(process_group, grads[0].device)
     issued = Issued("reduce", members, group, bucket, tuple(names))
     own = None
-    layout = layout_of(members, world)
+    layout = bucket_layout(members, world)
     divides = packing.division(1.0 if averages else divisor, layout.dtype, is_free=swaps)
     with record_function(f"autoshard::pack_grads {group}"), torch.no_grad():
         if swaps:
@@ -430,7 +431,7 @@ def run_hook(
     """
     state, hook = comm_hook
     world, rank = axes.shard_world, axes.shard_rank
-    send = packing.pack_grads(grads, layout_of(members, world), 1.0)
+    send = packing.pack_grads(grads, bucket_layout(members, world), 1.0)
     grads.clear()
     receive = send if world == 1 else send.new_empty(send.numel() // world)
     if world == 1:
@@ -450,7 +451,7 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
     copies: whether each part has to have a storage of its own, as an op's outputs may not alias.
         Otherwise they may share the buffer; each counts its own version.
     """
-    layout = layout_of(flight.issued.members, flight.world)
+    layout = bucket_layout(flight.issued.members, flight.world)
     with record_function(f"autoshard::split_reduced {flight.issued.group}"), torch.no_grad():
         parts = packing.split_pieces(flight.receive, layout, flight.rank)
         if flight.own is not None:

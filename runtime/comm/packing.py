@@ -24,7 +24,7 @@ from autoshard.runtime.comm.custom_comms import Comm
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class BucketLayout:
     """Layout of a bucket over `world` ranks, made once for all its collectives.
 
     lengths: elements of one rank's piece of each member, padding included.
@@ -42,14 +42,14 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(members: tuple[Member, ...], world: int) -> Layout:
+def bucket_layout(members: tuple[Member, ...], world: int) -> BucketLayout:
     """Lay out `members`, all of one dtype, over `world` ranks."""
     lengths = [member.chunk_numel(world) for member in members]
-    return Layout(members, world, lengths, sum(lengths))
+    return BucketLayout(members, world, lengths, sum(lengths))
 
 
 def pack_shards(
-    shards: list[Tensor], layout: Layout, rank: int, *, copies: bool, comm: Comm | None = None
+    shards: list[Tensor], layout: BucketLayout, rank: int, *, copies: bool, comm: Comm | None = None
 ) -> tuple[Tensor, Tensor]:
     """Pack what is sent, as full chunks, and make room to receive: (send, receive), both 1D.
 
@@ -69,7 +69,7 @@ def pack_shards(
     return send, receive
 
 
-def parted(receive: Tensor, layout: Layout) -> list[Tensor]:
+def parted(receive: Tensor, layout: BucketLayout) -> list[Tensor]:
     """Split `receive`, which members share: for each member, the pieces of all ranks in turn.
 
     These are copies, except that a single member gets `receive` itself.
@@ -125,7 +125,7 @@ def division(total: float, dtype: torch.dtype, *, is_free: bool = False) -> Divi
 
 
 def pack_grads(
-    grads: list[Tensor], layout: Layout, divisor: float, comm: Comm | None = None
+    grads: list[Tensor], layout: BucketLayout, divisor: float, comm: Comm | None = None
 ) -> Tensor:
     """Pack whole gradients, divided: for each rank in turn, its chunk of every member.
 
@@ -161,7 +161,7 @@ def _by_rank(grad: Tensor, member: Member, world: int) -> Tensor:
     return grad.contiguous()
 
 
-def pack_part(grads: list[Tensor], layout: Layout, rank: int, divisor: float) -> Tensor:
+def pack_part(grads: list[Tensor], layout: BucketLayout, rank: int, divisor: float) -> Tensor:
     """Pack the part of `pack_grads` for `rank`; nothing reads its padding, left uninitialized."""
     send = grads[0].new_empty(layout.chunk, dtype=layout.dtype)
     places = zip(send.split(layout.lengths), grads, layout.members, strict=True)
@@ -171,7 +171,7 @@ def pack_part(grads: list[Tensor], layout: Layout, rank: int, divisor: float) ->
     return send
 
 
-def own_parts(grads: list[Tensor], layout: Layout, rank: int, divisor: float) -> list[Tensor]:
+def own_parts(grads: list[Tensor], layout: BucketLayout, rank: int, divisor: float) -> list[Tensor]:
     """Copy the rows of `rank` of all gradients, divided, each to a storage of its own."""
     parts = []
     for grad, member in zip(grads, layout.members, strict=True):
@@ -191,7 +191,7 @@ def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
         torch.div(source, divisor, out=to)
 
 
-def split_pieces(flat: Tensor, layout: Layout, rank: int) -> list[Tensor]:
+def split_pieces(flat: Tensor, layout: BucketLayout, rank: int) -> list[Tensor]:
     """Split `flat` into the parts of members on `rank`, without padding, as views.
 
     flat: 1D, the padded chunk of each member in turn.

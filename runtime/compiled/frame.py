@@ -145,11 +145,8 @@ class Frame:
             shards = _shards(params, extended, table, units)
             for position, shard in zip(positions, shards, strict=True):
                 values[position] = shard
-            if stays:  # what autograd saves of parameters kept unsharded is the step's to say
-                results = compiled(*values, *kept, table.tensor)
-                _watch_backward(results, table)
-                return results
-            with without_hooks() as step:
+            # What autograd saves of parameters kept unsharded is for the step's hooks.
+            with contextlib.nullcontext() if stays else without_hooks() as step:
                 results = compiled(*values, *kept, table.tensor)
             _watch_backward(results, table, step)
             return results
@@ -214,11 +211,6 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
     `_check_uses` forbids, or whose all-gather extension can't be compiled.
     """
     frame = Frame(gm, list(example_inputs))
-    dtensors = [value for value in example_inputs if isinstance(value, DTensor)]
-    sharded = [value for value in dtensors if find(value) is not None]
-    _torch.dynamo.leave_layouts_unguarded(
-        sharded, [value for value in dtensors if find(value) is None]
-    )
     placeholders = gm.graph.find_nodes(op="placeholder")
     known: dict[fx.Node, ShardedParam] = {}
     for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
@@ -236,6 +228,11 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
     position_of = {known[node]: at for at, node in enumerate(placeholders) if node in known}
     frame.positions = [position_of[param] for param in frame.params]
     frame.stays = sorted(staying)
+    looked_at = frame.local.keys() & set(frame.positions)  # by the tables, when the frame runs
+    dtensors = {at: each for at, each in enumerate(example_inputs) if isinstance(each, DTensor)}
+    _torch.dynamo.leave_layouts_unguarded(
+        [dtensors.pop(at) for at in looked_at if at in dtensors], list(dtensors.values())
+    )
     gm.recompile()
     return frame
 

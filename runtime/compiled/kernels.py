@@ -208,7 +208,7 @@ def _pack_grads(
         parts,
         groups.shard_part(group),
         divisor=float(groups.size(group)),
-        is_mean=True,
+        is_mean=not any(owner.unit.reducer.only_sums for owner in owners),
         is_last=not groups.replicate_part(group),
         bucket=bucket,
         names=[owner.name for owner in owners],

@@ -89,7 +89,7 @@ class Tables:
 
     def __init__(self, compiled_for: Sequence[ShardedParam]) -> None:
         self._by_ids: dict[tuple[int, ...], Table] = {}
-        self._layouts = [_layout_of(param) for param in compiled_for]
+        self._layouts = [param.layout for param in compiled_for]
 
     def of(self, params: Sequence[Tensor]) -> Table:
         """Return the table of these `nn.Parameter`s, made when they are first met.
@@ -106,18 +106,14 @@ class Tables:
     def _resolved(self, params: Sequence[Tensor]) -> list[ShardedParam]:
         found = [resolve(param) for param in params]
         for sharded, layout in zip(found, self._layouts, strict=True):
-            if sharded is None or _layout_of(sharded) != layout:
+            if sharded is None or sharded.layout != layout:
                 what = "a parameter" if sharded is None else f"parameter {sharded.name}"
                 raise RuntimeError(
-                    f"{what} stands where compiled code has one of size {list(layout[0])}, cut "
-                    f"along dim {layout[1]} over group {layout[2]!r}: call torch._dynamo.reset() "
-                    "after parameters have changed places"
+                    f"{what} stands where compiled code has one of size {list(layout.size)}, "
+                    f"placed as {layout.placements}: call torch._dynamo.reset() after parameters "
+                    "have changed places"
                 )
         return [sharded for sharded in found if sharded is not None]
-
-
-def _layout_of(param: ShardedParam) -> tuple[tuple[int, ...], int, str]:
-    return param.member.size, param.member.dim, param.group
 
 
 def table_at(table: Tensor | None) -> Table | None:

@@ -297,11 +297,13 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         unit.describe()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing: collectives always sum here, and divisions are done beside them.
+        """Set whether this unit's collectives only sum, and divisions are done beside them.
 
+        Otherwise those of NCCL may give the mean, but not of float16. gloo's always sum.
         Raises ValueError for what is no bool.
         """
         _expect_bool("enable", enable)
+        _unit(self).reducer.only_sums = enable
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank has used get gradients of zeros rather than none.
@@ -369,7 +371,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """Reduce-scatter this unit's gradients by `comm` rather than by collectives of ours.
 
         comm: as `torch.distributed.fsdp`'s `ReduceScatter`: as for `set_custom_all_gather`, and
-            called with `op=`, which is always the sum: we divide, before and after. Compiled code
+            called with `op=`, which is always the sum: we divide. Compiled code
             calls `comm`, too. Where parameters are not cut it is not called. None: collectives of
             ours again.
         Raises TypeError if `comm`, or its `allocate`, can't be called.

@@ -57,6 +57,7 @@ class Reducer:
     all_reduces: False, where there are replicas, stops after the reduce-scatter, and adds its
         results up in `partial`.
     divide_by: what the sum is divided by; None: the number of ranks.
+    only_sums: collectives sum, and divide nothing, also where they could.
     sends_unused: parameters without a gradient on any rank get one of zeros.
     in_flight: how many reduces may be in flight at most, with the one that is being launched; None:
         MAX_IN_FLIGHT, or MAX_WITH_REPLICAS.
@@ -75,6 +76,7 @@ class Reducer:
     syncs: bool = True
     all_reduces: bool = True
     divide_by: float | None = None
+    only_sums: bool = False
     sends_unused: bool = False
     in_flight: int | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
@@ -182,7 +184,7 @@ class Reduction:
             members,
             self._reducer.scatter_group or axes.shard_group,
             divisor=self._reducer.divide_by or float(axes.num_ranks),
-            is_mean=self._reducer.divide_by is None,
+            is_mean=self._reducer.divide_by is None and not self._reducer.only_sums,
             is_last=axes.replicate_world == 1 and self._hook is None,
             names=[param.name for param in self._params],
             comm=self._reducer.reduce_scatter,

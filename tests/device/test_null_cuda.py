@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from host_time import Net
 from support.null_cuda import device as null
-from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,40 +24,8 @@ pytestmark = pytest.mark.skipif(
     not null.is_there(), reason="there is no null CUDA device: make null-cuda"
 )
 
-DIM = 64
+BLOCKS, DIM = 4, 64
 WARM_UP = 4  # steps, of which the first compile
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.before = nn.LayerNorm(dim)
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
-        self.between = nn.LayerNorm(dim)
-        self.up, self.gate = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.before(x)
-        x = x + self.o(torch.sigmoid(self.q(h)) * self.k(h) + self.v(h))
-        h = self.between(x)
-        down: Tensor = self.down(torch.relu(self.gate(h)) * self.up(h))
-        return x + down
-
-
-class Net(nn.Module):
-    def __init__(self, hidden: int, dim: int = DIM) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, dim)
-        self.layers = nn.ModuleList(Block(dim, hidden) for _ in range(4))
-        self.head = nn.Linear(dim, 64)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(x)
-        return logits
 
 
 Step = Callable[[], None]
@@ -76,7 +44,7 @@ def sharded(model: Any, form: str, ranks: int, **arguments: Any) -> Any:
     torch._dynamo.reset()
     mesh = init_device_mesh("cuda", (ranks,))
     apply: Any = fsdp.fully_shard if form == "fsdp2" else autoshard.fully_shard
-    for layer in model.layers:
+    for layer in model.blocks:
         apply(layer, mesh=mesh, **arguments)
     apply(model, mesh=mesh, **arguments)
     if form not in ("fsdp2", "eager"):
@@ -100,7 +68,7 @@ def counted(form: str, case: str) -> Counter[str]:
     """What is counted in a step."""
     ranks, hidden, arguments = CASES[case]
     with torch.device("cuda"):
-        model = Net(hidden)
+        model = Net(BLOCKS, DIM, hidden)
     step = step_of(sharded(model, form, ranks, **arguments))
     with null.without_triton() as wrappers:
         for _ in range(WARM_UP):
@@ -145,7 +113,7 @@ def test_the_host_does_not_wait(fake_world: None, form: str, case: str) -> None:
 def test_the_peak_is_what_the_plan_says(fake_world: None, form: str) -> None:
     """By torch's allocator, within 3 %; but for what libraries take beside, cuBLAS's workspace."""
     with torch.device("cuda"):
-        model: Any = sharded(Net(4096, 1024), form, 8)
+        model: Any = sharded(Net(BLOCKS, 1024, 4096), form, 8)
     step = step_of(model, rows=4, length=512)
     with null.without_triton():
         for _ in range(WARM_UP):

@@ -162,7 +162,7 @@ def _stop_pools() -> None:
 
 
 def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None:
-    stacks = Path(stack_file).open("w")  # noqa: SIM115
+    stacks = Path(stack_file).open("w")  # noqa: SIM115  # for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks)
     os.environ.update(
         _ENVIRONMENT,

@@ -22,6 +22,7 @@ from torch.distributed.tensor import _dtensor_spec
 import autoshard
 from autoshard import _torch, compilation
 from autoshard.passes.ir.match import is_launch, is_wait
+from autoshard.runtime.eager import saved
 from autoshard.runtime.unit.param import find
 
 
@@ -220,3 +221,13 @@ def test_a_mode_of_inductor(rank: int) -> None:
     inductor = {"max_autotune_gemm_backends": "ATEN"}
     got = trained(mode="max-autotune", inductor=inductor, strict=True)
     assert_same(got, trained(), rtol=1e-5)  # Inductor rounds otherwise
+
+
+@on_ranks(2)
+def test_a_frame_has_no_saved_tensor_hooks(rank: int) -> None:
+    """There is nothing for them to do: the graph gathers again itself."""
+    for form in ("eager", "compiled"):
+        model = in_form(autoshard.shard(Net()), form)
+        with mock.patch.object(saved, "_pack", side_effect=saved._pack) as pack:
+            net_loss(model, rank, 0).backward()
+        assert pack.called is (form == "eager")

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard import fully_shard, register_forward_method
+from autoshard import _torch, fully_shard, register_forward_method
 from autoshard.runtime.comm import collectives
 from autoshard.runtime.comm.limiter import MAX_AHEAD, Limiter
 from autoshard.runtime.eager.unit_steps import steps_of
@@ -468,6 +468,28 @@ def test_limiter() -> None:
     limiter.add(Event(log, 9))
     limiter.wait()
     assert log == [0, 1, 2]
+
+
+@on_ranks(2)
+def test_who_is_limited(rank: int) -> None:
+    """A unit with an all-gather of the user's, unless `limit_all_gathers=False`."""
+
+    class Gather:
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+            return _torch.dist.all_gather_flat(output_tensor, input_tensor, **options)
+
+    for limits, comm, is_asked in ((True, None, 0), (True, Gather(), 1), (False, Gather(), 0)):
+        model: Any = autoshard.shard(nn.Linear(3, 3), limit_all_gathers=limits)
+        model.set_custom_all_gather(comm)
+        with (
+            unittest.mock.patch.object(Limiter, "wait") as wait,
+            unittest.mock.patch.object(Limiter, "dropped") as dropped,
+        ):
+            model(torch.ones(1, 3)).sum().backward()
+        assert wait.call_count == dropped.call_count == is_asked
 
 
 def test_limiter_waits_for_nothing_while_a_graph_is_captured(

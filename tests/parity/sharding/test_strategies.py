@@ -38,7 +38,7 @@ def build() -> Net:
     return Net(tied=False)
 
 
-# Four ranks and more sum in an order of gloo's choosing, and divide before and after.
+# Four ranks and more sum in an order of gloo's choosing.
 MANY_RANKS_RTOL = 1e-5
 
 
@@ -209,6 +209,35 @@ def test_collectives_that_divide(rank: int, form: str, mesh: tuple[int, int], wa
         patch(transport, "all_reduce", all_reduce_to_means),
     ):
         assert_same(trained(), want)
+
+
+@in_both_forms
+@on_ranks(4)
+def test_sums_that_collectives_do_not_divide(rank: int, form: str) -> None:
+    """Of float16, which has to be divided in two, and where the user says so; others they divide,
+    if they can."""
+    asked: list[bool] = []
+
+    def reduce(receive: torch.Tensor, send: torch.Tensor, group: Any, *, is_mean: bool) -> Any:
+        asked.append(is_mean)
+        return reduce_to_means(receive, send, group, is_mean=is_mean)
+
+    patch = unittest.mock.patch.object
+    with (
+        patch(transport, "averages", lambda group, device: True),
+        patch(transport, "reduce", reduce),
+    ):
+        for dtype, is_told, divides in (
+            (torch.float32, False, True),
+            (torch.float32, True, False),
+            (torch.float16, False, False),
+        ):
+            torch._dynamo.reset()
+            model: Any = in_form(fully_shard(nn.Linear(4, 4).to(dtype)), form)
+            model.set_force_sum_reduction_for_comms(is_told)
+            asked.clear()
+            model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+            assert asked == [divides], (dtype, is_told)
 
 
 @in_both_forms
