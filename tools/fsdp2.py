@@ -516,7 +516,7 @@ _BACKWARD: tuple[Row, ...] = (
     ),
     (
         "`set_force_sum_reduction_for_comms`",
-        "collectives only sum, and divisions are beside them; those of NCCL may give means otherwise",
+        "collectives only sum, divisions are beside them; else those of NCCL may give means",
         "parity/sharding/test_strategies::test_sums_that_collectives_do_not_divide",
     ),
     (
