@@ -10,7 +10,16 @@ import torch
 from support.models import Block, Net, net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import each_value
-from support.training import adamw, assert_same, compiled, replicated, sharded, train
+from support.training import (
+    adamw,
+    assert_same,
+    compiled,
+    in_form,
+    issued,
+    replicated,
+    sharded,
+    train,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -510,3 +519,18 @@ def test_ranks_with_other_sizes_do_not_share_graphs(rank: int) -> None:
         got, losses = compiled(OneUneven, loss, lowering="inductor", mesh=mesh)
         assert losses == pytest.approx(want_losses, rel=1e-5)
         assert_same(got, want, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_backward_begins_in_a_compiled_block(rank: int) -> None:
+    """It tells the step, which gathers ahead what eager blocks before it will need."""
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.Identity())
+    for layer in model[:2]:
+        autoshard.fully_shard(layer, reshard_after_forward=True)
+    autoshard.fully_shard(model)
+    in_form(model[1], "compiled")
+    for _ in range(2):  # the first step learns the order
+        output = model(torch.ones(2, 4, requires_grad=True)).sum()
+        log = issued(output.backward)
+    whose = [(each.kind, each.members[0].size) for each in log]
+    assert whose.index(("gather", (6, 4))) < whose.index(("reduce", (4, 6)))
