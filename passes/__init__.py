@@ -33,6 +33,9 @@ from autoshard.passes.use_kept import use_kept as use_kept
 def joint(kept: Collection[int] = ()) -> tuple[Pass, ...]:
     """List the passes over the joint graph, forward and backward in one, before it is partitioned.
 
+    They merge markers, note what to keep for backward, and tag, last, what the partitioner is to
+    recompute.
+
     kept: numbers, in the table of parameters, of those to keep unsharded from forward to backward
         although their units reshard; `keep_gathered` says which of them can't be kept.
     """
@@ -57,6 +60,9 @@ def pipeline(
 ) -> tuple[Pass, ...]:
     """List the passes over one graph after partitioning, from markers to collectives.
 
+    These are `preparation`, then `plan_buckets`, which decides, and `insert_collectives`, which
+    acts.
+
     table: facts about the parameters, indexed by the numbers that markers carry.
     graph: "forward", "backward" or "inference".
     bucketing, prices, known: see `plan_buckets`.
@@ -71,6 +77,9 @@ def pipeline(
 
 def preparation(table: Sequence[ParamInfo]) -> tuple[Pass, ...]:
     """List the passes of `pipeline` that run before buckets and their schedule are decided.
+
+    They merge, drop and name markers, copy shards from the host and back, and move the ops that
+    make shards to the top. Some of `joint` are here again, for inference graphs.
 
     table: see `pipeline`.
     """

@@ -42,8 +42,9 @@ def copy_shards(gm: fx.GraphModule) -> fx.GraphModule:
     """Insert `to_device` before each `unshard` of a host shard, and `to_host` after its gradient.
 
     An `unshard` gets no copy if it reads one already, or if it is backward's gather over a smaller
-    group, whose shard is on the device. A `reduce_grad` is followed by a copy if its member is
-    `on_host`; it then loses that flag, as its own result is on the device.
+    group, whose shard is on the device. A `reduce_grad` is followed by a copy, which all its
+    readers then read, if its member is `on_host`; it then loses that flag, as its own result is on
+    the device.
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):
@@ -60,7 +61,7 @@ def copy_shards(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _copy_in(marker: fx.Node, device: str) -> None:
-    """Have `marker` read a copy of its shard on `device`."""
+    """Insert a `to_device` of its shard right before `marker`, an `unshard` that then reads it."""
     shard = marker.all_input_nodes[0]
     with marker.graph.inserting_before(marker):
         copied = marker.graph.call_function(ops.to_device, (shard, device))
@@ -69,9 +70,10 @@ def _copy_in(marker: fx.Node, device: str) -> None:
 
 
 def _copy_out(marker: fx.Node, members: str) -> None:
-    """Have all readers of `marker`, a `reduce_grad`, read a copy on the host.
+    """Insert a `to_host` right after `marker`, a `reduce_grad`; its readers then read that copy.
 
-    members: its new argument, for a result on the device.
+    The marker itself gets the argument `members`, and a fake value on its gradient's device.
+    members: as before, but without `on_host`.
     """
     grad, _, *rest = marker.args
     marker.args = (grad, members, *rest)

@@ -21,10 +21,10 @@ from autoshard.passes.ir.match import is_preparation, is_unshard
 
 
 def drop_dead_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove `unshard` markers without users, and the `before_gather` of such markers alone.
+    """Remove each `unshard` that nothing reads, and each `before_gather` that none but these read.
 
-    A gradient's reduce is never dropped here: it is an output of the graph, and another rank would
-    wait for it.
+    Unread results, `getitem`, of a `before_gather` are removed, too. A gradient's reduce is never
+    dropped here: it is an output of the graph, and another rank would wait for it.
     Numerics: unchanged, bit for bit.
     """
     for node in reversed(list(gm.graph.nodes)):

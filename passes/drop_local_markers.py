@@ -29,10 +29,11 @@ _CAST = torch.ops.prims.convert_element_type.default  # Inductor lowers no aten 
 
 
 def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace each marker over a group of one rank by its input, cast as the marker would cast.
+    """Replace each `unshard` and `reduce_grad` over a group of one rank by its input, perhaps cast.
 
-    That is to the dtype that is sent, then to the shard's: a gradient is rounded even if it has the
-    same dtype before and after.
+    The cast is the marker's own: to the dtype that is sent, then to the shard's, so that a gradient
+    is rounded even if it has the same dtype before and after. None is inserted where the dtype is
+    right.
 
     Two kinds of markers stay: those over a group with the user's settings (`groups.is_custom`), and
     gradients that come from some of forward's outputs only (`outputs_of`), as whether there is one
@@ -58,6 +59,7 @@ def _is_local(group: str) -> bool:
 
 
 def _cast(value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Insert a cast of `value` to `dtype`, and return it; `value` itself if it has that dtype."""
     if value.meta["val"].dtype == dtype:
         return value
     cast = value.graph.call_function(_CAST, (value, dtype))

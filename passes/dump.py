@@ -14,21 +14,28 @@ from autoshard.passes.ir.text import render
 class Dump:
     """Observer for `run()`: writes the graph to `<folder>/<pass>.txt` after each pass.
 
-    A pass that leaves the graph's text as it was gets no file. The plan, once there is one, goes to
-    `<folder>/plan.txt`. Files are overwritten; a pipeline has each pass once.
+    A pass that leaves the graph's text as it was at the call before gets no file; the first call
+    always writes one. The plan, once there is one, goes to `<folder>/plan.txt`, at every call.
+    Files are overwritten; a pipeline has each pass once.
 
     folder: made if missing.
     axes: process group name -> mesh axis, printed in its place.
     """
 
     def __init__(self, folder: Path, axes: Mapping[str, str]) -> None:
+        """Make `folder`, with its parents, if it is missing."""
         self._folder = folder
         self._axes = axes
         self._last = ""
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, name: str, gm: fx.GraphModule) -> None:
-        """Write what pass `name` has made of `gm`."""
+        """Write `gm`'s graph to `<name>.txt` if its text has changed, and its plan to plan.txt.
+
+        A graph without a plan writes no plan.txt.
+
+        name: of the pass that has run; the file's first line is "# after <name>".
+        """
         text = render(gm.graph, axes=self._axes)
         if text != self._last:
             (self._folder / f"{name}.txt").write_text(f"# after {name}\n{text}")

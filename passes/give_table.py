@@ -30,8 +30,8 @@ from autoshard.passes.ir.match import forward_inputs, is_before_gather, is_gradi
 def give_table(gm: fx.GraphModule) -> fx.GraphModule:
     """Set the `table` of every `reduce_grad`, `hold_grad` and `before_gather` that has none yet.
 
-    The table is the last input of forward. If that is no i64[1], or if other ops read it, too, the
-    graph is left as it is, without an error.
+    The table is the last input that is no tangent, a gradient of an output. If that is no i64[1],
+    or if other ops read it, too, the graph is left as it is, without an error.
     Numerics: unchanged, bit for bit.
     """
     inputs = forward_inputs(gm.graph)

@@ -29,7 +29,7 @@ from autoshard.passes.ir.match import is_preparation, is_unshard
 
 
 def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
-    """Move the calls that make the shard of each `unshard` right after the inputs.
+    """Move the calls that make the shard of each `unshard` right after the graph's inputs.
 
     A copy to the device or a `before_gather`, and the calls from there to the `unshard`, stay.
     Numerics: unchanged, bit for bit.
@@ -51,10 +51,14 @@ def hoist_shards(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _way_from_inputs(marker: fx.Node) -> list[fx.Node]:
-    """List the calls that make `marker`'s shard, in an order in which they can be executed."""
+    """List the calls that make `marker`'s shard, in an order in which they can be executed.
+
+    Placeholders are left out.
+    """
     way: list[fx.Node] = []
 
     def visit(node: fx.Node) -> None:
+        """Append to `way` what `node` is made of, then `node`; no placeholders, nothing twice."""
         if node.op == "placeholder" or node in way:
             return
         for each in node.all_input_nodes:

@@ -68,9 +68,13 @@ _RESULT = {"gather": "whole", "reduce": "grad"}
 def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     """Insert the launches, waits and copies of the graph's plan, and remove the markers.
 
+    Each stands right before the compute node at its event's position; a reduce is packed right
+    before its launch, and a `before_gather` moves to right before the launch of its results. What
+    read a marker, or a copy, reads one of its wait's results instead.
+
     A graph without a plan, or without markers, is left as it is. Fails with AssertionError if the
     plan's buckets do not have exactly the graph's markers.
-    Metadata: reads PLAN; writes SOURCE on what it inserts.
+    Metadata: reads PLAN, and PARAM of the markers; writes SOURCE on what it inserts.
     Numerics: unchanged, bit for bit.
     """
     plan = PLAN.get(gm)
@@ -112,9 +116,9 @@ def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _prepare(members: list[fx.Node], before: fx.Node) -> None:
-    """Move each `before_gather` that gives what a member gathers right before node `before`.
+    """Move each `before_gather` that `members` gather from, and its results, right before `before`.
 
-    Its results move with it. One of which a launch takes a result already stays where it is.
+    One stays where it is if a launch takes a result of it already.
     members: markers of one bucket; those that gather something else need nothing.
     """
     for member in members:
@@ -125,14 +129,19 @@ def _prepare(members: list[fx.Node], before: fx.Node) -> None:
 
 
 def _has_launch(asked: fx.Node) -> bool:
+    """Tell whether a launch reads a result of `asked`, a `before_gather`."""
     return any(is_launch(user) for answer in asked.users for user in answer.users)
 
 
 def _launch(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
     """Insert the launch of `bucket`, for a reduce after its pack. Returns the node of the ticket.
 
+    A gather is grouped if the bucket is, and copies shards first if the graph itself has made one
+    of them. A pack takes the markers' table, if they have one, and with it the numbers of the
+    parameters, and of the outputs that gradients come from, if not all come from all.
+
     number: of the bucket in the plan.
-    members: its markers.
+    members: its markers; they stay in the graph.
     """
     inputs = [member.args[0] for member in members]
     arguments: tuple[Any, ...] = (inputs, bucket.members, group_of(members[0]), number)
@@ -174,7 +183,10 @@ def _wait(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.Nod
 
 
 def _load(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) -> fx.Node:
-    """Insert the launch of the copies to the device that `members` read. Returns its node."""
+    """Insert one launch of the copies to the device that `members` read. Returns its node.
+
+    The `to_device` nodes stay, until `_loaded`.
+    """
     copies = [member.all_input_nodes[0] for member in members]
     shards, device = [copy.args[0] for copy in copies], copies[0].args[1]
     ticket = _call(graph, ops.launch_load, (shards, device, number), "launch_load", bucket)
@@ -183,7 +195,10 @@ def _load(graph: fx.Graph, number: int, bucket: Bucket, members: list[fx.Node]) 
 
 
 def _loaded(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.Node]) -> None:
-    """Insert the wait for the copies that `members` read, and erase their `to_device` nodes."""
+    """Insert the wait for the copies that `members` read, and erase their `to_device` nodes.
+
+    `members` then read the wait's results.
+    """
     waited = _call(graph, ops.wait_load, (ticket, *ticket.args), "wait_load", bucket)
     copies = [member.all_input_nodes[0] for member in members]
     _unpack(waited, copies, bucket, "loaded")
@@ -192,7 +207,7 @@ def _loaded(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, members: list[fx.N
 
 
 def _store(graph: fx.Graph, number: int, bucket: Bucket, copies: list[fx.Node]) -> fx.Node:
-    """Insert the launch of `copies`, `to_host` nodes, as one. Returns its node."""
+    """Insert one launch for `copies`, which are `to_host` nodes and stay. Returns its node."""
     grads = [copy.args[0] for copy in copies]
     ticket = _call(graph, ops.launch_store, (grads, number), "launch_store", bucket)
     ticket.meta["val"] = copies[0].meta["val"].new_empty(1, dtype=torch.uint8, device="cpu")
@@ -200,7 +215,7 @@ def _store(graph: fx.Graph, number: int, bucket: Bucket, copies: list[fx.Node]) 
 
 
 def _stored(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, copies: list[fx.Node]) -> None:
-    """Insert the wait for `copies`, and erase these `to_host` nodes."""
+    """Insert the wait for `copies`, `to_host` nodes, and erase these; readers read its results."""
     waited = _call(graph, ops.wait_store, (ticket, *ticket.args), "wait_store", bucket)
     _unpack(waited, copies, bucket, "stored")
     for copy in copies:
@@ -208,6 +223,7 @@ def _stored(graph: fx.Graph, ticket: fx.Node, bucket: Bucket, copies: list[fx.No
 
 
 def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], name: str, bucket: Bucket) -> fx.Node:
+    """Insert a call of `op`, named by `name` and the bucket's unit; the unit is its SOURCE, too."""
     node = graph.create_node("call_function", op, args, name=f"{name}_{_identifier(bucket.unit)}")
     SOURCE.set(node, bucket.unit)
     return node
@@ -217,6 +233,7 @@ def _unpack(waited: fx.Node, values: list[fx.Node], bucket: Bucket, prefix: str)
     """Have readers of each of `values` read the tensor at its index in the list `waited` returns.
 
     Inserts a `getitem` for each, named by `prefix` and the parameter. `values` stay in the graph.
+    `waited` gets their fake values.
     """
     graph = waited.graph
     waited.meta["val"] = [value.meta["val"] for value in values]

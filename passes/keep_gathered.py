@@ -27,7 +27,7 @@ def keep_gathered(gm: fx.GraphModule, *, params: Collection[int]) -> fx.GraphMod
 
     params: numbers in the table of parameters. Left alone are those that backward does not gather
         as forward does (see `Unshard.can_be_kept`): over a smaller group, from the host, or by an
-        all-gather extension.
+        all-gather extension; and those that the runtime keeps unsharded.
     Numerics: unchanged, bit for bit.
     """
     for node in gm.graph.nodes:

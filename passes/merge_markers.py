@@ -49,7 +49,7 @@ def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
     `unshard` markers of one parameter are merged whatever their other arguments; so are its
     `before_gather` calls, and the markers of each of their results. Two `reduce_grad`, or two
     `hold_grad`, of one parameter are merged if an `aten.add` without `alpha` sums them, and nothing
-    else reads them. Others stay.
+    else reads them; the merged one has the other arguments of the first. Others stay.
 
     Shapes:   unchanged.
     Numerics: reassociates the sum of a shared parameter's gradients over ranks and uses.
@@ -61,7 +61,11 @@ def merge_markers(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _merge_unshards(graph: fx.Graph) -> None:
-    """Merge the `unshard` markers, and `before_gather` calls, of a parameter into its first one."""
+    """Replace all `unshard` markers, and `before_gather` calls, of each parameter by its first.
+
+    Results of a `before_gather`, `getitem` nodes, are merged by index; markers that gather such
+    results are merged only if the index is the same.
+    """
     first: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if is_unshard(node):
@@ -84,7 +88,11 @@ def _merge_unshards(graph: fx.Graph) -> None:
 
 
 def _merge_one_sum(graph: fx.Graph) -> bool:
-    """Merge one sum of two reduced, or held, gradients. Returns whether there was one."""
+    """Replace the first sum of two of a parameter's reduced gradients by a reduce of their sum.
+
+    The summands are two `reduce_grad`, or two `hold_grad`, that only an `aten.add` without `alpha`
+    reads. Returns whether there was such a sum; one call merges one.
+    """
     for add in graph.find_nodes(op="call_function", target=_ADD):
         left, right = add.args[:2]
         if not (_is_summand(left) and _is_summand(right) and not add.kwargs):

@@ -27,8 +27,9 @@ _CLONE = torch.ops.aten.clone.default
 
 
 def part_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Clone the input of each `reduce_grad` that reads another marker directly.
+    """Clone the input of each `reduce_grad` that reads an `unshard` or `reduce_grad` directly.
 
+    The clone stands right before the `reduce_grad`, the only one that reads it.
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):

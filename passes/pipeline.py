@@ -25,10 +25,12 @@ class PassError(RuntimeError):
 def run(
     gm: fx.GraphModule, passes: Sequence[Pass], *, after_each: PassObserver | None = None
 ) -> fx.GraphModule:
-    """Apply `passes` in order to a copy of `gm`; `gm` itself is not changed.
+    """Apply `passes` in order to a copy of `gm`, and return the result; `gm` itself is not changed.
 
-    After every pass the graph is linted and verified. Print, time or dump in
-    `after_each`: passes carry no logging of their own.
+    The copy has nodes of its own, all placeholders first, and shares parameters with `gm`. After
+    every pass the graph is linted and verified; then `after_each` is called with the pass's name
+    and the module. Print, time or dump there: passes carry no logging of their own. The module is
+    recompiled once, at the end.
     Raises PassError, naming the pass, if a pass breaks the graph; what a pass itself raises is
     passed on.
     """
@@ -44,7 +46,8 @@ def run(
 def run_one(gm: fx.GraphModule, transform: Pass) -> fx.GraphModule:
     """Return `transform(gm)`, checked by FX's lint, `verify` and `verify_changed`.
 
-    `gm` is not copied: a pass changes it in place. It is not recompiled, either.
+    `gm` is not copied: a pass changes it in place. It is not recompiled, either. A fake tensor mode
+    of the caller's is off meanwhile.
     Raises PassError naming `transform` if the graph that it returns is broken; what `transform`
     itself raises is passed on.
     """
@@ -70,6 +73,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy `gm`: new nodes, same weights. `copy.deepcopy(gm)` would clone every parameter.
 
     In the copy all placeholders come first: AOTAutograd puts the token of an effect before them.
+    Its `meta` is a shallow copy.
     """
     copied = _torch.fx.graph_module(gm, copy.deepcopy(gm.graph))
     body = next((node for node in copied.graph.nodes if node.op != "placeholder"), None)

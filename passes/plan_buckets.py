@@ -65,21 +65,26 @@ def plan_buckets(
     prices: Prices | None = None,
     known: Sequence[Plan] = (),
 ) -> fx.GraphModule:
-    """Write the plan of `gm` into its metadata; no node is moved or inserted.
+    """Write a plan of buckets and their schedule into `gm`'s metadata; move and insert no node.
 
-    A graph without markers gets no plan.
+    A graph without markers gets no plan. A bucket's gather is launched at the first use of the unit
+    before, a reduce as soon as its last gradient is there, or after what frees memory right then.
+    With "auto", buckets and schedule are searched for together.
 
     graph: "forward", "backward" or "inference", for the plan's text.
     bucketing: "per_unit", one bucket a unit; "none", one a parameter; a list, one bucket an entry,
         a module name or a list of them (the longest name that fits a parameter counts), and one a
-        unit for parameters that fit none; "auto", the buckets with the least simulated time. Each
-        of these is split by group, dtype and segment, the part of a graph between two barriers.
-        Without prices, with copies from and to the host, or with gradients that the graph itself
-        reads, "auto" is "per_unit".
+        unit for parameters that fit none; "auto", the buckets with the least simulated time within
+        the memory budget of `prices`. Each of these is split by group, dtype, place of the shards
+        (host or device) and segment, the part of a graph between two barriers. Without prices, with
+        copies from and to the host, or with gradients that the graph itself reads, "auto" is
+        "per_unit".
     prices: costs from which the plan's figures are predicted; without them it has none.
     known: earlier plans. "auto" follows the first one that fits this graph, made for other shapes
-        or by another rank: ranks must launch alike, whatever batches they see.
-    Metadata: reads PARAM; writes PLAN on the module, and PRICED.
+        or by another rank, and then searches for nothing: ranks must launch alike, whatever batches
+        they see. Without prices none is followed.
+    Raises ValueError if `name_params` has not run.
+    Metadata: reads PARAM; writes PLAN on the module, and PRICED, if there are prices.
     Numerics: unchanged, bit for bit.
     """
     if not any(map(is_marker, gm.graph.nodes)):
@@ -117,8 +122,9 @@ def plan_buckets(
 def _bucket_class(bucketing: Bucketing) -> BucketNamer:
     """Return the function that maps a parameter to the name of its bucket.
 
-    That is its own name for "none", the modules of its entry joined by "+" for a list, else its
-    unit's name.
+    That is its own name for "none"; its unit's name for "per_unit" and "auto". For a list it is the
+    modules of an entry joined by "+": of the entry with the longest module name that is a parent of
+    the parameter, or its own name; the unit's name if none is.
     """
     if isinstance(bucketing, str):
         return _by_name if bucketing == "none" else _by_unit
@@ -150,7 +156,13 @@ _Placed = tuple[tuple[int, int, int], Event]
 def _gather_events(drafts: list[Draft]) -> list[_Placed]:
     """Make the events of gathers, and of copies from the host before them, each with its sort key.
 
-    drafts: in order of first use; neighbors of one unit and segment are launched together.
+    A unit's gathers are launched at the first use of the unit before, or when all their shards are
+    there, if later; each is waited for at its own first use. Copies are launched one unit earlier,
+    and waited for right before the gather is launched.
+
+    drafts: in order of first use; neighbors of one unit and segment are launched together. An
+        event's bucket is the draft's index.
+    Returns them unsorted.
     """
     placed: list[_Placed] = []
     numbers = range(len(drafts))
@@ -187,8 +199,9 @@ def _behind_what_frees(
 
     A launch packs gradients, which are then in memory twice. So it moves from where its last
     gradient is there past the views and pointwise ops that follow, up to the last one that lowers
-    the number of live values; an op that raises it ends the search. No launch moves past another
-    launch, so that ranks launch in the same order.
+    the number of live values; one that raises it ends the search, as any other op does. No launch
+    moves past another launch, so that ranks launch in the same order, nor past where its result is
+    read. One that is ready at position 0 stays there.
 
     ops: the compute nodes of `graph`.
     gathered: events of the graph's gathers.
@@ -215,8 +228,15 @@ def _behind_what_frees(
 def _reduce_events(drafts: list[Draft], launched: list[int], *, first: int) -> list[_Placed]:
     """Make the events of reduces, and of copies to the host after them, each with its sort key.
 
+    A reduce is waited for right before the next one is launched. With replicas, its all-reduce is
+    launched there, and waited for right before the launch after that; where parameters are not cut,
+    the all-reduce is launched right after the reduce. Where the results are read earlier, or no
+    such launch follows, each of these stands at the first reader instead. Copies are launched right
+    after the wait, and waited for at the first reader.
+
     launched: position of each draft's launch.
     first: bucket number of the first draft.
+    Returns them unsorted.
     """
     placed: list[_Placed] = []
 

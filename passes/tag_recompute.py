@@ -39,9 +39,10 @@ a value that a region with a higher id reads, and none has a higher id than ours
 def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
     """Tag what the partitioner has to recompute in backward, and what it has to save.
 
-    MUST_RECOMPUTE: each `unshard` whose parameter is not kept, the calls that make its shard, and
-        ops whose inputs are all computed from such markers alone. Not tagged are random ops,
-        barriers, at which ranks would meet once more, and what is computed from either.
+    MUST_RECOMPUTE: each `unshard` whose parameter is not kept, the calls that make its shard, each
+        `before_gather` of which no `unshard` is kept, and ops whose inputs are all computed from
+        these markers and `before_gather` alone. Not tagged are random ops, barriers, at which ranks
+        would meet once more, and what is computed from either.
     MUST_SAVE: each `unshard` whose parameter is kept, and each `cut`.
 
     Metadata: writes FX's `recompute` and `ac_graph_id`.

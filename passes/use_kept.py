@@ -32,8 +32,9 @@ from autoshard.passes.ir.ops import Unshard
 def use_kept(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace each `unshard` flagged "stay" by the input that holds its parameter unsharded.
 
-    A graph without such markers is left as it is. Raises ValueError if there are fewer inputs than
-    such parameters, or if an input's shape is not that of its parameter.
+    These inputs stand right before the last input that is no tangent, in the order of the
+    parameters' numbers. A graph without such markers is left as it is. Raises ValueError if there
+    are fewer inputs than such parameters, or if an input's shape is not that of its parameter.
     Numerics: unchanged, bit for bit.
     """
     unshards = filter(is_unshard, gm.graph.nodes)
