@@ -19,7 +19,9 @@ Event = dict[str, Any]
 def trace_events(plan: Plan, figures: Figures) -> list[Event]:
     """Make events for compute, waits, collectives and memory of `plan`, as predicted by `figures`.
 
-    Compute and waits are in one lane; each kind of collective has a lane for each mesh axis.
+    Compute and waits are in one lane; each kind of collective has a lane for each mesh axis. Events
+    that name the process and the lanes are among them. A bucket for which compute does not wait has
+    no wait.
     """
     events = [
         _name("process_name", PREDICTED, COMPUTE, f"{plan.graph}, predicted"),
@@ -71,6 +73,10 @@ def measured_events(profile: Path) -> list[Event]:
 def _span(
     name: str, lane: int, begin: float, end: float, about: dict[str, Any] | None = None
 ) -> Event:
+    """Make the event of a span in the predicted process, from `begin` to `end`, in microseconds.
+
+    about: what a viewer shows beside it.
+    """
     return {
         "name": name,
         "ph": "X",

@@ -88,6 +88,7 @@ def pretended(sizes: Mapping[str, int], otherwise: int) -> Iterator[None]:
 
 
 def _size(name: str) -> int:
+    """Number of ranks in process group `name`, 1 for ""; within `pretended`, as given there."""
     if not name:
         return 1
     size_of = _pretended.get()

@@ -66,6 +66,7 @@ class Member:
     on_host: bool = False
 
     def __str__(self) -> str:
+        """Format as text that `read_members` reads: "bf16[7,15]@1->f32^host" has all parts."""
         text = f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.size))}]"
         text += f"@{self.dim}" if self.dim else ""
         text += f"->{DTYPE_NAMES[self.shard_dtype]}" if self.shard_dtype else ""
@@ -77,6 +78,7 @@ class Member:
 
     @property
     def rows(self) -> int:
+        """Number of rows in the unsharded parameter; 1 for a scalar."""
         return 1 if self.is_scalar else self.size[self.dim]
 
     @functools.cached_property
@@ -102,7 +104,7 @@ class Member:
         return 1 if self.is_scalar else local_rows(self.rows, world, rank)
 
     def local_size(self, world: int, rank: int) -> tuple[int, ...]:
-        """Size of the shard on `rank`."""
+        """Size of the shard on `rank`, without padding; () for a scalar."""
         if self.is_scalar:
             return ()
         rows = self.local_rows(world, rank)
@@ -157,13 +159,13 @@ def first_row(rows: int, world: int, rank: int) -> int:
 
 
 def show_members(members: tuple[Member, ...]) -> str:
-    """Members as the text that the ops carry, such as `"f32[7,15] f32[7]"`."""
+    """Format members as the text that the ops carry, such as `"f32[7,15] f32[7]"`."""
     return " ".join(map(str, members))
 
 
 @functools.lru_cache(maxsize=4096)
 def read_members(text: str) -> tuple[Member, ...]:
-    """Inverse of `show_members`.
+    """Read members from text that `show_members` has written.
 
     Raises ValueError, quoting the part that it can't read.
 
@@ -174,6 +176,7 @@ def read_members(text: str) -> tuple[Member, ...]:
 
 
 def _read_member(text: str) -> Member:
+    """Read one member, such as "bf16[7,15]@1->f32^host". Raises ValueError for what is none."""
     match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\](?:@(\d+))?(?:->(\w+))?(\^host)?", text)
     if match is None or not {match[1], match[4] or match[1]} <= DTYPES.keys():
         raise ValueError(f"{text!r} is no bucket member; one looks like f32[7,15]")

@@ -107,15 +107,17 @@ def outputs_of(node: fx.Node) -> list[int]:
 
 
 def table_of(node: fx.Node) -> fx.Node | None:
-    """Table that a `reduce_grad`, `hold_grad` or `before_gather` looks its parameter up in; None if
-    it has none yet."""
+    """Return the table that `node` looks its parameter up in; None if it has none yet.
+
+    node: a `reduce_grad`, `hold_grad` or `before_gather`; other nodes have none.
+    """
     table = node.kwargs.get("table")
     assert table is None or isinstance(table, fx.Node)
     return table
 
 
 def before_gather_of(node: fx.Node) -> fx.Node | None:
-    """Return the `before_gather` that `node`, a marker's input, comes from; None if it does not."""
+    """Return the `before_gather` of which `node`, a `getitem`, is a result; None if of none."""
     if node.op != "call_function" or node.target is not operator.getitem:
         return None
     source = node.args[0]
@@ -189,6 +191,10 @@ def _called(node: fx.Node) -> object:
 
 
 def _takes_group(op: object) -> bool:
+    """Tell whether `op` has an argument for a process group, by the argument's name and type.
+
+    False for an op without a schema, and for an argument of that name that is a number.
+    """
     schema = _torch.ops.schema_of(op)
     arguments = () if schema is None else schema.arguments
     return any(
@@ -199,7 +205,11 @@ def _takes_group(op: object) -> bool:
 
 
 def graphs_of(node: fx.Node) -> list[fx.Graph]:
-    """List the graphs that `node` takes, if it calls a higher-order operator; else none."""
+    """List the graphs that `node` takes, if it calls a higher-order operator; else none.
+
+    They are found in the module that owns the graph of `node`; without such a module there are
+    none.
+    """
     owner = node.graph.owning_module
     if owner is None or not isinstance(node.target, _torch.ops.HigherOrderOperator):
         return []
@@ -209,8 +219,11 @@ def graphs_of(node: fx.Node) -> list[fx.Graph]:
 
 
 def op_of(node: fx.Node) -> str:
-    """Name, as generated code has it, of the op that `node` calls, seen through the wrappers for
-    effects and for functionalized writes."""
+    """Name of the op that `node` calls, as generated code has it, such as "aten.mm.default".
+
+    A higher-order operator is "higher_order.<name>". The wrappers for effects and for
+    functionalized writes are seen through.
+    """
     op = _called(node)
     if isinstance(op, _torch.ops.HigherOrderOperator):
         return f"higher_order.{op.name()}"

@@ -82,13 +82,14 @@ def declare(schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Declare the op `autoshard::<name>`, `name` being that of the decorated function.
 
     The function becomes the op's fake implementation: it makes outputs of the right size, dtype and
-    device, and computes nothing. The decorated name then stands for the op, whose kernel is in
-    `runtime/compiled/kernels.py`.
+    device, and computes nothing. The decorated name then stands for the op, an `OpOverload`, whose
+    kernel is in `runtime/compiled/kernels.py`.
 
     schema: of its arguments and results, without the name.
     """
 
     def make(fake: Callable[..., Any]) -> Any:
+        """Define the op in `library`, with `fake` as its fake implementation, and return the op."""
         name = fake.__name__
         library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"autoshard::{name}", fake, lib=library)
@@ -112,9 +113,13 @@ _ON_WITH_A_TICKET = "(Tensor ticket, str members, str group, int bucket) -> Tens
 def unshard(
     shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
 ) -> Tensor:
-    """Marker: gives the unsharded parameter. Its kernel waits for the gather.
+    """Make the fake output of the op that gathers a parameter, and waits for the gather.
 
-    members: the parameter's dtype and unsharded size, "f32[7,15]".
+    The op is a marker: passes replace it by a launch and a wait. The output is uninitialized, of
+    the member's dtype and size, on the device on which `reduce` has a host shard gathered, else on
+    the shard's own.
+
+    members: one member: the parameter's dtype on the wire and unsharded size, "f32[7,15]".
     keep: whether the unsharded parameter is kept from forward to backward.
     param: its number in the compilation's table, -1 before there is one.
     reduce: how its gradient is reduced, and flags; see `UnshardOptions`.
@@ -134,7 +139,10 @@ def reduce_grad(
     table: Tensor | None = None,
     outputs: Sequence[int] = (),
 ) -> Tensor:
-    """Marker: gives this rank's shard of the reduced gradient. Its kernel waits for the reduce.
+    """Make the fake output of the op that reduces a gradient, and waits for the reduce.
+
+    The op is a marker: passes replace it by a launch and a wait. The output is this rank's shard of
+    the gradient, uninitialized.
 
     grad: unsharded.
     table: the runtime's number of its table of parameters; without it, no user's setting applies.
@@ -153,17 +161,22 @@ def hold_grad(
     table: Tensor | None = None,
     outputs: Sequence[int] = (),
 ) -> Tensor:
-    """Have `grad` wait, for a later backward or the end of this one, and give zeros for its shard.
+    """Make the fake output of the op that has a gradient wait for a later backward: zeros.
 
-    If `torch.autograd.grad` asks for this gradient, it does not wait: it is reduced, and its shard
-    given. Arguments: see `reduce_grad`.
+    The op reduces nothing: it keeps `grad` until a later backward or the end of this one, and gives
+    zeros for this rank's shard. If `torch.autograd.grad` asks for this gradient, it does not wait:
+    it is reduced, and its shard given. Arguments: see `reduce_grad`.
     """
     return nothing(grad, members, group)[0]
 
 
 @declare("(Tensor whole, str members, str group) -> Tensor")
 def cut(whole: Tensor, members: str, group: str) -> Tensor:
-    """Copy this rank's shard out of `whole`, an unsharded parameter that is cut over `group`."""
+    """Make the fake output of the op that copies this rank's shard out of an unsharded parameter.
+
+    whole: the parameter; the shard is uninitialized, of its dtype and on its device.
+    group: over which it is cut.
+    """
     (member,) = read_members(members)
     return whole.new_empty(groups.local_size(member, group))
 
@@ -172,10 +185,11 @@ def cut(whole: Tensor, members: str, group: str) -> Tensor:
 def before_gather(
     shard: Tensor, pieces: str, metadata: str, param: int, *, table: Tensor | None = None
 ) -> list[Tensor]:
-    """Call the shard's `fsdp_pre_all_gather`, and give copies of the tensors that it returns.
+    """Make the fake outputs of the op that calls a shard's `fsdp_pre_all_gather`: one a piece.
 
-    These are the tensors to gather in place of the shard, then the tensors in its metadata. Raises
-    RuntimeError if their dtypes and sizes, or the metadata, are not those given.
+    The op gives copies of the tensors to gather in place of the shard, then of those in its
+    metadata. It raises RuntimeError if their dtypes and sizes, or the metadata, are not those
+    given. The outputs here are uninitialized, on the shard's device.
 
     pieces: their dtypes and sizes, as when the graph was compiled.
     metadata: its other values, as text.
@@ -198,7 +212,9 @@ def launch_gather(
     copies: bool = False,
     grouped: bool = False,
 ) -> Tensor:
-    """Launch the all-gather of a bucket, and give its ticket.
+    """Make the fake ticket of the op that launches the all-gather of a bucket: u8[1].
+
+    The ticket is on the device of the first shard.
 
     bucket: its number in the graph's plan.
     copies: whether shards that could be sent as they are get copied first.
@@ -209,7 +225,7 @@ def launch_gather(
 
 @declare("(Tensor ticket, str members, str group, int bucket) -> Tensor[]")
 def wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
-    """Wait for an all-gather, and give the unsharded parameters."""
+    """Make the fake outputs of the op that waits for an all-gather: the unsharded parameters."""
     return [ticket.new_empty(m.size, dtype=m.dtype) for m in read_members(members)]
 
 
@@ -226,8 +242,9 @@ def pack_grads(
     params: Sequence[int] = (),
     outputs: str = "",
 ) -> Tensor:
-    """Copy unsharded gradients to the buffer to be sent, and give a ticket for `launch_reduce`.
+    """Make the fake ticket of the op that copies gradients to the buffer to be sent: u8[1].
 
+    grads: unsharded. The ticket, on the device of the first, is what `launch_reduce` takes.
     table, params: the runtime's table and the numbers of the parameters in it, by which the user's
         settings are found.
     outputs: one entry a gradient, see `show_outputs`; "" if all come from all outputs.
@@ -237,22 +254,25 @@ def pack_grads(
 
 @declare(_ON_WITH_A_TICKET)
 def launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
-    """Launch the reduce-scatter of what was packed under `ticket`, and give another ticket."""
+    """Make the fake ticket of the op that launches a reduce-scatter: u8[1].
+
+    ticket: of the pack of the gradients to be reduced.
+    """
     return _ticket(ticket)
 
 
 @declare(_ON_WITH_A_TICKET)
 def all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
-    """Launch the all-reduce over replicas of a reduce-scatter's result, and give another ticket.
+    """Make the fake ticket of the op that launches an all-reduce over replicas: u8[1].
 
-    ticket: of the reduce-scatter, which the all-reduce waits for.
+    ticket: of the reduce-scatter, for which the op waits, and whose result it reduces.
     """
     return _ticket(ticket)
 
 
 @declare("(Tensor ticket, str members, str group, int bucket) -> Tensor[]")
 def wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
-    """Wait for a reduce, and give this rank's shards of the gradients.
+    """Make the fake outputs of the op that waits for a reduce: this rank's shards of the gradients.
 
     ticket: of the all-reduce if the group has replicas, else of the reduce-scatter.
     """
@@ -264,26 +284,30 @@ def wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[T
 
 @declare("(Tensor shard, str device) -> Tensor")
 def to_device(shard: Tensor, device: str) -> Tensor:
-    """Copy a shard of the host to `device`; what is computed there next waits for the copy."""
+    """Make the fake output of the op that copies a shard from the host to `device`.
+
+    Only what is computed there next waits for the copy, not the host.
+    """
     return shard.new_empty(shard.shape, device=device)
 
 
 @declare("(Tensor shard) -> Tensor")
 def to_host(shard: Tensor) -> Tensor:
-    """Copy a gradient's shard to the host, which waits for the copy."""
+    """Make the fake output of the op that copies a gradient's shard to the host; the host waits."""
     return shard.new_empty(shard.shape, device="cpu")
 
 
 @declare("(Tensor[] shards, str device, int bucket) -> Tensor")
 def launch_load(shards: list[Tensor], device: str, bucket: int) -> Tensor:
-    """Launch copies of a bucket's shards to `device`, and give a ticket."""
+    """Make the fake ticket, on the host, of the op that launches copies of shards to `device`."""
     return _ticket(shards[0], device="cpu")
 
 
 @declare("(Tensor ticket, Tensor[] shards, str device, int bucket) -> Tensor[]")
 def wait_load(ticket: Tensor, shards: list[Tensor], device: str, bucket: int) -> list[Tensor]:
-    """Have compute on `device` wait for the copies, and give them; the host does not wait.
+    """Make the fake outputs of the op that has compute on `device` wait for a bucket's copies.
 
+    The op gives the copies; the host does not wait.
     shards: those that the launch copies.
     """
     return [shard.new_empty(shard.shape, device=device) for shard in shards]
@@ -291,13 +315,13 @@ def wait_load(ticket: Tensor, shards: list[Tensor], device: str, bucket: int) ->
 
 @declare("(Tensor[] shards, int bucket) -> Tensor")
 def launch_store(shards: list[Tensor], bucket: int) -> Tensor:
-    """Launch copies of a bucket's gradients' shards to the host, and give a ticket."""
+    """Make the fake ticket, on the host, of the op that launches gradients' copies to it."""
     return _ticket(shards[0], device="cpu")
 
 
 @declare("(Tensor ticket, Tensor[] shards, int bucket) -> Tensor[]")
 def wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tensor]:
-    """Have the host wait for the copies, and give them.
+    """Make the fake outputs of the op that has the host wait for a bucket's copies, and gives them.
 
     shards: those that the launch copies.
     """
@@ -314,7 +338,8 @@ def _ticket(like: Tensor, *, device: str | None = None) -> Tensor:
 def nothing(like: Tensor, members: str, group: str) -> list[Tensor]:
     """Make shards of zeros that stand for missing gradients, each in the memory of one element.
 
-    They have this rank's rows, and are on the device of `like`, or on the host if `on_host`.
+    They have this rank's rows and the dtype of a reduce's result, and are on the device of `like`,
+    or on the host if `on_host`.
     """
     return [
         like.new_zeros((), dtype=m.shard_dtype or m.dtype, device=_home(m, like)).expand(
@@ -327,7 +352,8 @@ def nothing(like: Tensor, members: str, group: str) -> list[Tensor]:
 def _reduced(like: Tensor, members: str, group: str) -> list[Tensor]:
     """Make uninitialized shards of this rank's rows, one a member of `members`.
 
-    They are on the device of `like`, or on the host if `on_host`.
+    They have the dtype of a reduce's result, and are on the device of `like`, or on the host if
+    `on_host`.
     """
     return [
         like.new_empty(
@@ -388,7 +414,7 @@ class UnshardOptions:
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def read(reduce: str) -> UnshardOptions:
-        """Read text that `show` has written.
+        """Read text that `show` has written; "" gives the defaults.
 
         >>> UnshardOptions.read("hold cut:2 f32[7] 4").smaller_group
         '2'
@@ -473,18 +499,23 @@ def read_outputs(text: str) -> tuple[frozenset[int], ...]:
 def _save_for_unshard(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
 ) -> None:
+    """Keep on `ctx` what `gradient` takes besides the gradient; no tensor is saved."""
     _, members, group, _, param = inputs
     ctx.arguments = members, group, param, keyword_only_inputs["reduce"]
 
 
 def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    """Return the gradient of the shard, by `gradient`, and None for the other arguments."""
     return gradient(grad, *ctx.arguments), None, None, None, None
 
 
 def gradient(grad: Tensor, members: str, group: str, param: int, reduce: str) -> Tensor:
-    """Reduce `grad`, the gradient of an `unshard` with these arguments, and return its shard.
+    """Reduce `grad`, the gradient of an `unshard`, and return the shard that the reduce gives.
 
-    Calls `hold_grad` if `reduce` has the flag "hold", else `reduce_grad`.
+    It calls the op `reduce_grad`, or `hold_grad`, which gives zeros, if `reduce` has the flag
+    "hold".
+    members, group: of the `unshard`; those in `reduce`, if any, are used instead.
+    param, reduce: of the `unshard`.
     """
     options = UnshardOptions.read(reduce)
     marker = hold_grad if options.waits else reduce_grad

@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Ratio of predicted time to lower bound; 1 is the best possible."""
+        """Ratio of predicted time to lower bound; 1 is the best possible. 1 if the bound is 0."""
         known = self._known()
         return known.makespan_us / known.lower_bound_us if known.lower_bound_us else 1.0
 
@@ -167,12 +167,19 @@ class Plan:
         return self._known().peak_bytes
 
     def _known(self) -> Figures:
+        """Return the plan's figures. Raises ValueError if it has none."""
         if self.figures is None:
             raise ValueError(f"the {self.graph} plan was made without prices and has no figures")
         return self.figures
 
     def text(self) -> str:
-        """Format the plan as a table, one line a bucket; on all ranks alike, except for figures."""
+        """Format the plan as a table, one line a bucket; on all ranks alike, except for figures.
+
+        A line above the table counts gathers, reduces and ops; with figures, another one has time,
+        bound and peak. A row has the bucket's bytes, positions of its launch, wait and other events
+        that occur in the plan (not of "loaded" and "store"), and, with figures, microseconds hidden
+        and exposed. A column "layout" is there if a bucket is grouped. Ends with a newline.
+        """
         gathers = sum(bucket.kind == "gather" for bucket in self.buckets)
         head = (
             f"{self.graph}: {gathers} gathers, {len(self.buckets) - gathers} reduces, "
@@ -205,11 +212,16 @@ class Plan:
         return "\n".join([head, *lines]) + "\n"
 
     def _times(self, number: int) -> list[str]:
+        """Format how many microseconds of bucket `number` compute hides, and for how many it waits.
+
+        Raises ValueError if the plan has no figures.
+        """
         figures = self._known().buckets[number]
         hidden_us = max(0.0, figures.finish_us - figures.launch_us - figures.exposed_us)
         return [f"{hidden_us:.0f}", f"{figures.exposed_us:.0f}"]
 
     def _positions(self, what: str) -> dict[int, int]:
+        """Map bucket numbers to positions of the event `what`; buckets without it are missing."""
         return {event.bucket: event.position for event in self.schedule if event.what == what}
 
     def to_json(self) -> str:
@@ -233,8 +245,9 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Read a plan that `to_json` has written.
 
-        Raises ValueError, naming the field, for what is no plan: another type, a layout that a
-        bucket can't have, an event of no bucket, figures of other buckets.
+        Raises ValueError for what is no plan: no JSON, a field that is missing, unknown or of
+        another type, a layout that a bucket can't have, an event of no bucket or at a negative
+        position, figures of other buckets.
         """
         plan = read_as(Plan, json.loads(text), "plan")
         for bucket in plan.buckets:
@@ -253,7 +266,9 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of what ranks must agree on: which collectives are launched, in which order.
 
-        Positions, waits and copies are not part of it: they move no launch past another.
+        It covers the graph's kind and, of each gather and reduce, kind, axis, names, members and
+        layout. Positions, waits, all-reduces and copies are not part of it: they move no launch
+        past another.
         """
         launches = [(b.kind, b.axis, b.names, b.members, b.layout) for b in self._launched()]
         return hashlib.sha256(json.dumps([self.graph, launches]).encode()).hexdigest()

@@ -65,7 +65,9 @@ def read_size(text: str) -> sympy.Expr:
 def _build(node: ast.expr) -> tuple[sympy.Expr, int]:
     """Build the expression of `node`. Returns it, and the most terms it has when multiplied out.
 
-    Raises ValueError for what `read_size` does not accept.
+    What a function or a quotient gives counts as one term. Raises ValueError for what `read_size`
+    does not accept; other errors of sympy, and of functions that take other arguments, are passed
+    on.
     """
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
@@ -94,7 +96,11 @@ def _build(node: ast.expr) -> tuple[sympy.Expr, int]:
 def _operate(
     op: ast.operator, one: sympy.Expr, other: sympy.Expr, terms: int, more: int
 ) -> tuple[sympy.Expr, int]:
-    """Apply `op` to `one`, which has `terms` terms, and `other`, which has `more`; see `_build`."""
+    """Apply `op` to `one`, which has `terms` terms, and `other`, which has `more`; see `_build`.
+
+    Raises ValueError for another operator than `+ - * // %`, too many terms, or too large an
+    integer.
+    """
     match op:
         case ast.Add():
             return _in_range(one + other), _limited(terms + more)
@@ -110,12 +116,14 @@ def _operate(
 
 
 def _limited(terms: int) -> int:
+    """Return `terms`. Raises ValueError if it is more than `MAX_TERMS`."""
     if terms > MAX_TERMS:
         raise ValueError(f"it has {terms} terms when it is multiplied out: at most {MAX_TERMS}")
     return terms
 
 
 def _in_range(value: sympy.Expr) -> sympy.Expr:
+    """Return `value`. Raises ValueError if it is an integer that does not fit 64 bits."""
     if value.is_Integer and abs(int(value)) >= 1 << 63:
         raise ValueError("an integer should fit 64 bits")
     return value

@@ -55,7 +55,9 @@ def render(graph: fx.Graph, *, axes: Mapping[str, str] | None = None) -> str:
 def parse(text: str) -> fx.Graph:
     """Read a graph from text that `render` has written. A text is data: nothing it names is run.
 
-    Nodes get fake tensors as `meta["val"]`; symbolic sizes get hints of their own.
+    Nodes get fake tensors, or other examples of their type, as `meta["val"]`, and comments as
+    SOURCE. Each symbol in sizes gets a hint of its own, above 1000, but those known only at run
+    time ("u0") get none. The graph is neither linted nor verified.
     Raises ValueError, naming the line that can't be read.
     """
     reader = _Reader()
@@ -75,6 +77,10 @@ _UNREADABLE = (
 
 
 def _show_node(node: fx.Node, axes: Mapping[str, str]) -> str:
+    """Format a node as one line: "%t: f32[8,7] = aten.t(%w)  # l.w", the comment being its SOURCE.
+
+    An input begins with "in "; the output is "return ...", without a type.
+    """
     if node.op == "output":
         return f"return {_show(node.args[0], axes)}"
     head = f"%{node.name}: {_show_type(node.meta.get('val'))}"
@@ -91,7 +97,10 @@ def _show_node(node: fx.Node, axes: Mapping[str, str]) -> str:
 
 
 def _show(arg: object, axes: Mapping[str, str]) -> str:
-    """Format an argument of a node; a process group's name as its axis."""
+    """Format an argument of a node; a process group's name as its axis.
+
+    Such a name is a string, or a string's last word. Tuples are shown as lists.
+    """
     if isinstance(arg, fx.Node):
         return f"%{arg.name}"
     if isinstance(arg, (list, tuple)):
@@ -124,7 +133,10 @@ def _show_op(target: Any) -> str:
 
 
 def _show_type(value: Any) -> str:
-    """Format the type of a node's result: "f32[7]@cuda", "(f32[7], i64[1])", "sym(s0)", "int"."""
+    """Format the type of a node's result: "f32[7]@cuda", "(f32[7], i64[1])", "sym(s0)", "int".
+
+    No device is shown for cpu and meta. What is no tensor, number, list or None is "object".
+    """
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type in ("cpu", "meta") else f"@{value.device.type}"
         return f"{DTYPE_NAMES[value.dtype]}[{','.join(map(str, value.shape))}]{where}"
@@ -148,7 +160,12 @@ class _Reader:
         self._sizes: dict[str, Any] = {}
 
     def read_line(self, line: str) -> None:
-        """Add the node that `line` describes. May raise anything in `_UNREADABLE`."""
+        """Add the node that `line` describes: an input, an attribute, a call, or the output.
+
+        It gets an example of its type as `meta["val"]`, and the line's comment, if any, as SOURCE;
+        the output gets neither. Raises ValueError for a line that is too long, and for a name that
+        is taken; may raise anything in `_UNREADABLE`.
+        """
         if len(line) > _MAX_LINE:
             raise ValueError(f"a line of {len(line)} characters is too long: at most {_MAX_LINE}")
         line, source = _split_comment(line)
@@ -176,11 +193,18 @@ class _Reader:
         self._nodes[name] = node
 
     def _value(self, text: str) -> Any:
+        """Build the argument that `text` shows; `%name` stands for a node that was read before."""
         text = _NODE.sub(lambda match: match[1] or f"p__{match[2]}", text)
         return self._build(ast.parse(text, mode="eval").body)
 
     def _build(self, node: ast.expr) -> Any:
-        """Build the argument that `node`, a literal or the name of a node, stands for."""
+        """Build the argument that `node` stands for: a graph's node, a literal, a list, ...
+
+        A call of `_call` stands for a pair: a tuple of its arguments, and a dict of those with a
+        name.
+        Raises KeyError for a name that is unknown, ValueError for other expressions; nothing is
+        run.
+        """
         match node:
             case ast.Call(func=ast.Name(id="slice"), args=args):
                 return slice(*map(self._build, args))
@@ -202,7 +226,13 @@ class _Reader:
         return ast.literal_eval(node)
 
     def _type(self, text: str, depth: int = 0) -> Any:
-        """Make an example of the type that `text` names: a fake tensor, a list, a symbol, ..."""
+        """Make an example of the type that `text` names: a fake tensor, a list, a symbol, 0, ...
+
+        Raises ValueError for another text, one that is nested too deep, and too many dims; KeyError
+        for another dtype. What torch raises is passed on.
+
+        depth: of the tuple that it is in.
+        """
         if text.startswith("("):
             if depth == _MAX_DEPTH:
                 raise ValueError(f"a type is nested deeper than {_MAX_DEPTH}")
@@ -221,7 +251,11 @@ class _Reader:
         return values[text]
 
     def _size(self, text: str) -> Any:
-        """Make the integer, or symbolic integer, that `text` stands for."""
+        """Make the integer, or symbolic integer, that `text` stands for.
+
+        One text gives one symbolic integer, whose new symbols are declared. Raises ValueError as
+        `read_size` does.
+        """
         if text.lstrip("-").isdigit():
             return int(text)
         if text not in self._sizes:
@@ -234,7 +268,8 @@ class _Reader:
     def _declare(self, symbol: sympy.Symbol) -> None:
         """Declare a symbol that the shape environment has not made itself.
 
-        It gets a range and, unless it is unbacked ("u0"), a hint.
+        It gets a range, from 2 up, and a hint that no other symbol has. One that is unbacked ("u0")
+        is a size from 0 up, and gets no hint.
         """
         if symbol.name.startswith("u"):
             self._shapes.var_to_range[symbol] = _torch.fx.ValueRanges(0, _torch.fx.int_oo)
@@ -273,13 +308,16 @@ _NODE = re.compile(rf"({_STRING})|%(\w+)")
 
 
 def _split_comment(line: str) -> tuple[str, str]:
-    """Split off a line's trailing comment; a `#` inside a string argument starts none."""
+    """Split a line into what is before its trailing comment, and the comment, "" if there is none.
+
+    A comment begins with two spaces and a `#`; one inside a string argument starts none.
+    """
     match = _LINE.fullmatch(line)
     return (match[1], match[2] or "") if match else (line, "")
 
 
 def _split(text: str) -> list[str]:
-    """Split `text` at the commas that are in no bracket."""
+    """Split `text` at commas outside brackets; strip the parts, and drop an empty last one."""
     parts, depth, start = [], 0, 0
     for index, char in enumerate(text):
         depth += (char in "([") - (char in ")]")
@@ -293,7 +331,8 @@ def _split(text: str) -> list[str]:
 def _read_op(text: str) -> Any:
     """Look up the operator, or function of sizes, that `text` names.
 
-    Raises ValueError for another function, AttributeError for an operator that torch does not have.
+    Raises ValueError for a function that is not in `_FUNCTIONS`, and for what is no operator,
+    AttributeError for an operator that torch does not have.
     """
     if text == "getitem":
         return operator.getitem

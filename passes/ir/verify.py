@@ -22,15 +22,19 @@ from autoshard.passes.ir.meta import PLAN
 
 
 def verify(gm: fx.GraphModule) -> None:
-    """Raise ValueError, naming the node, unless all of these hold:
+    """Raise ValueError, naming the node, unless the graph's launches and waits fit together.
+
+    All of these have to hold:
 
     - every launch has exactly one wait, for the same kind, members, group and bucket, through an
       all-reduce if it is a reduce whose group has replicas, and only then;
+    - every wait and all-reduce takes the ticket of a launch or an all-reduce;
     - a launch of a reduce takes a pack that nothing else takes, of the same members, group and
       bucket;
     - the ticket of a launch goes to its all-reduce or wait, and nowhere else;
     - bucket numbers are unique;
-    - every launch of copies has exactly one wait, with the same tensors;
+    - every launch of copies has exactly one wait, with the same tensors, and every wait has a
+    launch;
     - no collective is between its launch and its wait where a barrier stands: see `is_barrier`;
     - launches and waits stand in the order of the graph's plan, if it has one and collectives have
       been inserted.
@@ -89,7 +93,8 @@ def _check_launch(node: fx.Node, launched: set[int]) -> None:
     """Raise ValueError unless `node`, the launch of a bucket, stands in its chain of ops.
 
     It must be its bucket's first. A reduce must take a pack that no other op takes. What a launch
-    gives goes to one wait alone, with replicas through one all-reduce.
+    gives goes to one wait alone, with replicas through one all-reduce. All of these must have one
+    kind, members, group and bucket.
     launched: buckets that were launched before; the caller adds this one.
     """
     if bucket_of(node) in launched:

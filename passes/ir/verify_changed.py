@@ -24,7 +24,8 @@ def verify_changed(graph: fx.Graph, before: Arguments) -> None:
 
     Where a node takes another node than it did in `before`, both must be alike in shape and dtype.
     A call that is new, or has other arguments changed, is run again on the fake tensors in `meta`,
-    and its result compared; a call without "val" is not.
+    and its result compared; a call without "val" is not. What the call raises is passed on. Devices
+    and strides are not compared.
 
     before: see `arguments`.
     """
@@ -67,7 +68,10 @@ def _check_taken(node: fx.Node, then: list[fx.Node], now: list[fx.Node]) -> None
 
 
 def _run_again(node: fx.Node) -> Any:
-    """Call what `node` calls, on the fake tensors of its inputs, in their mode."""
+    """Return what the call of `node` gives on the fake tensors of its inputs, in their mode.
+
+    Raises KeyError if an input has no "val" in its `meta`, and what the call raises.
+    """
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     leaves = _torch.tensors.tree_leaves((args, kwargs))
