@@ -40,8 +40,9 @@ def cut_smaller(gm: fx.GraphModule) -> fx.GraphModule:
     """Insert a `cut` and a second `unshard` after each `unshard` that has a `smaller_group`.
 
     The `cut` takes this rank's part of the unsharded parameter over that group, and the second
-    `unshard` gathers the parts. All other readers of the first marker then read the second one.
-    A graph without tangents among its inputs has no backward, and is left as it is.
+    `unshard`, flagged "again" and not kept, gathers the parts. All other readers of the first
+    marker then read the second one. A graph without tangents among its inputs has no backward, and
+    is left as it is.
     Numerics: unchanged, bit for bit.
     """
     if len(forward_inputs(gm.graph)) == len(gm.graph.find_nodes(op="placeholder")):

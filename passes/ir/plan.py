@@ -264,11 +264,10 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what ranks must agree on: which collectives are launched, in which order.
+        """SHA-256 of what ranks must agree on: gathers and reduces, in order of launch.
 
-        It covers the graph's kind and, of each gather and reduce, kind, axis, names, members and
-        layout. Positions, waits, all-reduces and copies are not part of it: they move no launch
-        past another.
+        It covers the graph's kind and, of each launch, kind, axis, names, members and layout.
+        Positions, waits, all-reduces and copies are not part of it.
         """
         launches = [(b.kind, b.axis, b.names, b.members, b.layout) for b in self._launched()]
         return hashlib.sha256(json.dumps([self.graph, launches]).encode()).hexdigest()

@@ -153,6 +153,7 @@ class _Reader:
     """Reader that builds a graph from lines; symbolic sizes share one shape environment."""
 
     def __init__(self) -> None:
+        """Begin an empty graph, and a fake tensor mode for its tensors."""
         self.graph = fx.Graph()
         self._nodes: dict[str, fx.Node] = {}
         self._shapes = ShapeEnv()

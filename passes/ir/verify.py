@@ -33,8 +33,7 @@ def verify(gm: fx.GraphModule) -> None:
       bucket;
     - the ticket of a launch goes to its all-reduce or wait, and nowhere else;
     - bucket numbers are unique;
-    - every launch of copies has exactly one wait, with the same tensors, and every wait has a
-    launch;
+    - every launch of copies has exactly one wait, with the same tensors; every wait has a launch;
     - no collective is between its launch and its wait where a barrier stands: see `is_barrier`;
     - launches and waits stand in the order of the graph's plan, if it has one and collectives have
       been inserted.
@@ -117,7 +116,7 @@ def _check_launch(node: fx.Node, launched: set[int]) -> None:
 
 
 def _check_copy(node: fx.Node) -> None:
-    """Raise ValueError unless one wait, of the same tensors, takes `node`, a launch of copies."""
+    """Raise ValueError unless one wait takes `node`, a launch of copies, and its arguments."""
     users = list(node.users)
     if len(users) != 1 or begun_by(users[0]) is not node or users[0].args[1:] != node.args:
         names = ", ".join(f"%{user.name}" for user in users) or "nothing"
