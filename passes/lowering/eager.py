@@ -18,9 +18,9 @@ from autoshard import _torch
 def lower_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return a boxed callable that runs `gm`: it takes the inputs as a list, and empties the list.
 
-    In `gm` itself each `aten.view` becomes a `reshape`, which copies where a view is impossible:
-    the strides that torch traced are not always those that kernels give (`softplus_backward` in
-    torch 2.11 to 2.15).
+    `gm` itself changes: it generates boxed code from now on, and each `aten.view` becomes a
+    `reshape`, which copies where a view is impossible: the strides that torch traced are not always
+    those that kernels give (`softplus_backward` in torch 2.11 to 2.15).
     """
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default

@@ -51,6 +51,10 @@ class OrderError(RuntimeError):
 def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile `gm`, a planned graph, with Inductor, and return what its `inner_compile` returns.
 
+    In this compilation Inductor's passes that reorder are off, `KeepOrder` applies the planned
+    order before lowering, and buffers are reused only if all of them are on a host. The generated
+    code is checked afterwards, if the graph has launches, waits or barriers.
+
     kwargs: those of `inner_compile`.
     Raises OrderError if the generated code departs from the planned order.
     """
@@ -91,7 +95,8 @@ _ARRIVED = {"load": "loaded", "store": "stored"}
 def planned_order(graph: fx.Graph) -> Order:
     """List the launches, all-reduces, waits, copies and barriers of `graph`, in program order.
 
-    Without higher-order ops over graphs: the code of those graphs stands elsewhere.
+    Each is (what, "gather" or "reduce", bucket), or ("barrier", op, 0). Higher-order ops over
+    graphs are left out, even as barriers: the code of those graphs stands elsewhere.
     """
     found: Order = []
     for node in graph.nodes:
@@ -113,7 +118,8 @@ _COPY = re.compile(r"autoshard\.(launch|wait)_(load|store)\.default\(.*, (\d+)\)
 def check_order(source: str, planned: Order) -> None:
     """Raise OrderError unless `source`, generated Python, has the events and barriers of `planned`.
 
-    They must be the same ones, in the same order. Lines that are comments don't count.
+    They must be the same ones, in the same order. Lines that are comments don't count, nor do ops
+    that are no barrier in `planned`.
     """
     found: Order = []
     barriers = {op for what, op, _ in planned if what == "barrier"}
@@ -152,7 +158,8 @@ class KeepOrder(_torch.inductor.CustomGraphPass):
     covers the plan, with its figures, which is found again by the graph's name in that cache
     (`plan_cache.py`).
 
-    planned: graph with collectives, as it is handed to Inductor.
+    planned: graph with collectives, as it is handed to Inductor; it is only read.
+    plan: that graph's, if it has one.
     """
 
     def __init__(self, planned: fx.Graph, plan: Plan | None) -> None:
@@ -174,11 +181,12 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def keep_order(graph: fx.Graph) -> None:
-    """Add control dependencies that keep launches, waits, packs and barriers in their order.
+    """Add control dependencies to `graph` that keep launches, waits, packs and barriers in order.
 
-    Each of these events depends on the event before it, and on the last compute op between the
-    two. Compute needs no dependency: it reads a wait of the plan anyway, or the next event depends
-    on it. Nodes that Inductor looks for, to rewrite them, get none.
+    Each of these events depends on the event before it, and on the last compute op between the two.
+    Compute needs no dependency: it reads a wait of the plan anyway, or the next event depends on
+    it. Nodes that Inductor looks for, to rewrite them, get none; on an event that gives no tensor,
+    nothing depends.
     """
     after: dict[fx.Node, list[fx.Node]] = {}
     event: fx.Node | None = None

@@ -33,10 +33,12 @@ class Bound:
 
 
 def lower_bound(problem: Problem) -> Bound:
-    """Return the largest of the three bounds that are described at the top of this file.
+    """Return a time that no decision about `problem` beats, whatever its buckets, order or memory.
 
-    No decision about `problem` takes less time. If several are equal but for rounding, the result
-    is named after the first of compute, link, start-up.
+    It is the largest of three. "compute": all ops. "link": the busiest link's bytes, with one
+    start-up for gathers and one for reduces. "start-up": what must be gathered before an op, all
+    ops from there to another one, and what that op and later ones leave to reduce, for the worst
+    two ops. If several are equal but for rounding, the result is named after the first of these.
     """
     compute = problem.compute_us[-1]
     heads = _heads(problem)
@@ -68,7 +70,10 @@ def _link_names(problem: Problem) -> list[str]:
 
 
 def _total(problem: Problem, items: Iterable[Item], name: str) -> float:
-    """Microseconds on link `name` of all `items` that pass it, with one start-up for them all."""
+    """Microseconds on link `name` of all `items` that pass it, with one start-up, the smallest.
+
+    0 if none passes it.
+    """
     alphas, total = [], 0.0
     for item in items:
         for link in problem.costs.links[item.bucket_class]:
@@ -79,7 +84,10 @@ def _total(problem: Problem, items: Iterable[Item], name: str) -> float:
 
 
 def _heads(problem: Problem) -> dict[int, float]:
-    """Map each position of a first use to the least time to gather all that is read by then."""
+    """Map each position of a first use to the least time to gather all that is read by then.
+
+    That is the time on the busiest link, with one start-up.
+    """
     heads: dict[int, float] = {}
     for name in _link_names(problem):
         alpha, total = float("inf"), 0.0
@@ -93,7 +101,11 @@ def _heads(problem: Problem) -> dict[int, float]:
 
 
 def _tails(problem: Problem) -> dict[int, float]:
-    """Map each position `p` to the least time to reduce all gradients made by op p - 1 or later."""
+    """Map each position `p` to the least time to reduce all gradients made by op p - 1 or later.
+
+    Positions are those at which a gradient is ready. Counted is the busiest link, with one
+    start-up; before a second collective, that of the first, too.
+    """
     tails: dict[int, float] = {}
     for name in _link_names(problem):
         alpha, total = float("inf"), 0.0

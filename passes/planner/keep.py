@@ -21,9 +21,11 @@ GROWTH = 1.25  # from one number of units that is tried to the next
 def worth_keeping(
     forward: Problem, backward: Problem, candidates: Collection[str], budget_bytes: float
 ) -> tuple[str, ...]:
-    """Return the names of the parameters that are best kept, in order of first use.
+    """Return the names of the parameters that are best kept unsharded from forward to backward.
 
-    Considered are candidates that backward gathers again. The best choice has the fewest bytes
+    They are in order of first use in forward. Considered are candidates that backward gathers
+    again, by whole units: the last unit in forward, the last two, and so on, with larger steps as
+    numbers grow. Each choice is simulated with one bucket a unit. The best one has the fewest bytes
     beyond the budget, then the least time of forward and backward together. It is empty if no
     choice is better than to keep nothing, so that keeping never adds bytes beyond the budget.
 
@@ -57,7 +59,10 @@ def _counts(most: int) -> Iterator[int]:
 def _cost(
     forward: Problem, backward: Problem, names: Collection[str], budget_bytes: float
 ) -> tuple[float, float]:
-    """Bytes beyond the budget, and time, of forward and backward together with `names` kept."""
+    """Bytes beyond the budget, and microseconds, of forward and backward with `names` kept.
+
+    Both are simulated with one bucket a unit, and added up.
+    """
     over, time_us = 0.0, 0.0
     for problem in (_kept_after(forward, names), _kept_before(backward, names)):
         gathers, reduces = unit_buckets(problem)
@@ -77,8 +82,10 @@ def _kept_after(problem: Problem, names: Collection[str]) -> Problem:
 
 
 def _kept_before(problem: Problem, names: Collection[str]) -> Problem:
-    """Return `problem`, of a backward that has the unsharded parameters `names` from the start, as
-    long as they are needed, and gathers none of them."""
+    """Return `problem`, of a backward that is given the unsharded parameters `names`.
+
+    It gathers none of them. They are in memory from its start for as long as they are needed.
+    """
     freed = [0] * (problem.num_ops + 2)
     kept = [item for item in problem.gathers if item.name in names]
     for item in kept:

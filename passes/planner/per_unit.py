@@ -13,9 +13,10 @@ def per_unit(problem: Problem) -> Timeline:
     """Simulate one bucket a unit, gathered one bucket ahead, with one reduce in flight.
 
     A gather is launched at the first use of the bucket before, or as soon after as its shards are
-    there. A reduce is launched as soon as its gradients are there, and waited for right before the
-    next reduce is launched, or where its result is read first. A unit of several bucket classes or
-    segments has a bucket for each. No budget is kept to.
+    there, and waited for at its own first use. A reduce is launched as soon as its gradients are
+    there, and waited for right before the next reduce is launched, where its result is read first,
+    or at the end. A unit of several bucket classes or segments has a bucket for each. No budget is
+    kept to.
     """
     gathers, reduces = unit_buckets(problem)
     placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
@@ -45,6 +46,10 @@ def unit_buckets(problem: Problem) -> tuple[list[SimulatedBucket], list[Simulate
 
 
 def _by_unit(problem: Problem, kind: str, items: Iterable[Item]) -> list[SimulatedBucket]:
+    """Make the packed buckets of `items`, one for each unit, bucket class and segment.
+
+    Of kind "gather", they are in order of first use; of kind "reduce", in order of readiness.
+    """
     units: dict[tuple[str, str, int], list[Item]] = {}
     for item in items:
         units.setdefault((item.unit, item.bucket_class, item.segment), []).append(item)

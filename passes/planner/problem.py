@@ -76,7 +76,10 @@ class Problem:
 
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:
-        """Bytes of all unsharded gradients made before each position, including reduced ones."""
+        """Bytes of all unsharded gradients made before each position, 0 to `num_ops`.
+
+        Those that have been reduced since then count, too.
+        """
         made = [0] * (self.num_ops + 1)
         for item in self.reduces:
             made[item.ready] += item.num_bytes
@@ -84,7 +87,10 @@ class Problem:
 
     @cached_property
     def made_shard_bytes(self) -> tuple[int, ...]:
-        """Bytes of one rank's shards of the gradients in `made_bytes`, at each position."""
+        """Bytes of one rank's shards of all gradients made before each position, 0 to `num_ops`.
+
+        Each shard is rounded up.
+        """
         made = [0] * (self.num_ops + 1)
         for item in self.reduces:
             made[item.ready] += -(-item.num_bytes // self.costs.shards[item.bucket_class])
@@ -92,7 +98,7 @@ class Problem:
 
     @cached_property
     def freed_bytes(self) -> tuple[int, ...]:
-        """Bytes of all unsharded parameters that are no longer needed at each position."""
+        """Bytes of all unsharded parameters no longer needed, at positions 0 to `num_ops`."""
         freed = [0] * (self.num_ops + 1)
         for item in self.gathers:
             if item.freed <= self.num_ops:
@@ -104,7 +110,8 @@ class Problem:
         """Table whose row k has the most bytes in use at the 2 ** k ops from each op on.
 
         Counted are values in `live_bytes`, and all gradients made so far. Gathered parameters are
-        not, and those that were freed by then are subtracted.
+        not, and those that were freed by then are subtracted. The end of the graph counts as an op
+        more, and rows get shorter, as no entry reaches past it.
         """
         live = (*self.live_bytes, 0)
         made = (*self.made_bytes[1:], self.made_bytes[-1])

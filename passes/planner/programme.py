@@ -39,11 +39,11 @@ class Programme:
 
 
 def best_buckets(problem: Problem, items: Sequence[Item], layout: str) -> Programme:
-    """Find the best buckets of `items`, all in `layout`, if memory is no limit.
+    """Find the buckets of neighboring `items`, all in `layout`, with which compute ends earliest.
 
-    Where an exact search takes more than `EFFORT` steps, another one follows, and `is_exact` is
-    False: it tries bucket lengths of 1, 2, 3, 4, 6, 8, 12, ... alone, and goes on from the best few
-    states an item, as many as `EFFORT` steps allow.
+    Memory is no limit, and reduces are left out. Where an exact search takes more than `EFFORT`
+    steps, another one follows, and `is_exact` is False: it tries bucket lengths of 1, 2, 3, 4, 6,
+    8, 12, ... alone, and goes on from the best few states an item, as many as `EFFORT` steps allow.
 
     items: gathers of one bucket class, in order of first use; at least one.
     layout: "packed" or "grouped".
@@ -62,7 +62,14 @@ def best_buckets(problem: Problem, items: Sequence[Item], layout: str) -> Progra
 
 
 class _Table:
-    """Prefix sums over items, and the formula that is made from them."""
+    """Prefix sums over items, from which the time of any buckets of neighbors is computed.
+
+    items: gathers of one bucket class, in order of first use; at least one. Their class has one
+        link, else ValueError is raised.
+    bytes, crossing, sharing, copying: sums over the items before each one, and over all: bytes,
+        microseconds on the link, of copies in a packed bucket of several, and of copies in others.
+    compute: microseconds of the ops before each item's first use, and of all ops.
+    """
 
     def __init__(self, problem: Problem, items: Sequence[Item], layout: str) -> None:
         costs, bucket_class = problem.costs, items[0].bucket_class
@@ -89,7 +96,9 @@ class _Table:
         self.compute = [problem.compute_us[position] for position in uses]
 
     def step(self, crossed: float, finished: float, i: int, j: int) -> tuple[float, float]:
-        """Return both times after a bucket of items i to j - 1 has been added.
+        """Return (crossed, finished) as they are after a bucket of items i to j - 1 has been added.
+
+        Compute then is done with all ops before item j's first use, or with all ops.
 
         crossed: when the link is done with all buckets before.
         finished: when compute is done with all ops before item i's first use.
@@ -108,9 +117,10 @@ class _Table:
         return finished
 
     def capped(self) -> list[Programme]:
-        """List buckets filled up to a cap, for caps that double from one byte to more than all.
+        """List buckets filled up to a cap, for caps that double from one byte until one holds all.
 
-        An item that is larger than the cap is a bucket by itself.
+        An item that is larger than the cap is a bucket by itself. There is one entry for each cap,
+        with `is_exact` False.
         """
         found, cap = [], 1
         while cap < 2 * self.bytes[-1]:
@@ -186,7 +196,10 @@ _State = tuple[float, float, "_State | None", int]
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Drop each state for which another one is no later in both times. Sorted by time crossed."""
+    """Return `states` without those for which another one is no later in both times.
+
+    They are sorted by time crossed. Of equal states, one is left.
+    """
     kept: list[_State] = []
     for state in sorted(states, key=lambda state: state[:2]):
         if not kept or state[1] < kept[-1][1]:

@@ -23,8 +23,9 @@ def repeat(
 ) -> Problem:
     """Return `problem` with `times` copies of the second of `units` inserted right after it.
 
-    The unit's ops reach from its first to the third unit's first. `problem` itself is returned if
-    `times` is 0.
+    The unit's ops reach from its first to the third unit's first. If live memory grows from unit to
+    unit, it grows on with each copy; if it shrinks, it begins higher. `problem` itself is returned,
+    unchecked, if `times` is 0.
 
     problem: its live_bytes must be without memory that parameters take all the time.
     units: names of three units or more that follow each other in program order and are alike;
@@ -104,7 +105,9 @@ def _repeated(
     times: int,
     name: Callable[[str, int], str],
 ) -> list[Item]:
-    """Return `items` as they are in the longer graph: moved, and with those of the copies.
+    """Return `items` as they are in the longer graph: moved, and each followed by its copies.
+
+    They are not sorted again.
 
     unit: name of the unit that is repeated.
     span: its first op, and one after its last.
@@ -113,6 +116,12 @@ def _repeated(
     end, length = span[1], span[1] - span[0]
 
     def of_copy(item: Item, copy: int) -> Item:
+        """Make the item of copy number `copy` of an item of the unit; 0 is the item itself.
+
+        Positions move with the copy, except a `ready` of 0, which stays, and the number of ops,
+        which becomes that of the longer graph. Copies from 1 on are renamed.
+        """
+
         def moved(position: int) -> int:
             return position + (times if position == problem.num_ops else copy) * length
 
@@ -126,6 +135,7 @@ def _repeated(
         )
 
     def of_another(item: Item) -> Item:
+        """Move each position of an item of another unit that lies behind the copies."""
         return dataclasses.replace(
             item,
             ready=item.ready + (times * length if item.ready > end else 0),

@@ -25,7 +25,10 @@ def read_as(kind: type[T], data: Any, where: str) -> T:
 
 
 def _read(kind: Any, data: Any, where: str) -> Any:
-    """Convert `data` to the type `kind`; see `read_as`."""
+    """Convert `data` to the type `kind`: a dataclass, tuple, mapping, optional or plain type.
+
+    Raises ValueError, beginning with `where`, if it is not of that type; see `read_as`.
+    """
     if dataclasses.is_dataclass(kind):
         return _read_fields(kind, data, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -52,6 +55,11 @@ def _read(kind: Any, data: Any, where: str) -> Any:
 
 
 def _read_fields(kind: Any, data: Any, where: str) -> Any:
+    """Make the dataclass `kind` from a dict of its fields, each converted to its type hint.
+
+    Raises ValueError if `data` is no dict, if a field without a default is missing, or one is
+    unknown.
+    """
     _check_object(data, where)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = [name for name in data if name not in fields]

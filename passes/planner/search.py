@@ -73,6 +73,10 @@ def search(
 ) -> Decision:
     """Return the best decision found for `problem`: the same one at each call.
 
+    The best of some seeds (one bucket a unit, one an item, buckets up to some size) is changed at
+    random, again and again; each change is simulated, and kept if it is better. Fewer bytes beyond
+    the budget are better, then less time, then fewer buckets.
+
     budget_bytes: for all memory; see `simulate`.
     layouts: layouts that buckets may have, by kind, "gather" and "reduce".
     steps: moves tried at most; fewer where there are many buckets, see `EFFORT`.
@@ -100,6 +104,7 @@ class _Space:
     A decision is a tuple `cuts`, which has a `Cut` for each of `groups`.
 
     groups: (kind, items) of each segment and bucket class, gathers first.
+    made: buckets that were made so far, by group, first item, end and layout.
     """
 
     def __init__(
@@ -119,10 +124,11 @@ class _Space:
     def evaluate(
         self, cuts: tuple[Cut, ...], *, known: _Score = WORST
     ) -> tuple[_Found, Timeline] | None:
-        """Simulate `cuts`. Returns ((score, cuts), timeline).
+        """Simulate `cuts`, and return ((score, cuts), timeline).
 
-        Returns None if the simulation finds out on its way that the score will be worse than
-        `known`. It may miss that: what it returns can be worse, too.
+        A score is (bytes beyond the budget, microseconds, number of buckets). Returns None if the
+        simulation finds out on its way that the score will be worse than `known`. It may miss that:
+        what it returns can be worse, too.
         """
         timeline = self.simulate(cuts, known)
         if timeline is None:
@@ -131,8 +137,9 @@ class _Space:
         return ((over, timeline.time_us, sum(map(len, cuts))), cuts), timeline
 
     def hot(self, timeline: Timeline, cuts: tuple[Cut, ...]) -> list[tuple[int, int]]:
-        """List (group, number in its cut) of each bucket that compute waits for in `timeline`, and
-        of the bucket before it in the cut.
+        """List the buckets that compute waits for in `timeline`, and those before them in a cut.
+
+        Each is (group, number in its cut); one may be listed twice.
 
         timeline: of `cuts`.
         """
@@ -147,7 +154,10 @@ class _Space:
         return found
 
     def simulate(self, cuts: tuple[Cut, ...], known: _Score) -> Timeline | None:
-        """Simulate `cuts`; see `simulate_unless_worse`."""
+        """Simulate `cuts`; return None as soon as the timeline is sure to be worse than `known`.
+
+        Bytes beyond the budget are compared, then times. What is returned may be worse, too.
+        """
         gathers: list[SimulatedBucket] = []
         reduces: list[SimulatedBucket] = []
         for group, cut in enumerate(cuts):
@@ -176,7 +186,10 @@ class _Space:
         return self._best(self.seeds())
 
     def _best(self, tried: Iterable[tuple[Cut, ...]]) -> tuple[_Found, Timeline]:
-        """Return the best of `tried`; of equal scores, the one whose buckets end first."""
+        """Simulate `tried`, one or more, and return the best as ((score, cuts), timeline).
+
+        Of equal scores, the smallest cuts win: those whose buckets end first.
+        """
         best: tuple[_Found, Timeline] | None = None
         for cuts in tried:
             found = self.evaluate(cuts, known=best[0][0] if best else WORST)
@@ -186,7 +199,12 @@ class _Space:
         return best
 
     def seeds(self) -> Iterator[tuple[Cut, ...]]:
-        """Yield the decisions that the search may start from; see the file's docstring."""
+        """Yield the decisions that the search may start from, some for each layout.
+
+        They are one bucket a unit; one an item; buckets filled up to the best caps found, by
+        simulation; and in a problem without reduces, what `best_buckets` finds for each group by
+        itself.
+        """
         for layout in dict.fromkeys(itertools.chain(*self.layouts.values())):
             yield self._all(layout, [_by_unit(items) for _, items in self.groups])
             yield self._all(layout, [range(1, len(items) + 1) for _, items in self.groups])
@@ -209,8 +227,8 @@ class _Space:
     def _capped(self, layout: str) -> Iterator[tuple[Cut, ...]]:
         """Yield one decision: buckets filled up to the best cap that is found for each kind.
 
-        Caps are tried for gathers, for reduces, and for gathers again; then, for both, caps near
-        the best.
+        Each try is simulated. Caps are tried for gathers, for reduces, and for gathers again; then,
+        for both, caps near the best.
         """
         caps = {kind: self._caps(kind) for kind in ("gather", "reduce")}
         chosen = {kind: found[len(found) // 2] for kind, found in caps.items()}
@@ -253,6 +271,9 @@ class _Space:
         hot: Sequence[tuple[int, int]],
     ) -> tuple[Cut, ...] | None:
         """Return `cuts` with one random change; None where the change that was drawn is impossible.
+
+        A bucket is merged with the next one, cut in two, given another layout, or up to three items
+        pass between it and the next one.
 
         hot: buckets at which half of the changes are made; see the method `hot`.
         """

@@ -63,14 +63,16 @@ class SimulatedBucket:
 
     @cached_property
     def is_summed_twice(self) -> bool:
-        """Tell whether it is reduced over the ranks that share shards, then over replicas."""
+        """Tell whether the bucket is reduced over replicas, too, by a second collective."""
         return len(self.links) > 1
 
 
 def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str) -> SimulatedBucket:
     """Make a bucket of `items`, which are of one bucket class, at the costs of `problem`.
 
-    kind: "gather" or "reduce". layout: "packed" or "grouped".
+    items: one or more.
+    kind: "gather" or "reduce".
+    layout: "packed" or "grouped".
     """
     costs, bucket_class = problem.costs, items[0].bucket_class
     num_bytes, count = sum(item.num_bytes for item in items), len(items)
@@ -118,12 +120,12 @@ class Run:
 
     @property
     def launch_us(self) -> float:
-        """Time at which its collective begins on its first link, which may be after the launch."""
+        """Time at which the collective begins on its first link, which may be after the launch."""
         return self.turns[0][1]
 
     @property
     def finish_us(self) -> float:
-        """Time at which its collective, with the all-reduce if there is one, is over."""
+        """Time at which the collective, with the all-reduce if there is one, is over."""
         return self.turns[-1][2]
 
 
@@ -185,7 +187,12 @@ def simulate(
     *,
     budget_bytes: float,
 ) -> Timeline:
-    """Decide where buckets are launched and waited for, and time it; see the file's docstring.
+    """Decide where the given buckets are launched and waited for, and simulate that.
+
+    A gather is launched no earlier than its link needs to stay busy, later if it does not fit under
+    the budget, at the latest at its first use, where it is waited for. A reduce is launched once
+    its gradients are there. It is waited for once it is over, or earlier: where a gather needs its
+    memory, where its result is read, at a barrier, and at the end.
 
     gathers: in order of first use; reduces: in order of readiness.
     budget_bytes: for all memory. A parameter that compute needs is gathered even beyond it: the
@@ -203,6 +210,8 @@ def simulate_unless_worse(
     known: tuple[float, float],
 ) -> Timeline | None:
     """Simulate as `simulate` does; return None as soon as the timeline is sure to be worse.
+
+    A timeline that is returned may be worse, too.
 
     known: bytes beyond the budget, and microseconds, of the timeline to compare with. Fewer bytes
         are better, then less time.
@@ -232,7 +241,15 @@ class _Worse(Exception):
 
 
 class _Simulation(ABC):
-    """State of a simulation at one position, and the effects of launches and waits on it."""
+    """State of a simulation at one position, and the effects of launches and waits on it.
+
+    gathers, reduces: a `Run` for each bucket, in the order given; numbered, gathers first.
+    now: microseconds since the start. exposed: of these, how long compute has waited.
+    links: when each link will be done with all that was launched.
+    ever_gathered: bytes of all gathers launched so far, even if freed since.
+    unreduced: bytes of gradients made and not waited for, and of sums that arrive.
+    reduced: bytes of shards of reduced gradients.
+    """
 
     def __init__(
         self,
@@ -256,7 +273,10 @@ class _Simulation(ABC):
         self.memory: list[tuple[float, int]] = []
 
     def run(self) -> Timeline:
-        """Simulate from the first position to the end. To be called once."""
+        """Simulate from the first position to the end, and return the timeline.
+
+        To be called once, as it uses up the state.
+        """
         for position, following in itertools.pairwise([*self.positions(), self.problem.num_ops]):
             self._advance(position)
             self.act(position, following)
@@ -292,7 +312,11 @@ class _Simulation(ABC):
         """Wait for all that is still in flight at the end."""
 
     def _advance(self, position: int) -> None:
-        """Run compute up to `position`: it takes longer while any link is busy."""
+        """Run compute up to `position`: it takes longer while any link is busy.
+
+        Records the ops' times, and the memory in use; gradients that they make become unreduced.
+        Does nothing if compute is there already.
+        """
         problem, begin, began_us = self.problem, self.position, self.now
         if begin == position:
             return
@@ -325,7 +349,7 @@ class _Simulation(ABC):
             self._set_peak(at, num_bytes, gathered, live)
 
     def _note_packed(self, copied: int) -> None:
-        """Record the memory in use between the ops before and after the position.
+        """Record the memory in use between the ops before and after the position; a new peak, too.
 
         Of other values, those of the op with fewer bytes count.
 
@@ -352,7 +376,10 @@ class _Simulation(ABC):
         self.peak = Peak(position, gathered, unreduced, self.reduced, live)
 
     def launch(self, run: Run) -> None:
-        """Copy in, queue the collective on its links, and account for its memory."""
+        """Copy in, queue the collective on its links, and account for its memory.
+
+        The collective begins on each link once that is free; compute goes on after the copy.
+        """
         bucket = run.bucket
         at = self.position
         if bucket.kind == "gather":
@@ -378,7 +405,10 @@ class _Simulation(ABC):
         self._record("all_reduce", run)
 
     def wait(self, run: Run) -> None:
-        """Have compute wait until the collective is over, then copy out."""
+        """Have compute wait until the collective is over, then copy out.
+
+        An all-reduce that has not begun is begun. A reduce's gradients are freed; its shards stay.
+        """
         bucket = run.bucket
         if bucket.is_summed_twice and not run.is_summed:
             self.all_reduce(run)
@@ -400,9 +430,10 @@ class _Simulation(ABC):
 
 
 class _Placing(_Simulation):
-    """Simulation that places launches and waits itself, by the rules of the file's docstring.
+    """Simulation that decides itself where to launch and to wait, by the rules of `simulate`.
 
-    known: see `simulate_unless_worse`; by default, nothing is worse.
+    known: see `simulate_unless_worse`; by default, nothing is worse. `run` raises _Worse if the
+        timeline is sure to be worse.
     """
 
     def __init__(
@@ -429,6 +460,13 @@ class _Placing(_Simulation):
         self.horizon = 0.0  # compute from here to the next position
 
     def act(self, position: int, following: int) -> None:
+        """Launch and wait for what is due at `position`; `following` is the next one.
+
+        In turn: all-reduces begin and reduces are waited for if they are over by now; reduces that
+        are ready are launched; those used here are waited for, with those launched before them;
+        gathers are launched as `_may_launch` says; gathers used here are waited for.
+        Raises _Worse if the timeline is sure to be worse than the known one.
+        """
         self._give_up_if_worse()
         compute_us = self.problem.compute_us
         self.horizon = compute_us[following] - compute_us[position]
@@ -458,6 +496,7 @@ class _Placing(_Simulation):
             self.wait(self.in_flight.popleft())
 
     def launch(self, run: Run) -> None:
+        """Launch `run`, and take its copy in, and its time on links, from what is still to come."""
         super().launch(run)
         self.copies_us -= run.bucket.copy_in_us
         for link, time in run.bucket.links:
@@ -486,7 +525,9 @@ class _Placing(_Simulation):
     def _may_launch(self, number: int) -> bool:
         """Tell whether gather `number` is to be launched at this position.
 
-        At its first use it always is. Then reduces in flight are waited for until there is room.
+        Before its first use it is if its shards are ready, it fits under the budget, and the gather
+        ahead of it begins on its link before compute comes to the next position. At its first use
+        it always is; reduces in flight are then waited for, here, until there is room.
         """
         bucket = self.gathers[number].bucket
         if bucket.used <= self.position:
@@ -502,7 +543,10 @@ class _Placing(_Simulation):
         return self._fits(bucket)
 
     def _arrival_us(self) -> float:
-        """Time at which all gathers that compute waits for at this position are over."""
+        """Time at which all gathers that compute waits for at this position are over.
+
+        The present time, if there are none.
+        """
         arrival = self.now
         for number in range(self.next_wait, self.next_gather):
             run = self.gathers[number]
@@ -516,7 +560,7 @@ class _Placing(_Simulation):
 
         Until its first use gradients count as if none were reduced meanwhile. From then on they
         count as if all had been reduced to shards, and the bucket's copy out counts, too. The
-        largest sum of a reduce that is launched until then must also fit.
+        largest sum of a reduce that is launched until it is freed must also fit.
         """
         problem, position, used = self.problem, self.position, bucket.used
         room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes

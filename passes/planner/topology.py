@@ -89,11 +89,13 @@ class Topology:
         return _load(name)
 
     def link(self, kind: str, ranks: int, per_node: int) -> Link:
-        """Cost of a collective over one group: what was measured, else what the formula gives.
+        """Cost of a collective over one group: what was measured, else what a formula gives.
 
         A measurement counts for its kind and number of ranks, however they lie on nodes. Without
-        one, one rank costs nothing. The link is called "network" if the group is on several nodes,
-        else "node".
+        one, one rank costs nothing. The formula: the start-up in a node, one of the network for
+        each doubling of nodes, and a ring's time a byte, in a node or between nodes, whichever is
+        more; an all-reduce takes twice all that. The link is called "network" if the group is on
+        several nodes, else "node".
 
         kind: "gather", "reduce" or "all_reduce"; not checked.
         ranks: number of ranks in the group.
@@ -197,6 +199,10 @@ def _us_per_byte(share: float, gb_per_s: float) -> float:
 
 @functools.lru_cache(maxsize=32)
 def _load(name: str) -> Topology:
+    """Load the topology called `name`, or the JSON file at that path, and cache it by `name`.
+
+    Raises ValueError if there is neither, or if it can't be read or is no valid topology.
+    """
     path = FOLDER / f"{name}.json" if name in names() else Path(name)
     try:
         data = json.loads(path.read_text())
@@ -213,8 +219,11 @@ def _load(name: str) -> Topology:
 
 
 def _checked(topology: Topology) -> Topology:
-    """Return `topology`. Raises ValueError if a number is negative or not finite, or if `tflops`
-    has no entry for other dtypes."""
+    """Return `topology`, if its numbers make sense.
+
+    Raises ValueError if a number is negative or not finite, or if `tflops` has no entry for other
+    dtypes.
+    """
     for field in dataclasses.fields(topology):
         value = getattr(topology, field.name)
         for number in _numbers(value):
@@ -227,6 +236,10 @@ def _checked(topology: Topology) -> Topology:
 
 
 def _numbers(value: object) -> Iterator[float]:
+    """Yield the numbers in `value`: itself, or those in a tuple or in a mapping's values.
+
+    Tuples and mappings in them are looked into. Other values are skipped.
+    """
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, tuple):

@@ -50,10 +50,12 @@ from autoshard.passes.plans.prices import Prices
 class PricedGraph:
     """Graph with markers, as a planner sees it: times and bytes in place of nodes.
 
+    `graph` is only read; a compute node counts as an op.
     kind: "forward", "backward" or "inference".
-    problem: the planner's input. `items` and `marker` map markers to its items, and back by id.
-    live: bytes of the graph's other values. spans: of each marker.
-    budget_bytes: see `Prices`.
+    problem: the planner's input, with gathers in order of first use and reduces in order of
+        readiness. `items` and `marker` map markers to its items, and back by id.
+    live: bytes of the graph's other values. spans: the `Span` of each marker.
+    budget_bytes: that of `prices`; None if there is none.
     is_reduced_read: whether the graph itself reads a reduced gradient.
     Raises ValueError if `name_params` has not run.
     """
@@ -89,7 +91,8 @@ class PricedGraph:
     def candidates(self) -> frozenset[str]:
         """Names of parameters that this graph gathers, and that a forward could keep for backward.
 
-        Those that are kept already are not among them; see `Unshard.can_be_kept`.
+        Left out are those that are kept already, that the runtime keeps unsharded, and that are
+        gathered over fewer ranks in backward, by an extension, or from the host.
         """
         return frozenset(
             item.name
@@ -102,9 +105,11 @@ class PricedGraph:
     ) -> tuple[list[Draft], list[Event]]:
         """Search for better buckets and events than `drafts` and `events`; return the better ones.
 
-        Fewer simulated bytes beyond the budget are better, then less time. Without a budget, it is
-        the peak of `drafts`. In a graph that copies from or to the host, or reads reduced
-        gradients, nothing is searched for, and `drafts` and `events` are returned.
+        Fewer simulated bytes beyond the budget are better, then less time; `drafts` win a tie.
+        Without a budget, it is the peak of `drafts`. In a graph that copies from or to the host, or
+        reads reduced gradients, nothing is searched for, and `drafts` and `events` are returned.
+
+        drafts: gathers first; the result's, too. An event's bucket is an index into them.
         """
         if self.is_reduced_read or any(draft.is_loaded or draft.is_stored for draft in drafts):
             return list(drafts), list(events)
@@ -119,7 +124,9 @@ class PricedGraph:
     def follow(self, plan: Plan) -> tuple[list[Draft], list[Event]] | None:
         """Apply `plan` to this graph: return its buckets, and its events in the same order.
 
-        Returns None if its kind of graph or its parameters are others, or if this graph does not
+        Positions of events are scaled to the number of ops here, and moved to where inputs and
+        first uses in this graph allow. Returns None if the plan is for another kind of graph or for
+        other parameters (by number, dtype, unsharded size and axis), or if this graph does not
         allow its order.
 
         plan: made for other shapes, or by another rank.
@@ -139,8 +146,13 @@ class PricedGraph:
     def _placed(self, plan: Plan, drafts: Sequence[Draft]) -> list[Event] | None:
         """Return the events of `plan`, in its order, with positions scaled to this graph.
 
-        It may have some more ops, where sizes are symbolic. Returns None if no positions allow that
-        order: a gradient that is launched early there comes late here, for instance.
+        This graph may have some more ops than the plan's, where sizes are symbolic. A position is
+        moved where it has to be: a launch behind its bucket's inputs, any event to the first use or
+        before.
+        Returns None if no positions allow that order: a gradient that is launched early in the plan
+        comes late here, for instance.
+
+        drafts: the plan's buckets, with spans of this graph.
         """
         scale = self.problem.num_ops / max(1, plan.num_ops)
         earliest: list[int] = []
@@ -197,7 +209,10 @@ class PricedGraph:
         return make_bucket(self.problem, kind_of(draft.markers[0]), items, draft.layout)
 
     def _draft(self, bucket: SimulatedBucket) -> Draft:
-        """Turn `bucket` into a draft; one of several units is called "<first>..<last>"."""
+        """Turn `bucket` into a draft of its markers, in order of parameter number.
+
+        One of several units is called "<first>..<last>".
+        """
         markers = sorted((self.marker[id(item)] for item in bucket.items), key=param_of)
         units = list(dict.fromkeys(item.unit for item in bucket.items))
         unit = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
@@ -210,7 +225,10 @@ def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
 
 
 def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
-    """Costs of the bucket classes of `markers`, at `prices`."""
+    """Costs of collectives and copies, at `prices`, for each bucket class of `markers`.
+
+    A contention below 1 counts as 1.
+    """
     first = {_bucket_class(marker): marker for marker in markers}
     topology = prices.topology
     return Costs(
@@ -227,7 +245,10 @@ def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
 def _item(
     marker: fx.Node, span: Span, position: Mapping[fx.Node, int], last: Mapping[fx.Node, int]
 ) -> Item:
-    """Describe `marker` to the planner.
+    """Make the planner's item for `marker`: its parameter, bytes, positions, and copies it needs.
+
+    An unsharded parameter is freed after its last read, a gradient at its first use. Raises
+    ValueError if `name_params` has not run.
 
     last: the last position at which each node is read; see `last_uses`.
     """

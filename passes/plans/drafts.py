@@ -56,8 +56,8 @@ class Span:
 def spans(graph: fx.Graph, position: Positions) -> dict[fx.Node, Span]:
     """Map each marker of `graph` to its span: from where its input is there to its first use.
 
-    A span is cut off at barriers, so that it lies in one segment: of a gather, the segment of its
-    first use; of a reduce, the one in which its gradient is made.
+    Without a use, to the end of the graph. A span is cut off at barriers, so that it lies in one
+    segment, which is that of a gather's first use, or that in which a reduce's gradient is made.
     """
     barriers = [at for node, at in position.items() if is_barrier(node)]
     found = {}
@@ -91,14 +91,18 @@ class Draft:
     def add(self, marker: fx.Node, span: Span) -> None:
         """Add `marker`, whose span is `span`, and narrow the bucket's span to it.
 
-        The caller sees to it that they overlap, and that groups and dtypes are alike.
+        The segment becomes that of `span`. Nothing is checked: the caller sees to it that spans
+        overlap, and that groups and dtypes are alike.
         """
         self.markers.append(marker)
         self.ready, self.used = max(self.ready, span.ready), min(self.used, span.used)
         self.segment = span.segment
 
     def bucket(self) -> Bucket:
-        """Make the plan's bucket of these markers, with the kind and the axis of the first."""
+        """Make the plan's bucket of the markers, with the kind and the axis of the first.
+
+        Raises ValueError if `name_params` has not run.
+        """
         infos = [info_of(marker) for marker in self.markers]
         first = self.markers[0]
         return Bucket(
@@ -126,7 +130,8 @@ def gather_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> lis
     """Draft the buckets of `graph`'s `unshard` markers, in order of first use.
 
     Markers share a bucket if they have the same name by `key`, group, dtype, place of their shards
-    (host or device) and segment. It is grouped if the layout of any of its parameters is.
+    (host or device) and segment; in it they are in order of parameter number. It is grouped if the
+    layout of any of its parameters is. Raises ValueError if `name_params` has not run.
     """
     where = spans(graph, position)
     drafts: dict[tuple[object, ...], Draft] = {}
@@ -145,8 +150,9 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> lis
     """Draft the buckets of `graph`'s `reduce_grad` markers, in order of readiness.
 
     Markers share a bucket if they have the same name by `key`, group, dtype and place (host or
-    device). Where the bucket would have to be waited for before a gradient exists, as a node reads
-    its results or a barrier comes, that gradient begins another bucket.
+    device); in it they are in order of parameter number. Where the bucket would have to be waited
+    for before a gradient exists, as a node reads its results or a barrier comes, that gradient
+    begins another bucket. All are packed. Raises ValueError if `name_params` has not run.
     """
     where = spans(graph, position)
     closed: list[Draft] = []
@@ -172,11 +178,12 @@ def reduce_drafts(graph: fx.Graph, position: Positions, key: BucketNamer) -> lis
 
 
 def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[list[fx.Node]] | None:
-    """Find the markers of each bucket, by kind, axis, parameter and member.
+    """Find the markers of each bucket, by kind, axis, parameter number and member (dtype and size).
 
-    Of several equal markers, buckets take one each, in order. Returns None if buckets and markers
-    do not match one to one, or if those of a bucket have several groups: a plan for a backward that
-    reduces over replicas does not fit one whose sums wait for their all-reduce.
+    Returns a list for each bucket, in the order of its `params`; of several equal markers, buckets
+    take one each, in order. Returns None if buckets and markers do not match one to one, or if
+    those of a bucket have several groups: a plan for a backward that reduces over replicas does not
+    fit one whose sums wait for their all-reduce.
     """
     waiting: dict[tuple[str, str, int, str], deque[fx.Node]] = defaultdict(deque)
     for marker in markers:
@@ -198,7 +205,10 @@ def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[li
 
 
 def _axis_of(marker: fx.Node) -> str:
-    """Mesh axis of a marker's collective, as plans name it: "inner" for one over fewer ranks."""
+    """Mesh axis of a marker's collective, as plans name it, such as "shard" or "shard+replicate".
+
+    For backward's gather over fewer ranks than forward's, it is "inner".
+    """
     info = info_of(marker)
     if is_unshard(marker):
         return INNER if Unshard.of(marker).options.is_again else info.axis
@@ -220,7 +230,7 @@ def bucket_class_of(name: str, marker: fx.Node) -> tuple[object, ...]:
 
 
 def ready_of(marker: fx.Node, position: Positions) -> int:
-    """First position at which all inputs of `marker` exist.
+    """First position at which all inputs of `marker` exist; 0 for inputs of the graph.
 
     The inputs of its preparations count, too: see `is_preparation`.
     """
@@ -234,8 +244,8 @@ def ready_of(marker: fx.Node, position: Positions) -> int:
 def first_use(marker: fx.Node, position: Positions, end: int) -> int:
     """Position of the first compute node that reads `marker`, or its copy on the host.
 
-    For a piece of a `before_gather`, the first reader of any of its results counts, too. Returns
-    `end` if no compute node reads them.
+    Where `marker` gathers a result of a `before_gather`, compute nodes that read any of its results
+    count, too. Returns `end` if no compute node reads them.
     """
     asked = before_gather_of(marker.all_input_nodes[0])
     read = [marker, *(asked.users if asked is not None else filter(is_to_host, marker.users))]

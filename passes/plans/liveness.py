@@ -27,7 +27,8 @@ from autoshard.passes.plans.roofline import base_of, num_bytes_of, tensors_of
 def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
     """Map each node that owns memory to the last position at which it, or a view of it, is read.
 
-    Markers, which a plan moves, don't count as readers. Nodes that nothing else reads are missing.
+    Readers are compute nodes and the output, but not what a plan moves: markers, and what prepares
+    a gather or copies a gradient to the host. Nodes without a reader are missing.
 
     position: of the compute nodes.
     end: position of the output.
@@ -70,7 +71,8 @@ def live_bytes(graph: fx.Graph, kind: str) -> Live:
     """Add up the bytes in use at each compute node of `graph`.
 
     All inputs live all the time, except those of a backward that are neither shards nor inputs of
-    its forward: they are freed after their last use.
+    its forward: they are freed after their last use. Results of markers are not counted, nor
+    gradients that only a `reduce_grad` reads. A shard counts as the largest of all ranks.
 
     kind: "forward", "backward" or "inference".
     """
@@ -94,10 +96,11 @@ def live_bytes(graph: fx.Graph, kind: str) -> Live:
 
 
 def count_between(graph: fx.Graph) -> tuple[int, ...]:
-    """Count the values of a backward graph that live on after each compute node.
+    """Count the values of a backward graph that live on after each compute node, one count a node.
 
-    Shards and inputs of forward are not counted, as they are never freed. Counts, unlike bytes, are
-    the same on all ranks, whose batches may differ in size.
+    Shards and inputs of forward are not counted, as they are never freed; nor are results of
+    markers, and gradients that only a `reduce_grad` reads. Counts, unlike bytes, are the same on
+    all ranks, whose batches may differ in size.
     """
     num_ops = sum(map(is_compute, graph.nodes))
     change = [0] * (num_ops + 1)
@@ -109,9 +112,12 @@ def count_between(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
-    """Yield each node that owns memory, with the positions of the compute nodes that make it (0 for
-    an input) and that read it last. Left out are markers, and gradients that nothing but a
-    `reduce_grad` reads."""
+    """Yield each node that owns memory, with the positions that make it and that read it last.
+
+    Positions are those of compute nodes. An input, or what prepares a gather, is made at 0, the
+    output stands behind the last compute node, and what nothing reads ends where it is made. Left
+    out are markers, and gradients that nothing but a `reduce_grad` reads.
+    """
     computed = [node for node in graph.nodes if is_compute(node)]
     position = {node: number for number, node in enumerate(computed)}
     last = last_uses(graph, position, end=len(computed))

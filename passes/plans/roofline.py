@@ -28,9 +28,13 @@ from autoshard.passes.planner.topology import Topology
 
 
 def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
-    """Microseconds that `node` takes; 0 for views and for nodes that are no calls.
+    """Estimate the microseconds that `node` takes; 0 for views and for nodes that are no calls.
 
-    An op of autoshard's counts as the smallest kernel.
+    An op of autoshard's counts as the smallest kernel. For others, a time in `topology.ops` for
+    these dtypes and sizes counts first, unless the op is fused. Else it is the longest of three:
+    floating-point operations at the device's rate (0 unless in torch's `flop_registry`), bytes read
+    and written at the memory's rate, and the smallest kernel. Of pointwise ops that are fused, only
+    the first counts as a kernel, and what one hands to the next is neither written nor read.
 
     is_fused: whether the graph is lowered with Inductor, which fuses pointwise ops.
     """
@@ -90,7 +94,10 @@ def num_flops(node: fx.Node) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Tell whether `node` allocates nothing: it is a view, or a `getitem` of several results."""
+    """Tell whether `node` allocates nothing: it is a view, or a `getitem` of several results.
+
+    By the op's schema: all of its results alias inputs, and none is written to.
+    """
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, _torch.ops.OpOverload):
@@ -117,7 +124,7 @@ def is_fusible(node: fx.Node) -> bool:
 def is_written(node: fx.Node) -> bool:
     """Tell whether a node that can't be fused reads the result of `node`, or a view of it.
 
-    Then the fused kernel has to write that result to memory.
+    The graph's output is such a node. Then the fused kernel has to write that result to memory.
     """
     return any(is_written(user) if is_view(user) else not is_fusible(user) for user in node.users)
 
