@@ -184,9 +184,10 @@ def keep_order(graph: fx.Graph) -> None:
     """Add control dependencies to `graph` that keep launches, waits, packs and barriers in order.
 
     Each of these events depends on the event before it, and on the last compute op between the two.
-    Compute needs no dependency: it reads a wait of the plan anyway, or the next event depends on
-    it. Nodes that Inductor looks for, to rewrite them, get none; on an event that gives no tensor,
-    nothing depends.
+    Where an event gives a list, a `getitem` of it is moved right behind it, to depend on. Compute
+    needs no dependency: it reads a wait of the plan anyway, or the next event depends on it. Nodes
+    that Inductor looks for, to rewrite them, get none; on an event without a tensor, nothing
+    depends.
     """
     after: dict[fx.Node, list[fx.Node]] = {}
     event: fx.Node | None = None

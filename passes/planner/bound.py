@@ -104,7 +104,7 @@ def _tails(problem: Problem) -> dict[int, float]:
     """Map each position `p` to the least time to reduce all gradients made by op p - 1 or later.
 
     Positions are those at which a gradient is ready. Counted is the busiest link, with one
-    start-up; before a second collective, that of the first, too.
+    start-up; where that link runs an all-reduce, the start-up of the reduce before it is added.
     """
     tails: dict[int, float] = {}
     for name in _link_names(problem):

@@ -29,7 +29,7 @@ class Programme:
     """Result of `best_buckets`.
 
     ends: for each bucket, the number of items in it and in all buckets before.
-    time_us: time at which compute ends, by the formula of the file's docstring.
+    time_us: time at which compute ends, in microseconds from the graph's start.
     is_exact: whether it is sure that no other buckets take less.
     """
 

@@ -189,8 +189,8 @@ def simulate(
 ) -> Timeline:
     """Decide where the given buckets are launched and waited for, and simulate that.
 
-    A gather is launched no earlier than its link needs to stay busy, later if it does not fit under
-    the budget, at the latest at its first use, where it is waited for. A reduce is launched once
+    A gather is launched just early enough to keep its link busy, later if it does not fit under the
+    budget, and at the latest at its first use, where it is waited for. A reduce is launched once
     its gradients are there. It is waited for once it is over, or earlier: where a gather needs its
     memory, where its result is read, at a barrier, and at the end.
 

@@ -96,7 +96,7 @@ def num_flops(node: fx.Node) -> int:
 def is_view(node: fx.Node) -> bool:
     """Tell whether `node` allocates nothing: it is a view, or a `getitem` of several results.
 
-    By the op's schema: all of its results alias inputs, and none is written to.
+    The op's schema tells a view: all of its results alias inputs, and none is written to.
     """
     if node.target is operator.getitem:
         return True
