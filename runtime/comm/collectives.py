@@ -66,7 +66,10 @@ class Issued:
         return sum(member.num_bytes for member in self.members)
 
     def __str__(self) -> str:
-        """Describe it in words: "the gather of layers.1.up.weight (bucket 3 of its graph)"."""
+        """Describe the collective: "the gather of layers.1.up.weight (bucket 3 of its graph)".
+
+        Names SHOWN parameters at most; where no name is known, shows dtypes and sizes of members.
+        """
         names = [each for each in self.params if isinstance(each, str)] or names_at(self.params)
         shown = ", ".join(names[:SHOWN]) or show_members(self.members[:SHOWN])
         more = max(len(names), len(self.members)) - SHOWN
@@ -105,7 +108,8 @@ class InFlight:
 
         Returns a copy with no `work`, in which `receive` replaces `send`. Use only the copy from
         then on: gloo copies results out at every wait, so that a second wait for the original would
-        undo what was written to `receive` since the first. Raises as `wait_for`.
+        undo what was written to `receive` since the first. Without `work` it does not wait. With
+        it, it tells observers, and raises, as `wait_for`.
         """
         if self.work is not None:
             wait_for([self.work], self.issued, self.number)
@@ -161,6 +165,8 @@ def num_launched(group: str) -> int:
 def wait_for(works: list[Work], issued: Issued, number: int) -> None:
     """Wait for all of `works`, which make up the collective `issued`, then tell observers.
 
+    On a CPU the host waits, elsewhere the device's current stream. Meanwhile `waiting` has an entry
+    for this thread.
     number: of the collective, among those that this rank has launched over its group.
     Raises RuntimeError, naming the collective and its ranks, if a work fails, as it does where
     another rank is gone or late; observers are told nothing then.
@@ -179,7 +185,7 @@ def wait_for(works: list[Work], issued: Issued, number: int) -> None:
 
 @contextlib.contextmanager
 def _explained(issued: Issued) -> Iterator[None]:
-    """Name the collective in a RuntimeError that is raised in this context.
+    """Turn a RuntimeError raised in this context into one that names the collective and its ranks.
 
     The original message comes last. An OutOfMemoryError is left as it is.
     """
@@ -230,13 +236,14 @@ def launch_gather(
 ) -> InFlight:
     """Start gathering `members`, all of one dtype, over `group`, from this rank's `shards`.
 
+    Tells observers first. Raises RuntimeError, naming the collective, if its launch fails.
     Shards of another dtype are cast. Only a single shard that is a full chunk of the right dtype is
     sent from where it lies; others are copied to a send buffer first.
     shards: one for each member, (local rows, *rest).
     copies: whether to copy in any case, as a shard that may be written to before the wait needs.
-    bucket: see `Issued`.
+    bucket: number of the bucket in its graph, for messages.
     comm: the unit's own all-gather, if it has one: it allocates the buffer that is received into,
-        a part of which is sent.
+        a part of which is sent, so that shards are always copied.
     """
     process_group = _torch.dist.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
@@ -268,8 +275,9 @@ def launch_grouped_gather(
 ) -> GroupedFlight:
     """Start gathering `members` as `launch_gather` does, but each into a tensor of its own.
 
-    Only shards that can't be sent from where they lie are copied: of another dtype, of fewer rows
-    than a full chunk, or if `copies`. Members that are `transport.too_small` share one buffer.
+    For observers it is one collective. Only shards that can't be sent from where they lie are
+    copied: of another dtype, of fewer rows than a full chunk, or if `copies`. Members that are
+    `transport.too_small` share one buffer.
     """
     process_group = _torch.dist.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
@@ -295,8 +303,9 @@ def launch_grouped_gather(
 def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     """Wait for a gather, and return the unsharded parameters, in the order of the members.
 
-    Each has its true size, without padding, and is contiguous in a storage of its own. To be called
-    once for a `flight`: it takes the tensors out of a `GroupedFlight`.
+    Each has its true size, without padding, and is contiguous in a storage of its own. A scalar has
+    the first rank's value. To be called once for a `flight`: it takes the tensors out of a
+    `GroupedFlight`. Tells observers, and raises, as `wait_for`.
     """
     members, world = flight.issued.members, flight.world
     with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
@@ -343,6 +352,7 @@ def pack_grads(
 ) -> InFlight:
     """Copy `grads`, cast, to the buffer that `launch_reduce` sends; launch nothing.
 
+    Returns an `InFlight` without `work`.
     grads: unsharded, one for each member; the list is emptied, so that they are freed once they are
         copied.
     group: of the reduce-scatter; "" if parameters are not cut: then nothing is to be sent, and this
@@ -350,13 +360,14 @@ def pack_grads(
     divisor: what the sums are divided by in the end, by `split_reduced`, or in part here, before
         they are summed; see `packing.division`.
     is_mean: whether `divisor` is the number of all ranks whose gradients are summed, and the
-        collectives may divide, if `transport.averages`. Sums of float16, which have to be divided
-        in two (`packing.division`), they may not in any case.
+        collectives may divide in its place, if `transport.averages`. In no case may they divide
+        sums of float16, which are divided in two steps (`packing.division`), nor may a `comm`.
     is_last: whether no all-reduce follows. Then, if `transport.swaps`, only the other rank's part
         is packed to be sent; this rank's part waits in `own`.
-    bucket, names: see `Issued`; `names` are its `params`.
-    flags: see `InFlight`.
-    comm: the unit's own reduce-scatter, if it has one; `launch_reduce` needs the same.
+    bucket, names: number of the bucket in its graph, and names of the parameters, for messages.
+    flags: kept in the result for whoever waits for it.
+    comm: the unit's own reduce-scatter, if it has one, which allocates the buffer; `launch_reduce`
+        needs the same.
     """
     world, rank, swaps, averages = 1, 0, False, False
     if group:
@@ -380,9 +391,11 @@ def pack_grads(
 
 
 def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
-    """Start the reduce-scatter of `packed`: sum over its group, each rank to keep its own part.
+    """Start the reduce-scatter of `packed`: each rank is to get its own part of the group's sums.
 
-    Returns `packed` itself if the group has one rank: nothing is sent.
+    Returns a copy of `packed` with the `work` to wait for; or `packed` itself if the group has one
+    rank: nothing is sent. Observers are told. The sums are averages already if `packed.averages`;
+    those of a swap (`packed.own`) are only added up by `split_reduced`.
     packed: from `pack_grads`.
     comm: the one that `pack_grads` was given.
     """
@@ -407,6 +420,8 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     """Start summing, over `group` and in place, this rank's part of `reduced`.
 
+    Averages instead if `reduced.averages`. Tells observers. Returns a copy with the `work` to wait
+    for.
     reduced: a reduce-scatter that has been waited for.
     """
     issued = replace(reduced.issued, kind="all_reduce", group=group)
@@ -426,8 +441,11 @@ def run_hook(
 ) -> InFlight:
     """Have the user's hook sum and divide `grads` at once: nothing is left to wait for.
 
-    grads: as for `pack_grads`.
-    comm_hook: (state, hook); see `Reducer`.
+    Observers are not told. Returns an `InFlight` without `work`, with what the hook wrote.
+    grads: unsharded, one for each member; packed, cast and undivided, into one buffer. The list is
+        emptied.
+    comm_hook: (state, hook). Called as `hook(state, buffer, part)`, to fill `part`, this rank's;
+        or, if parameters are not cut, as `hook(state, buffer)`, to change the buffer in place.
     """
     state, hook = comm_hook
     world, rank = axes.shard_world, axes.shard_rank
@@ -443,9 +461,10 @@ def run_hook(
 
 
 def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
-    """Return this rank's parts of the summed gradients, divided.
+    """Return this rank's parts of the summed gradients, divided, in the order of the members.
 
-    A part has the dtype in which it was summed, or the member's `shard_dtype` if it has one.
+    A part has the size of the member's shard, without padding. It has the dtype in which it was
+    summed, or the member's `shard_dtype` if it has one.
     flight: a reduce-scatter, or the all-reduce after it, that has been waited for. To be called
         once: the sums of a swap are finished here, in place.
     copies: whether each part has to have a storage of its own, as an op's outputs may not alias.
@@ -472,7 +491,8 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
 def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:
     """Launch a collective: tell observers, count it, and return `begin(*arguments)`.
 
-    A RuntimeError of `begin` is raised with the collective named.
+    A RuntimeError of `begin` is raised with the collective named. If torch's Flight Recorder may be
+    on, the call goes through a function whose name describes the collective.
     """
     for launched, _ in _observers:
         launched(issued)

@@ -39,7 +39,11 @@ class Copies:
         return self.results
 
     def wait_on_host(self) -> list[Tensor]:
-        """Have the host wait until the copies are there, and all launched since; see `results`."""
+        """Have the host wait until the copies are there; return `results`.
+
+        Waits for all launched since in the same direction, too, and so not at all if an earlier
+        wait covered these, or if they were made at once.
+        """
         if self.lane is not None and self.number > self.lane.passed:
             passed = self.lane.launched
             self.lane.newest.synchronize()
@@ -47,7 +51,10 @@ class Copies:
         return self.results
 
     def release(self) -> Copies:
-        """Return what replaces this, without the sources: compute waits, so they may be freed."""
+        """Return a copy without the `sources`, which may be freed then; itself if it has none.
+
+        The device's current stream waits for the copies first.
+        """
         if not self.sources:
             return self
         self.wait_on_device()
@@ -72,7 +79,9 @@ _lanes: defaultdict[Any, _Lane] = defaultdict(_Lane)  # by stream
 def launch_load(shards: list[Tensor], device: torch.device) -> Copies:
     """Begin to copy `shards` from the host to `device`, on a stream beside compute.
 
-    From memory that is not pinned, and where `device` is a CPU, the copies are made at once.
+    That stream first waits for what the current one was given so far. The host waits while memory
+    that is not pinned is read. Where `device` is a CPU, the copies are made at once.
+    shards: one at least.
     """
     results = [torch.empty_like(shard, device=device) for shard in shards]
     return _copy(results, shards, results[0].device, "load")
@@ -81,7 +90,9 @@ def launch_load(shards: list[Tensor], device: torch.device) -> Copies:
 def launch_store(shards: list[Tensor]) -> Copies:
     """Begin to copy `shards`, all of one device, to pinned host memory, on a stream beside compute.
 
-    From a CPU the copies are made at once, and not pinned.
+    That stream first waits for what the current one was given so far. From a CPU the copies are
+    made at once, and not pinned.
+    shards: one at least.
     """
     device = shards[0].device
     pin_memory = device.type != "cpu"
@@ -92,7 +103,10 @@ def launch_store(shards: list[Tensor]) -> Copies:
 def _copy(
     results: list[Tensor], sources: list[Tensor], device: torch.device, direction: str
 ) -> Copies:
-    """Begin to copy `sources` to `results`: at once on a CPU, else on the stream of `direction`."""
+    """Begin to copy `sources` to `results`: at once on a CPU, else on the stream of `direction`.
+
+    That stream first waits for what the current stream of `device` was given so far.
+    """
     with torch.no_grad():
         if device.type == "cpu":
             for result, source in zip(results, sources, strict=True):

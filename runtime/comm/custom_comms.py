@@ -64,7 +64,7 @@ def buffer(comm: Comm | None, numel: int, like: Tensor, dtype: torch.dtype) -> T
 def gather(comm: Comm, receive: Sequence[Tensor], send: Sequence[Tensor], group: Any) -> list[Work]:
     """Launch the all-gather of one tensor by `comm`; see `transport.gather`.
 
-    receive, send: lists of one tensor. Returns a list of one work.
+    receive, send: lists of one tensor. Returns a list of one work, a `Done` if `comm` returns None.
     """
     begun: Work | None = comm(
         output_tensor=receive[0], input_tensor=send[0], group=group, async_op=True
@@ -73,7 +73,10 @@ def gather(comm: Comm, receive: Sequence[Tensor], send: Sequence[Tensor], group:
 
 
 def reduce(comm: Comm, receive: Tensor, send: Tensor, group: Any) -> Work:
-    """Launch a reduce-scatter, always of sums, by `comm`; see `transport.reduce`."""
+    """Launch a reduce-scatter, always of sums, by `comm`; return its work.
+
+    That is a `Done` if `comm` returns None. Arguments: see `transport.reduce`.
+    """
     begun: Work | None = comm(
         output_tensor=receive,
         input_tensor=send,
@@ -110,7 +113,10 @@ class AllGatherIn(FromAllocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """Launch the all-gather; `input_tensor` is a part of `output_tensor`: one buffer."""
+        """Prepare `output_tensor`, of which `input_tensor` is a part, and launch the all-gather.
+
+        Returns the work to wait for, or, without `async_op`, None.
+        """
         self._prepare(output_tensor, group)
         return _torch.dist.all_gather_flat(
             output_tensor, input_tensor, group=group, async_op=async_op
@@ -128,7 +134,10 @@ class ReduceScatterIn(FromAllocator):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Launch the reduce-scatter, when both buffers are prepared."""
+        """Prepare both buffers, and launch the reduce-scatter.
+
+        Returns the work to wait for, or, without `async_op`, None.
+        """
         self._prepare(input_tensor, group)
         self._prepare(output_tensor, group)
         return _torch.dist.reduce_scatter_flat(

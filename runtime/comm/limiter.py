@@ -47,7 +47,8 @@ class Limiter:
     def wait(self) -> None:
         """Have the host wait, before a gather, until the device has passed the oldest drop.
 
-        Does nothing if fewer than MAX_AHEAD drops are recorded, or while a CUDA graph is captured.
+        That drop is then forgotten. Does nothing if fewer than MAX_AHEAD drops are recorded, or
+        while a CUDA graph is captured.
         """
         if len(self._events) >= MAX_AHEAD and not is_captured():
             self._events.popleft().synchronize()

@@ -42,7 +42,8 @@ def ensure_process_group() -> None:
     """Initialize the default process group if nobody did.
 
     From torchrun's environment, with the GPU of LOCAL_RANK as the current device; or, without one,
-    of this rank alone. Whoever initialized it, the group is destroyed when Python exits.
+    of this rank alone. With NCCL for GPUs if there are any, and gloo. Whoever initialized it, the
+    group is destroyed when Python exits.
     """
     _end_group_at_exit()
     if dist.is_initialized():
@@ -68,6 +69,10 @@ _ends_at_exit = False
 
 
 def _end_group_at_exit() -> None:
+    """Have Python destroy the default process group when it exits; only the first call registers.
+
+    See `_end_process_group`.
+    """
     global _ends_at_exit
     if not _ends_at_exit:
         _ends_at_exit = True
@@ -75,7 +80,7 @@ def _end_group_at_exit() -> None:
 
 
 def _end_process_group() -> None:
-    """Destroy the group if the script did not, so that gloo's threads do not outlive Python.
+    """Destroy the process groups if the script did not, so that gloo's threads end before Python.
 
     A process that ends with such a thread running aborts now and then ("terminate called
     without an active exception"), after all its work is done: the thread lets go of the last
@@ -161,7 +166,7 @@ class Axes:
 
     @property
     def shard_name(self) -> str:
-        """Name of the axis that parameters are cut over."""
+        """Name of the axis that parameters are cut over; "shard" if it has none."""
         names = None if self.shard is None else self.shard.mesh_dim_names
         return names[0] if names else SHARD_AXIS
 
@@ -175,7 +180,11 @@ class Axes:
 
     @property
     def reduce_name(self) -> str:
-        """Names of the axes that gradients are averaged over, joined: "shard+replicate"."""
+        """Names of the axes that gradients are averaged over, joined: "shard+replicate".
+
+        An axis without a name counts as "shard" or "replicate". Left out are the former if
+        parameters are not cut, and the latter if it has one rank.
+        """
         names = None if self.replicate is None else self.replicate.mesh_dim_names
         replicate = (names[0] if names else REPLICATE_AXIS) if self._has_copies else ""
         return groups.join("" if self.shard is None else self.shard_name, replicate)
@@ -229,7 +238,8 @@ def axes_of(mesh: DeviceMesh, what: str) -> Axes:
 def axes_by_name(mesh: DeviceMesh, dims: DataParallelMeshDims, what: str) -> Axes:
     """Assign the axes of `mesh` that `dims` names; several for one purpose are flattened into one.
 
-    The result's `mesh` has the data-parallel axes alone; its `full` is all of `mesh`.
+    The result's `mesh` has the data-parallel axes alone; its `full` is all of `mesh`. Flattening
+    may make a process group, so that all ranks call this together.
     what: the public function that was given the mesh, for messages.
     Raises ValueError for a mesh without these names, or if `dims` names one twice, or none, and
     TypeError if `mesh` is no DeviceMesh.

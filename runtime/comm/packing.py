@@ -53,9 +53,10 @@ def pack_shards(
 ) -> tuple[Tensor, Tensor]:
     """Pack what is sent, as full chunks, and make room to receive: (send, receive), both 1D.
 
-    `send` is this rank's part of `receive`; or the shard itself if it is the only one, a full chunk
-    of the right dtype, and `copies` is False. Padding is never read as data: it stays what the
-    allocator left there.
+    Shards are cast to the layout's dtype. `send` is this rank's part of `receive`; or the shard
+    itself if it is the only one, a full chunk of the right dtype, and `copies` is False. Padding is
+    never read as data: it stays what the allocator left there.
+    comm: allocates `receive`, if given.
     """
     first, dtype = shards[0], layout.dtype
     receive = custom_comms.buffer(comm, layout.world * layout.chunk, first, dtype)
@@ -90,7 +91,8 @@ def parted(receive: Tensor, layout: BucketLayout) -> list[Tensor]:
 def whole(padded: Tensor, member: Member, world: int) -> Tensor:
     """Return the unsharded parameter from `padded`, the pieces of all ranks in turn.
 
-    It is a view of `padded` if the parameter is cut on dim 0.
+    It is a view of `padded` if the parameter is cut on dim 0, else a copy, unless `world` is 1. A
+    scalar is the first rank's.
     """
     if member.dim == 0:
         return padded[: member.rows * member.row_numel].view(member.size)
@@ -127,9 +129,11 @@ def division(total: float, dtype: torch.dtype, *, is_free: bool = False) -> Divi
 def pack_grads(
     grads: list[Tensor], layout: BucketLayout, divisor: float, comm: Comm | None = None
 ) -> Tensor:
-    """Pack whole gradients, divided: for each rank in turn, its chunk of every member.
+    """Pack unsharded gradients into one 1D buffer: for each rank in turn, its chunk of each member.
 
+    They are cast to the layout's dtype, then divided by `divisor`. A scalar goes to every rank.
     Padding is filled with zeros: it is summed with the others', and kept finite.
+    comm: allocates the buffer, if given.
     """
     world = layout.world
     send = custom_comms.buffer(comm, world * layout.chunk, grads[0], layout.dtype)
@@ -152,7 +156,10 @@ def _is_cast_by_chunk_cat(source: torch.dtype, to: torch.dtype) -> bool:
 
 
 def _by_rank(grad: Tensor, member: Member, world: int) -> Tensor:
-    """Give `grad` a first dim that is cut into the chunks of ranks; contiguous."""
+    """Return `grad`, contiguous, so that `world` equal cuts of its first dim are the ranks' pieces.
+
+    The last cuts may lack rows. A scalar is repeated for each rank. Copies only if it has to.
+    """
     if member.is_scalar:
         return grad.expand(world).contiguous()
     if member.dim:  # which divides evenly
@@ -162,7 +169,11 @@ def _by_rank(grad: Tensor, member: Member, world: int) -> Tensor:
 
 
 def pack_part(grads: list[Tensor], layout: BucketLayout, rank: int, divisor: float) -> Tensor:
-    """Pack the part of `pack_grads` for `rank`; nothing reads its padding, left uninitialized."""
+    """Pack the chunk of each gradient for `rank`, cast and divided by `divisor`, into a 1D buffer.
+
+    It is the part of `pack_grads` for `rank`, but that padding, which nothing reads, is left
+    uninitialized.
+    """
     send = grads[0].new_empty(layout.chunk, dtype=layout.dtype)
     places = zip(send.split(layout.lengths), grads, layout.members, strict=True)
     for to, grad, member in places:
@@ -172,7 +183,7 @@ def pack_part(grads: list[Tensor], layout: BucketLayout, rank: int, divisor: flo
 
 
 def own_parts(grads: list[Tensor], layout: BucketLayout, rank: int, divisor: float) -> list[Tensor]:
-    """Copy the rows of `rank` of all gradients, divided, each to a storage of its own."""
+    """Copy the rows of `rank` of each gradient, cast and divided, to a storage of its own."""
     parts = []
     for grad, member in zip(grads, layout.members, strict=True):
         size = member.local_size(layout.world, rank)

@@ -58,7 +58,8 @@ def too_small(
 ) -> tuple[int, ...]:
     """Positions of `members` that are better sent together in a grouped gather: none, or several.
 
-    They have fewer than LEAST bytes each. None where gathers are not messages, see `sends_members`.
+    They have fewer than LEAST bytes each. None of them if it would be one alone, or where gathers
+    are not messages, see `sends_members`.
     """
     if not _by_messages(group, device):
         return ()
@@ -119,7 +120,7 @@ def reduce(
 def all_reduce(sums: Tensor, group: dist.ProcessGroup, *, is_mean: bool = False) -> Work:
     """Begin to sum `sums` over `group`, in place. It must live until the work is waited for.
 
-    is_mean: as for `reduce`.
+    is_mean: the sums are to be divided by the number of ranks; only if `averages`.
     """
     work: Work = dist.all_reduce(sums, op=_op(is_mean), group=group, async_op=True)
     return work
@@ -166,7 +167,11 @@ class Exchange:
         self._messages = self._channel.begin(group, sends, receives)
 
     def wait(self) -> None:
-        """Wait until all messages have come and gone, and add `own`. A second call does nothing."""
+        """Wait until all messages have come and gone, and add `own`. A second call does nothing.
+
+        Ends messages of earlier exchanges that nobody waits for any more, too; see `_Channel.end`.
+        Raises as gloo does if a message fails.
+        """
         messages, self._messages = self._messages, None
         if messages is None:
             return
@@ -193,6 +198,7 @@ class _Messages:
     is_abandoned: bool = False
 
     def wait(self) -> None:
+        """Wait for all messages; if one fails, raise, and mark them as abandoned."""
         try:
             for work in self.works:
                 work.wait()
@@ -217,7 +223,10 @@ class _Channel:
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
     ) -> _Messages:
-        """Launch the messages under the next tag. If that raises, they count as abandoned."""
+        """Launch the messages under the next tag. If that raises, they count as abandoned.
+
+        They, and their tensors, are kept here until `end`.
+        """
         tag = FIRST_TAG + self._number % TAGS
         self._number += 1
         messages = _Messages(receives, sends, [])
@@ -253,9 +262,10 @@ _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channel] = weakref.Weak
 def _exchange_gather(
     receive: Sequence[Tensor], send: Sequence[Tensor], group: dist.ProcessGroup
 ) -> Exchange:
-    """Begin a gather by messages: send this rank's pieces to all others, and copy them in place.
+    """Begin a gather by messages: each rank sends its pieces to all others.
 
-    Nothing is sent for a piece without elements.
+    This rank's own are copied to their places in `receive` at once, unless they lie there. Nothing
+    is sent for a piece without elements.
     """
     world, here = group.size(), group.rank()
     peers = [(here + distance) % world for distance in range(1, world)]

@@ -36,8 +36,9 @@ def stand_in(shard: Tensor) -> Tensor:
 
 
 def answer(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
-    """Ask the shard of `owner`, at run time, for what to gather; returns copies of the tensors.
+    """Ask the shard of `owner`, at run time, for what to gather; return copies of the tensors.
 
+    These are the tensors to send, then those in the metadata.
     pieces, metadata: of its `Request` when the graph was compiled.
     Raises RuntimeError if its request is another one now.
     """
@@ -57,7 +58,7 @@ class Request:
 
     pieces:   dtypes and sizes of the tensors to send, then of tensors in the metadata.
     metadata: text of the metadata, without the values of tensors; and simple attributes of the
-        shard.
+        shard, except private ones ("_...").
     Making one raises ValueError if it can't be written down so: for a tensor on another device, or
     of a dtype without a name, or other metadata than tensors and simple values.
     """
@@ -107,7 +108,10 @@ class _Tensor:
 
 
 def _show(owner: ShardedParam, leaf: Any) -> Any:
-    """Return `leaf`, of metadata. Raises ValueError if its text would not tell its value."""
+    """Return `leaf`, of metadata, as it is. Raises ValueError if its text doesn't tell its value.
+
+    owner: for the message.
+    """
     if isinstance(leaf, (*_SIMPLE, _Tensor)):
         return leaf
     raise ValueError(
@@ -120,7 +124,7 @@ def ask(owner: ShardedParam) -> tuple[Request, list[Tensor]]:
     """Ask the shard of `owner` what to gather, by its `fsdp_pre_all_gather`.
 
     Returns the request, and the tensors that its `pieces` describes. Raises ValueError as `Request`
-    does.
+    does, and as `extensions.before_gather` does.
     """
     with torch.no_grad():
         sent = extensions.before_gather(owner, owner.unit, owner.shard)
@@ -142,12 +146,15 @@ def spell_out(
 ) -> Callable[[Tensor], Tensor]:
     """Make the function that a graph calls for `owner` in place of an `unshard` marker.
 
-    It takes the stand-in of the shard, and gives the unsharded parameter.
+    It takes the stand-in of the shard, and gives the unsharded parameter, with the backward of the
+    marker. To see whether that can be compiled, the user's `fsdp_pre_all_gather` is called here
+    twice, and `fsdp_post_all_gather` once.
 
     members, group, keep, reduce: arguments of the marker.
     number: of `owner` in the table of parameters.
-    Raises ValueError if it can't be compiled: the shard is on the host, its request is another one
-    each time or can't be written down, or a tensor subclass is made of what is gathered.
+    Raises ValueError if it can't be compiled: the shard is offloaded to the host, its request is
+    another one each time or can't be written down, or what is made of the gathered tensors is a
+    tensor subclass, or of another dtype than the marker's.
     """
     if owner.unit.settings.is_offloaded:
         raise ValueError(
@@ -164,6 +171,7 @@ def spell_out(
     wire = [piece for piece, _ in request.sent(tensors).pieces(owner.world)]
 
     def gather(shard: Tensor) -> Tensor:
+        """Ask for what to send, gather it by markers, and make the unsharded parameter of it."""
         asked = ops.before_gather(shard, request.pieces, request.metadata, number)
         whole = [
             ops.unshard(piece, show_members((each,)), group, keep, number)
@@ -172,6 +180,7 @@ def spell_out(
         return extensions.after_gather(owner, request.sent(asked), whole, member.dtype)[0]
 
     def gather_with_gradient(shard: Tensor) -> Tensor:
+        """Call `gather`, with the backward of an `unshard` marker in place of its own."""
         whole: Tensor = _torch.autograd.apply(
             _Gather, shard, gather, (members, group, number, reduce)
         )

@@ -69,7 +69,11 @@ class Frame:
     local: dict[int, ShardedParam] = field(default_factory=dict)
 
     def table(self) -> tuple[ParamInfo, ...]:
-        """Facts about the parameters for the passes, one entry a parameter."""
+        """Facts about the parameters for the passes, one entry a parameter.
+
+        In the order of `params`: names, axes, and whether a gather of several would send it by
+        itself; see `ParamInfo`.
+        """
         return tuple(
             ParamInfo(
                 param.name,
@@ -87,6 +91,7 @@ class Frame:
     def with_more_inputs(self) -> Iterator[None]:
         """Add inputs to the graph in this context: parameters kept unsharded, and a table's number.
 
+        They come last; `inputs` gets fake examples of them. At the end all are removed again.
         No variable of the user's is behind them; the function that `wrap` makes passes them. For
         the number see `tables.py`. A graph that reads no sharded parameter is left as it is.
         """
@@ -112,11 +117,15 @@ class Frame:
     def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap `compiled`, over local shards, in a function with the signature of Dynamo's graph.
 
-        The function passes shards, and the inputs of `with_more_inputs`. Before that, unless
-        `strict_order=False`, it raises RuntimeError if other ranks run another graph now.
+        The function passes shards, and the inputs of `with_more_inputs`. Before that it compares
+        with other ranks, if this is new, which graph runs next, or with `strict_order=False`
+        launches the gathers of all units of the model; and waits for the event that
+        `set_post_optim_event` was given. The backward of the results, as it begins, notes which of
+        them have no gradient. The function raises RuntimeError if other ranks run another graph, or
+        if a parameter is laid out otherwise than when the graph was compiled.
         `compiled` itself is returned if the graph reads no sharded parameter.
 
-        name: of the graph and its collectives, the same on every rank.
+        name: of the graph, the same on every rank.
         """
         if not self.params:
             return compiled
@@ -129,6 +138,13 @@ class Frame:
         compiled_for = listed(list(dict.fromkeys(param.unit.name for param in self.params)))
 
         def call(*args: Any) -> Any:
+            """Compare with other ranks which graph runs next, then run `compiled` over shards.
+
+            With `strict_order=False` the gathers of all units are launched instead of the former.
+            Before it runs, compute waits for the event of `set_post_optim_event`. Parameters kept
+            unsharded, and the table's number, are passed, too. The backward of the results, as it
+            begins, notes which of them have no gradient. Raises as `Frame.wrap` says.
+            """
             values = list(args)
             table = tables.of([values[position] for position in in_table])
             # Blocks that are alike run one graph: which of them runs next has to be told, too.
@@ -157,8 +173,9 @@ class Frame:
 def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) -> None:
     """Have the backward of `results` tell `table`, as it begins, which of them have no gradient.
 
-    It tells `step`, too, that backward begins. Results without a backward are left alone. Backward
-    raises RuntimeError for a gradient that is a DTensor, unless one of the results is a DTensor.
+    It tells `step`, too, that backward begins. Results without a compiled backward are left alone.
+    Backward raises RuntimeError for a gradient that is a DTensor, unless one of the results is a
+    DTensor.
     """
     node = _torch.aot.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
@@ -167,6 +184,10 @@ def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) 
     has_dtensors = any(isinstance(result, DTensor) for result in results)
 
     def note(grads: Sequence[Tensor | None]) -> None:
+        """Set `table.unused_outputs`, as backward begins, to the outputs without one of `grads`.
+
+        Tells `step`. Raises RuntimeError for a DTensor, unless a result of forward is one.
+        """
         if step is not None:
             step.begin_backward()
         for grad in grads if not has_dtensors else ():
@@ -187,8 +208,8 @@ def follow_replaced(example_inputs: Sequence[Any]) -> bool:
     """Have units take note of parameters among the inputs that were replaced or converted.
 
     Returns whether there are any. The graph was then traced with what stood there before (of
-    another dtype, or with ties undone), so that it has to be traced again. Raises ValueError for a
-    replacement that is not sharded alike.
+    another dtype, or with ties undone), so that it has to be traced again. Raises as
+    `ShardedParam.refresh`: ValueError for a replacement that is not sharded alike.
     """
     changed = False
     for value in example_inputs:
@@ -206,9 +227,10 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
 
     A marker is the op that gathers a parameter; parameters have numbers from 0, in the order of
     their first markers. Parameters that the graph uses as DTensors (in a user's own DTensor code)
-    are still taken as DTensors. Raises
-    ValueError for a marker of something else than a parameter, for a parameter that is used as
-    `_check_uses` forbids, or whose all-gather extension can't be compiled.
+    are still taken as DTensors. Dynamo is kept from guarding layouts that the tables look at.
+    Raises ValueError for a marker of something else than a parameter, for a parameter that is
+    written to, or read under no_grad and used with gradients, or whose all-gather extension can't
+    be compiled.
     """
     frame = Frame(gm, list(example_inputs))
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -238,7 +260,10 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
 
 
 def _only_read_locally(node: fx.Node) -> bool:
-    """Tell whether `node`, a DTensor, is only asked for its local tensor, here or in a subgraph."""
+    """Tell whether `node`, a DTensor, is only asked for its local tensor, here or in a subgraph.
+
+    False if nothing uses it.
+    """
     if not node.users:
         return False
     for user in node.users:
@@ -253,6 +278,7 @@ def _only_read_locally(node: fx.Node) -> bool:
 def _localize(node: fx.Node, *, as_stand_in: bool) -> Any:
     """Make `node`, a DTensor, the local tensor itself, or its stand-in, in subgraphs, too.
 
+    Nodes that asked for its local tensor are replaced by it, and erased.
     as_stand_in: for an extended parameter; see `extensions.py`.
     Returns an example of what `node` is now.
     """
@@ -370,7 +396,7 @@ def _is_used_with_grad(marker: fx.Node) -> bool:
 
 
 def _subgraphs(node: fx.Node) -> list[fx.GraphModule]:
-    """Graph modules that `node`, a higher-order op, calls."""
+    """Graph modules that `node`, a higher-order op, calls; none for any other node."""
     if node.op != "call_function" or node.graph.owning_module is None:
         return []
     found = []
@@ -417,10 +443,11 @@ def _example_of_unsharded(param: ShardedParam) -> Tensor:
 
 
 def _kept_unsharded(params: list[ShardedParam]) -> list[Tensor]:
-    """Return `params` unsharded: those that their units keep, and others gathered now.
+    """Return `params` unsharded, in order: those that their units keep, and others gathered now.
 
-    A unit that is not configured to keep them lets go of them again: at once, as the graph holds
-    what it needs; or, in a checkpoint, at the end of the backward that runs the graph again.
+    Launches all gathers, then waits for them. Units note in which precision they compute. A unit
+    that is not configured to keep them lets go of them again: at once, as the graph holds what it
+    needs; or, in a checkpoint, at the end of the backward that runs the graph again.
     """
     units = list(dict.fromkeys(param.unit for param in params))
     for unit in units:
@@ -440,7 +467,7 @@ def _kept_unsharded(params: list[ShardedParam]) -> list[Tensor]:
 
 
 def _let_go(unit: Unit) -> None:
-    """Drop the unsharded parameters kept for `unit`: only the step that runs now needs them."""
+    """Drop the unsharded parameters kept for `unit`, and have its markers gather again."""
     unit.kept = None
     unit.describe()
 
@@ -468,7 +495,10 @@ def _input_for(param: Tensor, is_extended: bool) -> Tensor:
 def _shards(
     params: list[Tensor], extended: list[bool], table: Table, units: list[Unit]
 ) -> Sequence[Tensor]:
-    """Return what the graph takes for `params`, with a backward if one of them needs a gradient."""
+    """Return what the graph takes for `params`, with a backward if one of them needs a gradient.
+
+    In the order of `params`; without a backward under no_grad. Raises as `_input_for`.
+    """
     inputs = list(map(_input_for, params, extended))
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
         shards: tuple[Tensor, ...] = _torch.autograd.apply(
@@ -499,6 +529,10 @@ class _LocalShards(torch.autograd.Function):
     def forward(
         ctx: Any, table: Table, units: list[Unit], inputs: list[Tensor], *params: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return `inputs`, detached; differentiable are those whose parameter needs a gradient.
+
+        Each of `units` notes the use of its parameters, until backward has their gradients.
+        """
         ctx.table = table  # backward looks things up in it
         ctx.use = Use(table.members, ctx)
         for unit in units:
@@ -517,6 +551,14 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Hand on the shards' `grads`, which are reduced, as DTensors, or put them in `.grad` itself.
+
+        The latter where `.grad` is empty and the parameter has no hooks, so that None is handed on.
+        None is also handed on for a gradient that waits, or that no rank has, and hooks of that
+        parameter do not run. In units that `sends_unused`, trainable parameters without a `.grad`
+        get zeros. If gradients wait, the end of the running backward reduces those of the model.
+        Raises RuntimeError if a parameter was written to since forward.
+        """
         ctx.use.end()
         for unit in ctx.table.units:
             unit.shows_unsharded = False

@@ -58,6 +58,10 @@ def _implements(op: Any) -> Callable[[_Kernel], _Kernel]:
 def _unshard(
     shard: Tensor, members: str, group: str, keep: bool, param: int, *, reduce: str = ""
 ) -> Tensor:
+    """Gather `shard`, and wait; a copy, cast, if the group has one rank.
+
+    A shard that lives on the host is first copied to the device that `reduce` names.
+    """
     (member,) = read_members(members)
     shard = shard.detach().to(ops.UnshardOptions.read(reduce).host_device or shard.device)
     if groups.size(group) == 1:  # an op's output may not alias its input
@@ -75,6 +79,10 @@ def _reduce_grad(
     table: Tensor | None = None,
     outputs: Sequence[int] = (),
 ) -> Tensor:
+    """Reduce `grad`, wait, and return its shard: the ops of a bucket one after another.
+
+    On the host if the member says so.
+    """
     told = ops.show_outputs([outputs]) if outputs else ""
     packed = _pack_grads([grad], members, group, 0, table, [param], told)
     ticket = _launch_reduce(packed, members, group, 0)
@@ -109,6 +117,11 @@ def _hold_grad(
     table: Tensor | None = None,
     outputs: Sequence[int] = (),
 ) -> Tensor:
+    """Let `grad` wait for a later backward, and return zeros for its shard; see `reduce.hold`.
+
+    If `torch.autograd.grad` asks for it, it is reduced instead, and its shard returned. It is
+    absent on this rank if the backward has a gradient for none of `outputs`.
+    """
     known = table_at(table)
     assert known is not None
     has_grad = not known.lacks(outputs)
@@ -154,6 +167,7 @@ def _launch_gather(
     copies: bool = False,
     grouped: bool = False,
 ) -> Tensor:
+    """Launch a bucket's gather, and return a ticket for it."""
     launch = collectives.launch_grouped_gather if grouped else collectives.launch_gather
     flight = launch(tensors, read_members(members), group, copies=copies, bucket=bucket)
     return _ticket(flight, tensors[0])
@@ -161,6 +175,7 @@ def _launch_gather(
 
 @_implements(ops.wait_gather)
 def _wait_gather(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
+    """Wait for the gather of `ticket`, and return the unsharded parameters. Raises as `_take`."""
     flight = _take(ticket)
     assert isinstance(flight, (InFlight, GroupedFlight))
     return collectives.wait_gather(flight)
@@ -219,6 +234,10 @@ def _pack_grads(
 
 @_implements(ops.launch_reduce)
 def _launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
+    """Launch the reduce-scatter of what `_pack_grads` has packed; return a new ticket.
+
+    Launches nothing if each unit's reduce was launched there already.
+    """
     flight = _redeem(ticket)
     if isinstance(flight, InFlight):
         flight = collectives.launch_reduce(flight)
@@ -227,6 +246,11 @@ def _launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Ten
 
 @_implements(ops.all_reduce)
 def _all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
+    """Launch the all-reduce of what `ticket` reduce-scatters; return a new ticket.
+
+    On a device, the stream of all-reduces waits for the reduce-scatter, not compute; on a CPU the
+    host does. What the reduce-scatter reads is kept until the all-reduce is waited for.
+    """
     flight = _redeem(ticket)
     if isinstance(flight, UnitReductions):
         flight.advance()
@@ -239,6 +263,11 @@ def _all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor
 
 @_implements(ops.wait_reduce)
 def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[Tensor]:
+    """Wait for the reduce of `ticket`, and return this rank's shards of the mean gradients.
+
+    Where a gradient may be absent on some ranks, sets `is_withheld` of its parameter: whether it is
+    on all. Raises as `_take`.
+    """
     flight = _redeem(ticket)
     if isinstance(flight, UnitReductions):
         return flight.wait(ticket, members, group)
@@ -250,8 +279,9 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
 
 
 def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tensor:
-    """Make a ticket for `flight`, on the device of `like`.
+    """Make a ticket for `flight`, one byte on the device of `like`.
 
+    `flight` is kept until `_take` has it, or until the ticket is freed: then `_drop` is called.
     keep: what must outlive `flight`.
     """
     ticket = like.new_empty(1, dtype=torch.uint8)
@@ -265,7 +295,9 @@ def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tenso
 def _drop(address: int, *, is_on_host: bool) -> None:
     """Drop the entry of a ticket that was freed without a wait; compute on a device waits then.
 
-    A `Reduction` sees to that itself.
+    address: the ticket's. Does nothing if its entry was taken.
+    is_on_host: whether the ticket lay on a CPU: then only copies are waited for.
+    `UnitReductions` see to the wait themselves.
     """
     entry = _in_flight.pop(address, None)
     if entry is None:
@@ -293,7 +325,10 @@ def _redeem_copy(ticket: Tensor) -> Copies:
 
 
 def _take(ticket: Tensor) -> Flight:
-    """Take out what `ticket` stands for. Raises RuntimeError if it stands for nothing any more."""
+    """Return what `ticket` stands for, and forget it. Raises RuntimeError for one taken before.
+
+    So it does if an exception has dropped what was in flight.
+    """
     try:
         entry = _in_flight.pop(ticket.data_ptr())
     except KeyError:

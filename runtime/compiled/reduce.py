@@ -46,7 +46,9 @@ def _comes_again(owner: ShardedParam) -> bool:
 def add_pending(owners: Sequence[ShardedParam], grads: list[Tensor], dtype: torch.dtype) -> None:
     """Add to each of `grads` those of its owner that came before: the list is changed.
 
-    Gradients of earlier backwards, which wait, are only added to a gradient that goes to `.grad`.
+    They are taken out of the owner: those of this backward (`arriving`), and of earlier ones
+    (`pending`). Gradients of earlier backwards, which wait, are only added to a gradient that goes
+    to `.grad`.
 
     owners: the parameter of each gradient. dtype: in which sums are made.
     """
@@ -66,8 +68,9 @@ def hold(
 ) -> Tensor:
     """Let `grad` of `owner` wait for a later backward. Returns a shard of zeros in its place.
 
-    If `torch.autograd.grad` asks for it, it does not wait: it is reduced, and its shard returned. A
-    gradient that the running backward is not to accumulate is dropped.
+    Sets `is_withheld` of `owner`, so that these zeros don't go to `.grad`. If `torch.autograd.grad`
+    asks for it, it does not wait: it is reduced, and its shard returned. A gradient that the
+    running backward is not to accumulate is dropped.
 
     grad: unsharded; None if this rank has none.
     members, group: as of the op `hold_grad`.
@@ -89,7 +92,11 @@ def hold(
 
 
 def _hold(owner: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> None:
-    """Let `grad` wait for a later backward, or for further gradients of `owner` in this one."""
+    """Let `grad` wait for a later backward, or for further gradients of `owner` in this one.
+
+    It is copied, or added to those that wait already, in `dtype`. None adds nothing; but with the
+    last of this backward, those that came before in it go on to wait for a later one.
+    """
     if _comes_again(owner):
         if grad is not None:
             reduce.arrive(owner, grad, dtype, is_borrowed=True)
@@ -158,7 +165,9 @@ def _has_before(owner: ShardedParam) -> bool:
 class UnitReductions:
     """Reductions of one bucket's gradients, unit by unit, launched as this is made.
 
-    Gradients that are not to be reduced now are kept to wait instead.
+    Gradients that are not to be reduced now are kept to wait instead, or dropped if the running
+    backward is not to accumulate them. Making this raises RuntimeError if a unit lets gradients
+    wait that has post-accumulate-grad hooks.
 
     grads:  unsharded, None where this rank has none.
     owners: the parameter of each.
@@ -192,6 +201,7 @@ class UnitReductions:
         """Select those of `grads`, of `unit`, that are not reduced now.
 
         That is all if the unit doesn't sync; RuntimeError if it has post-accumulate-grad hooks.
+        Else it is those whose parameter has another gradient to come in this backward.
         """
         if not unit.reducer.syncs:
             unit.check_may_wait()  # told to wait after forward
@@ -208,8 +218,9 @@ class UnitReductions:
         *,
         handed_out: bool,
     ) -> None:
-        """Launch the reduction of `grads`, with those that came before added.
+        """Launch the reduction of `grads`, with those that came before added; `wait` waits for it.
 
+        Gradients that the backward is not to accumulate are sent all the same, for nothing.
         handed_out: whether they go to `torch.autograd.grad`: then nothing is added.
         """
         wanted = {owner for owner in grads if handed_out or _is_accumulated(owner)}
@@ -227,11 +238,11 @@ class UnitReductions:
             reduction.advance()
 
     def wait(self, like: Tensor, members: str, group: str) -> list[Tensor]:
-        """Wait, and return this rank's parts of the gradients, one for each owner.
+        """Wait, and return this rank's parts of the gradients, one for each owner, in order.
 
-        Where a gradient still waits, or no rank has one, it is zeros, and `is_withheld` of its
-        parameter is set. They are contiguous: a compiler may count on the strides of what a graph
-        waits for.
+        They have the dtype and the device that `members` say. Where a gradient still waits, or no
+        rank has one, it is zeros, and `is_withheld` of its parameter is set. They are contiguous: a
+        compiler may count on the strides of what a graph waits for.
 
         members, group: of the bucket. like: a tensor on the device of gradients.
         """

@@ -45,7 +45,7 @@ class Table:
 
     @property
     def root(self) -> Unit:
-        """Unit of the outermost module that the parameters are in."""
+        """Unit of the outermost sharded module that the parameters are in."""
         known = self._root()
         if known is None or not known.is_root:
             known = unit_of(root_of(self[0]))
@@ -94,8 +94,9 @@ class Tables:
     def of(self, params: Sequence[Tensor]) -> Table:
         """Return the table of these `nn.Parameter`s, made when they are first met.
 
-        Raises RuntimeError if one is laid out otherwise than the parameter that the graph was
-        compiled with: Dynamo doesn't look at that, see `_torch.dynamo.leave_layouts_unguarded`.
+        Raises RuntimeError if one is not sharded, or laid out otherwise than the parameter that the
+        graph was compiled with: Dynamo doesn't look at that, see
+        `_torch.dynamo.leave_layouts_unguarded`.
         """
         key = tuple(map(id, params))
         table = self._by_ids.get(key)
@@ -104,6 +105,7 @@ class Tables:
         return table
 
     def _resolved(self, params: Sequence[Tensor]) -> list[ShardedParam]:
+        """Find the sharded parameters of `params`. Raises RuntimeError as `of` does."""
         found = [resolve(param) for param in params]
         for sharded, layout in zip(found, self._layouts, strict=True):
             if sharded is None or sharded.layout != layout:

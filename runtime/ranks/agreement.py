@@ -55,10 +55,11 @@ Agreed = set[tuple[str, tuple[str, ...]]]
 
 
 def agree(frame: str, outcome: CompileOutcome, mesh: DeviceMesh, agreed: Agreed) -> str | None:
-    """Exchange outcomes with all ranks of `mesh`; returns the error of the first rank that has one.
+    """Exchange outcomes with all ranks of `mesh`; return the error of the first rank that has one.
 
-    None if no rank has one. Nothing is exchanged if this rank is alone, or if its outcome is in
-    `agreed`.
+    None if no rank has one. Ranks wait for each other, up to the group's timeout; at the first time
+    for a frame up to 10 minutes, if that is more. Nothing is exchanged if this rank is alone, or if
+    its outcome is in `agreed`.
     frame: a name for what was compiled, the same on every rank.
     agreed: outcomes that need not be compared any more; this one is added if all ranks have it.
     Raises PlansDiffer, naming the ranks, if they compiled different collectives, and RuntimeError
@@ -108,7 +109,8 @@ def agree(frame: str, outcome: CompileOutcome, mesh: DeviceMesh, agreed: Agreed)
 def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
     """Raise RuntimeError, with the first difference, unless all of `mesh` have the same `lines`.
 
-    All ranks of `mesh` call this; it also raises RuntimeError if some don't in time.
+    All ranks of `mesh` call this, and wait for each other; it also raises RuntimeError if some
+    don't come in time. Does nothing where this rank is alone.
     topic: tells the comparison from others, the same on every rank.
     what: what is compared, in words, "the model to shard".
     """
@@ -128,7 +130,7 @@ def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceM
     """Describe the first difference between `lines` here and on rank `other`, where they differ.
 
     All ranks of `mesh` call this, after an exchange that showed that lines differ. If `other` does
-    not send its lines in time, the text says that.
+    not send its lines in time, the text says that. Raises DistError if the store is gone.
     """
     text = read_from(other, f"differing/{topic}", json.dumps(list(lines)), mesh)
     if text is None:
@@ -141,6 +143,7 @@ def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceM
 def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) -> str:
     """Return the `text` that the first rank of `mesh` has given; all of its ranks call this.
 
+    They wait for each other. Where this rank is alone, it gets its own `text`.
     frame: what the text is about, the same on every rank.
     is_first: whether nothing of `frame` was compared before: ranks may be a compilation apart, and
         wait for longer.

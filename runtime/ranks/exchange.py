@@ -51,7 +51,7 @@ def exchange(
     hint: str,
     may_differ: bool = False,
 ) -> dict[int, str]:
-    """Exchange answers with all ranks of `mesh`; returns those of all, by global rank.
+    """Exchange answers with all ranks of `mesh`; return those of all, by global rank.
 
     All ranks call this with one `topic`, and wait for each other.
     failed, hint: what the message of an error begins and ends with.
@@ -105,7 +105,10 @@ def skip_backend(backend: str) -> None:
 
 
 def mesh_name(mesh: DeviceMesh) -> str:
-    """Name that tells `mesh` from others, the same on all its ranks."""
+    """Name that tells `mesh` from others, the same on all its ranks.
+
+    That of the process group if it is 1-D; else made of its shape and its ranks.
+    """
     if mesh.ndim == 1:
         return str(mesh.get_group().group_name)
     if mesh not in _names:  # each forward asks, and there may be many ranks
@@ -159,6 +162,7 @@ class _Local(threading.local):
         self.sessions: weakref.WeakKeyDictionary[Any, _Sessions] = weakref.WeakKeyDictionary()
 
     def next_round(self, topic: str) -> int:
+        """Return the number of the next round of `topic`, from 0 on, and count it as begun."""
         number = self.rounds.get(topic, 0)
         self.rounds[topic] = number + 1
         return number
@@ -166,7 +170,7 @@ class _Local(threading.local):
     def sessions_of(self, mesh: DeviceMesh) -> _Sessions:
         """Return the sessions over the default store, made if there are none.
 
-        Also sets the time for the store to answer in to the timeout of `mesh`.
+        Also sets the time for the store to answer in to the timeout of collectives over `mesh`.
         """
         store = _torch.dist.default_store()
         if store not in self.sessions:
@@ -181,7 +185,10 @@ _local = _Local()
 
 @contextlib.contextmanager
 def _store_may_end(failed: str, hint: str) -> Iterator[None]:
-    """Turn an error of the store in this context into a RuntimeError that explains it."""
+    """Turn an error of the store in this context into a RuntimeError that explains it.
+
+    failed, hint: what its message begins and ends with.
+    """
     try:
         yield
     except dist.DistError as error:
@@ -193,7 +200,11 @@ def _store_may_end(failed: str, hint: str) -> Iterator[None]:
 
 
 def _leave_together(store: Store, place: str, ranks: Iterable[int]) -> None:
-    """Wait until all `ranks` are here, for at most LEAVING_S, or until the store is gone."""
+    """Say that this rank is here, and wait for all other `ranks`, for at most LEAVING_S.
+
+    It doesn't wait, and raises nothing, if the store is gone.
+    place: prefix of the keys by which ranks say so.
+    """
     keys = {rank: f"{place}/leaves/{rank}" for rank in ranks}
     with contextlib.suppress(dist.DistError):
         store.set(keys[dist.get_rank()], "1")
@@ -205,8 +216,9 @@ def _answers(
 ) -> tuple[dict[int, str], str]:
     """Exchange answers with all ranks of `mesh`.
 
-    Returns them by rank, and the prefix of their keys in the store. After an exception this rank's
-    answer is gone from the store, and its next call on `topic` is in the same round.
+    Returns them by rank, and the prefix of their keys in the store, where they stay until the next
+    round of `topic`. At the first call for a mesh its session is agreed on. After an exception this
+    rank's answer is gone from the store, and its next call on `topic` is in the same round.
     Raises RuntimeError if some ranks don't answer in time, or wait elsewhere for this one.
     """
     sessions, rank = _local.sessions_of(mesh), dist.get_rank()

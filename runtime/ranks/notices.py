@@ -37,7 +37,8 @@ def wait_and_look(
     place: prefix of the exchange's keys. While this rank waits, a notice in the store says where.
     what, hint: what the message of an error begins and ends with.
     Raises RuntimeError after `timeout`, or if a missing rank waits, at another place or in a
-    collective, for this one: the two would wait for ever. At another place, that rank raises, too.
+    collective, for this one: the two would wait for ever. At another place, that rank raises, too:
+    this one takes its answer back and waits some seconds for that, before it raises.
     """
     rank = dist.get_rank()
     notice = {"what": what, "place": place, "gives_up": False}
@@ -66,6 +67,7 @@ def wait_and_look(
 def collective_notice(rank: int, thread: int) -> dict[str, Any]:
     """Notice of the collective that a thread of `rank` has waited for, if for long; else {}.
 
+    Its keys: "what", in words, "group", and "number" of the collective there.
     thread: its `threading.get_ident()`. Long is more than PATIENCE_S.
     """
     waiting = collectives.waiting.get(thread)
@@ -94,7 +96,7 @@ def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
 
 
 def _describe(store: Store, session: str, other: int) -> str:
-    """Describe where rank `other` waits, by its notices in the store."""
+    """Describe where rank `other` waits, by its notices in the store; "rank 1" if it has none."""
     notice = _notice(store, session, other) or _read(store, collective_key(session, other))
     return str(notice.get("what", f"rank {other}"))
 

@@ -42,8 +42,9 @@ class CollectiveOrder:
     """Steps of `_known` that may be running again, each with the place that it has come to."""
 
     def take(self, event: str) -> None:
-        """Note that `event` is about to be launched; wait for other ranks if it is new here.
+        """Note that `event` is about to be launched; compare with other ranks if it is new here.
 
+        They wait for each other then. What is new here: see the class.
         event: the collective in words, the same on every rank.
         Raises RuntimeError if other ranks launch another one, or don't come in time.
         """
@@ -51,7 +52,11 @@ class CollectiveOrder:
         self._taken.append(event)
 
     def end(self) -> None:
-        """Note that the phase is over. Raises RuntimeError if it goes on for other ranks."""
+        """Note that the phase is over, and remember its collectives for later steps.
+
+        Does nothing if it had none. Compares with other ranks if the end is new here, and raises
+        RuntimeError if the phase goes on for them, or if they don't come in time.
+        """
         if self._taken:
             self._check(_END)
             others = [known for known in self._known if known and known != self._taken]
@@ -61,7 +66,8 @@ class CollectiveOrder:
     def forget(self) -> None:
         """Note that an exception broke the phase off.
 
-        The steps before are forgotten: the next one may expect only what was launched until then.
+        The steps before are forgotten: the next one may expect only what was launched until then,
+        and compares the rest. Other ranks are not told.
         """
         self._known = [self._taken]
         self._start()
@@ -70,7 +76,11 @@ class CollectiveOrder:
         self._taken, self._ahead = [], [(known, 0) for known in self._known]
 
     def _check(self, event: str) -> None:
-        """Compare `event` with other ranks unless all steps of `_ahead` go on with it."""
+        """Compare `event` with other ranks unless all steps of `_ahead` go on with it.
+
+        Then go on in those that do; if none does, in the latest step, behind `event`. Raises
+        RuntimeError as `take`.
+        """
         same = [(known, at) for known, at in self._ahead if _at(known, at) == event]
         if len(same) < len(self._ahead):
             _compare(self.key, self.topic, event, self.mesh)
@@ -101,8 +111,10 @@ class ForwardOrder(threading.local):
         self._after: dict[tuple[str, str], str] = {}
 
     def take(self, event: str, mesh: DeviceMesh) -> None:
-        """Note that the forward `event` begins; wait for other ranks if it is new after the last.
+        """Note that the forward `event` begins; compare with other ranks if it is new.
 
+        It is new unless it also came next when the forward before it on `mesh` last ran. Ranks that
+        compare wait for each other.
         event: the forward in words, the same on every rank.
         Raises RuntimeError if other ranks of `mesh` begin another one, or don't come in time.
         """
@@ -118,9 +130,10 @@ forward_order = ForwardOrder()
 
 
 def compare_event(event: str, mesh: DeviceMesh, *, hint: str) -> None:
-    """Raise RuntimeError unless all ranks of `mesh` come to the same `event`; waits for them.
+    """Raise RuntimeError unless all ranks of `mesh` come to the same `event`; wait for them.
 
-    For what is rare, as each call is an exchange over the store.
+    Also raises it if some don't come within the group's timeout. For what is rare, as each call is
+    an exchange over the store. Does nothing where this rank is alone.
     hint: what to do about it, the end of the message.
     """
     _compare("program", "the program", event, mesh, hint=hint)
@@ -142,9 +155,10 @@ _RECOMPILE_HINT = (
 def _compare(
     key: str, topic: str, event: str, mesh: DeviceMesh, *, hint: str = _ORDER_HINT
 ) -> None:
-    """Raise RuntimeError unless all ranks of `mesh` come to `event` in time.
+    """Raise RuntimeError unless all ranks of `mesh` come to `event` in time; wait for them.
 
-    key, topic: as of a `CollectiveOrder`.
+    Does nothing where this rank is alone.
+    key, topic: as of a `CollectiveOrder`. hint: the end of the message.
     """
     if is_alone(mesh):
         return

@@ -31,7 +31,8 @@ _Question = tuple[Callable[[], Any], queue.SimpleQueue[Any]]
 class Store:
     """Client of a `torch.distributed.Store` that waits for an answer no longer than `limit_s`.
 
-    Then it raises DistNetworkError, and so does every later question, at once.
+    Then it raises DistNetworkError, and so does every later question, at once. A thread asks, over
+    a connection of its own (a clone of `store`), from when this is made until it is freed.
     idle: called with the store itself by the thread that asks, whenever there was nothing to ask
         for IDLE_S.
     """
@@ -68,7 +69,10 @@ class Store:
         self._ask(lambda: self._store.delete_key(key))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """Have the thread call `question`; return what that returns, or raise what it raises."""
+        """Have the thread call `question`; return what that returns, or raise what it raises.
+
+        Raises DistNetworkError after `limit_s` without an answer, and at once in all later calls.
+        """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
             if self._is_silent:
@@ -86,7 +90,11 @@ class Store:
 
 
 def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]) -> None:
-    """Answer questions in turn until a None comes, as the thread of a `Store` does."""
+    """Answer questions in turn until a None comes, as the thread of a `Store` does.
+
+    What a question returns, or the exception that it raises, is put into its queue. When none came
+    for IDLE_S, `idle` is called, and its exceptions are passed over.
+    """
     while True:
         try:
             each = asked.get(timeout=IDLE_S)
@@ -116,7 +124,7 @@ class Arrivals:
         self._longest_pause_s = LONGEST_PAUSE_S * max(1.0, len(keys) / MANY)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for all keys; returns whether they come within `seconds`."""
+        """Wait for all keys; return whether they come within `seconds`. Looks at least once."""
         deadline, pause_s = time.monotonic() + seconds, 0.001
         while not self._store.check(list(self._keys.values())):
             if time.monotonic() > deadline:

@@ -64,6 +64,7 @@ class _Open:
 class Watchdog:
     """Watchdog of this process, from when it is made to `stop`: logs which collective ranks are at.
 
+    Making one starts a daemon thread, and has collectives observed.
     after_s: seconds that a collective may take.
     store: a client of the store for the watchdog alone.
     """
@@ -96,7 +97,10 @@ class Watchdog:
             self._observing.__exit__(None, None, None)
 
     def _launched(self, issued: Issued) -> None:
-        """Open an entry for `issued`; see `collectives.observe`."""
+        """Open an entry for `issued`, right before its launch, and count it in its group.
+
+        The entry is dropped if `issued` is freed without a wait.
+        """
         key = id(issued)
         with self._lock:
             number = self._counts[issued.group] = self._counts.get(issued.group, 0) + 1
@@ -113,7 +117,11 @@ class Watchdog:
                 del self._open[key]
 
     def _waited(self, issued: Issued) -> None:
-        """Close the entry of `issued`; on a device, once that has passed an event recorded now."""
+        """Close the entry of `issued`, which was waited for, if it has one.
+
+        On a device it stays open until that has passed an event, recorded now; not while a CUDA
+        graph is captured.
+        """
         with self._lock:
             entry = self._open.get(id(issued))
             if entry is None:
@@ -125,7 +133,10 @@ class Watchdog:
                 del self._open[id(issued)]
 
     def _run(self) -> None:
-        """Answer other ranks, and log reports, until stopped or without a store."""
+        """Answer other ranks, and log reports as errors, until stopped; the watchdog's thread.
+
+        A RuntimeError, as when the store is gone, stops the watchdog, and is logged for debugging.
+        """
         try:
             while not self._stop.wait(min(LOOK_S, self._after_s / 2)):
                 self._answer()
@@ -139,7 +150,8 @@ class Watchdog:
     def _stuck(self) -> _Open | None:
         """Return the oldest collective that has not ended, if it is late and due for a report.
 
-        It is due once it is `after_s` old, and then each time that its age has doubled.
+        It is due once it is `after_s` old, and then each time that its age has doubled; what is
+        returned counts as reported. Entries that the device has passed are dropped first.
         """
         with self._lock:
             for key, entry in list(self._open.items()):
@@ -164,7 +176,11 @@ class Watchdog:
             self._store.set(f"{_ANSWER}/{asked}/{self._rank}", json.dumps(self._position()))
 
     def _position(self) -> dict[str, Any]:
-        """Where this rank is: its line of code, and of each group [number, collective, waits]."""
+        """Where this rank is: {"code": its line, "groups": {name: [number, collective, waits]}}.
+
+        number, collective: the latest launched over the group, the latter in words.
+        waits: whether one of the group has not ended.
+        """
         with self._lock:
             waits = {entry.what.group for entry in list(self._open.values())}
             return {
@@ -176,7 +192,10 @@ class Watchdog:
             }
 
     def _report(self, stuck: _Open) -> str:
-        """Ask the ranks of the group of `stuck` where they are; describe each in a line."""
+        """Ask the ranks of the group of `stuck` where they are; describe each in a line.
+
+        Waits ANSWER_S at most, and answers others meanwhile. The first line is of this rank.
+        """
         asked = self._store.add(_ASKED, 1)
         group = stuck.what.group
         ranks = dist.get_process_group_ranks(_torch.dist.resolve_group(group))
@@ -224,7 +243,11 @@ def _line(rank: int, position: dict[str, Any] | None, group: str, number: int) -
 
 
 def _code_of(frame: FrameType | None) -> str:
-    """Describe where the user's code is: the innermost Python frame outside autoshard and torch."""
+    """Describe where the user's code is: the innermost Python frame outside autoshard and torch.
+
+    As "train.py:17 in load_batch". If there is none, it is the innermost of all; for None "its
+    end".
+    """
     innermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
