@@ -312,6 +312,7 @@ _smaller: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
 def smaller_axes(axes: Axes, ranks: int) -> Axes:
     """Make axes that shard over groups of `ranks` neighbors along the shard axis of `axes`.
 
+    They replicate over nothing.
     ranks: a divisor of the number of ranks that shard.
     All ranks of the mesh call this together; a mesh is made once for each number of ranks.
     """

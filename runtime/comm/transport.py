@@ -87,6 +87,7 @@ def gather(
 
     receive: 1D, contiguous, with room for the pieces of all ranks in turn.
     send: 1D, this rank's piece, which may lie in its place in `receive`.
+    By messages where `sends_members`, else by torch's all-gathers, several of them in one call.
     Returns works, all of which have to be waited for; tensors must live until then.
     """
     if _by_messages(group, receive[0].device):

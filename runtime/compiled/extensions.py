@@ -131,6 +131,7 @@ def ask(owner: ShardedParam) -> tuple[Request, list[Tensor]]:
         beside: list[Tensor] = []
 
         def take(leaf: Any) -> Any:
+            """Return `leaf`, of the metadata; of a tensor a placeholder, and put it in `beside`."""
             if not isinstance(leaf, Tensor):
                 return leaf
             beside.append(leaf.detach().reshape(leaf.shape or (1,)))  # a member has dims

@@ -551,7 +551,7 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Hand on the shards' `grads`, which are reduced, as DTensors, or put them in `.grad` itself.
+        """Hand on the reduced `grads` of shards, as DTensors, or put them in `.grad` itself.
 
         The latter where `.grad` is empty and the parameter has no hooks, so that None is handed on.
         None is also handed on for a gradient that waits, or that no rank has, and hooks of that
