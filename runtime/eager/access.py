@@ -49,6 +49,7 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
     """Register `param` as `module.attribute`, and have a read of that in forward gather it.
 
     The class of `module` is replaced by a subclass with a property for each parameter bound so far.
+    `param` notes the place, and puts there what a read under torch.compile hands to the marker.
     """
     module._parameters[attribute] = param.param
     bound = module.__dict__.setdefault(PARAMS, {})
@@ -61,6 +62,9 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
 def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     """Make `module` the head of `unit`: hooks on its forward begin and end the unit's use.
 
+    The hook before forward runs before all others, the one after it also where forward raises. A
+    hook on `state_dict()` gives buffers the dtypes from before casts. torch's `fully_shard` and
+    `replicate` are made to leave the module alone.
     mixin: the class that gives `module` its methods, put before its own class: `ShardedModule`.
     """
     module.__dict__[UNIT] = unit
@@ -73,10 +77,10 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
 
 
 def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
-    """Yield the pairs of `named`, with the unsharded copy of each parameter that has one now.
+    """Yield the pairs of `named`, with a parameter's unsharded copy in its place if it has one now.
 
     named: what `nn.Module.named_parameters()` yields. `reads.registered` says which parameters have
-        a copy. Inside `as_sharded()` all pairs are yielded as they are.
+        a copy. Parameters of no unit, and all inside `as_sharded()`, are yielded as they are.
     """
     for name, param in named:
         sharded = None if _asks_for_shards.get() else find(param)
@@ -119,6 +123,7 @@ def original_class(module: nn.Module) -> type:
 def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
     """Give `module` the subclass with a property for each parameter that is bound to it.
 
+    Modules of one class that have the same names and mixins share a subclass, made once.
     mixins: classes put before its own; () for those that it has already.
     """
     original = original_class(module)
@@ -135,6 +140,7 @@ def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]
     """Make a subclass of `mixins` and `original` with a property for each of the `names`.
 
     It has the name of `original`, follows conversions and loads, and refuses deepcopy and pickle.
+    The forward of an `nn.RNNBase` reads its weights by the properties, not from a list kept before.
     """
     namespace: dict[str, Any] = {name: _make_property(name) for name in names}
     if issubclass(original, nn.RNNBase):
@@ -153,7 +159,11 @@ def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]
 
 
 def _make_apply(original: type) -> Callable[..., nn.Module]:
-    """Make the method `_apply` for the subclass of `original`; `to()` and its like call it."""
+    """Make the method `_apply` for the subclass of `original`; `to()` and its like call it.
+
+    It converts as `original` does, and units take over new dtypes. Sharded parameters are left
+    alone where the conversion would change none of a module's own.
+    """
 
     def apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert `module` as `original._apply(module, convert, recurse)` does, and return it.
@@ -180,7 +190,7 @@ def _make_apply(original: type) -> Callable[..., nn.Module]:
 
 
 def _changes_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Tell whether `module`'s own parameters are all sharded, and `convert` returns each shard.
+    """Tell whether `module`'s own parameters are all DTensors whose shards `convert` returns as is.
 
     Calls `convert` on the shards, up to the first that it replaces. True without parameters.
     """
@@ -203,6 +213,11 @@ def _make_load(original: type) -> Callable[..., None]:
     """
 
     def load(module: nn.Module, state: Any, prefix: str, *rest: Any, **named: Any) -> None:
+        """Load as `original` does, but let no unsharded tensor replace a sharded parameter.
+
+        For that an error is added to `error_msgs`, in `named` or the last of `rest`; nothing is
+        raised.
+        """
         errors: list[str] = named["error_msgs"] if "error_msgs" in named else rest[-1]
         before = dict(module._parameters)
         _torch.nn.load_module(original, module, state, prefix, *rest, **named)
@@ -220,9 +235,18 @@ def _make_load(original: type) -> Callable[..., None]:
 
 
 def _make_property(name: str) -> property:
-    """Make the property for parameter `name`; what a read gives is at the top of this file."""
+    """Make the property for parameter `name` of a module: what a read gives depends on where it is.
+
+    Under torch.compile a read gives a marker, `autoshard::unshard` of the local shard. Eagerly it
+    gives the unsharded parameter in forward and backward, in methods and after `unshard()`, else
+    the DTensor. There is no setter.
+    """
 
     def read(module: Any) -> Any:
+        """Return the marker of the parameter under torch.compile; eagerly, what `_read` gives.
+
+        What was put in its place and is no DTensor is returned as it is.
+        """
         if not torch.compiler.is_compiling():
             return _read_eagerly(module, name)
         # What follows is traced at every read: most of them need one tuple. (`module.__dict__`
@@ -243,10 +267,10 @@ def _make_property(name: str) -> property:
 
 
 def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
-    """Return the marker, under torch.compile, of a parameter for which one tuple is not enough.
+    """Return the marker, under torch.compile, of a parameter that needs more than fixed arguments.
 
-    That is a parameter whose dtype depends on eval mode (`full_precision_in_eval`), or one that was
-    a tensor-parallel DTensor: its marker is wrapped as such a DTensor again.
+    If its dtype depends on eval mode (`full_precision_in_eval`), the mode of now decides on the
+    arguments. If it was a tensor-parallel DTensor, the marker is wrapped as such a DTensor again.
     """
     in_full = sharded.follows_mode and sharded.unit.asks_for_full_precision
     members, group, keep, reduce = (
@@ -258,6 +282,7 @@ def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
 
 @_torch.dynamo.disable
 def _read_eagerly(module: nn.Module, name: str) -> Any:
+    """Read parameter `name` of `module` as `_read` does, hidden from transforms of torch.func."""
     if _torch.autograd.in_functorch():
         with _torch.autograd.outside_functorch():
             return _read(module, name)
@@ -267,8 +292,12 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
 def _read(module: nn.Module, name: str) -> Any:
     """Read parameter `name` of `module` eagerly: unsharded, or the DTensor.
 
-    The top of this file says when. What was put in its place and is no DTensor is returned as it
-    is. Raises AttributeError if the parameter was deleted.
+    It is unsharded, gathered if need be and waited for, in a forward, in a part of forward that a
+    checkpoint runs again in backward, and from `unshard()` to `reshard()`. Likewise in another
+    method of the model, or in a module that is called by itself: the read then opens a step for
+    that. Anywhere else it is the DTensor, and the read is noted for hints. What was put in its
+    place and is no DTensor is returned as it is. Raises AttributeError if the parameter was
+    deleted.
     """
     try:
         param = module._parameters[name]
@@ -297,6 +326,10 @@ def _read(module: nn.Module, name: str) -> Any:
 
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Begin a forward of `module`, a head, and return (args, kwargs), cast as its unit asks.
+
+    Under torch.compile it only casts.
+    """
     if torch.compiler.is_compiling():
         unit: Unit = module.__dict__[UNIT]
         return precision.cast_inputs(unit, args, kwargs, in_full=unit.asks_for_full_precision)
@@ -304,6 +337,10 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    """End a forward of `module`, a head, and return `output`, cast as its unit asks.
+
+    Under torch.compile it only casts.
+    """
     if torch.compiler.is_compiling():
         unit: Unit = module.__dict__[UNIT]
         return precision.cast_output(unit, output)
@@ -314,6 +351,8 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Begin an eager forward of `module`, a head; returns `(args, kwargs)`, cast as its unit asks.
 
+    Opens a step if none is open, notes in which precision the unit computes, and casts buffers of
+    its modules. Steps of methods that have returned are closed first.
     Inside `full_params()` nothing begins, and nothing is cast; RuntimeError is raised if gradients
     would be made.
     """
@@ -332,7 +371,10 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _leave(module: nn.Module, output: Any) -> Any:
     """End what `_enter` began, also after an exception; returns `output`, cast as the unit asks.
 
-    Inside `full_params()` it returns `output` as it is.
+    torch's error about a DTensor and a plain tensor gets a hint as a note. Hooks on the output of
+    the outermost forward have backward refuse gradients that are DTensors, and see
+    `watch_backward`. Inside `full_params()` it returns `output` as it is.
+    Raises RuntimeError if an unsharded parameter was written to, or if other ranks gather more.
     """
     if module in unsharded_heads:
         return output
@@ -350,7 +392,8 @@ def watch_backward(unit: Unit, output: Any) -> None:
     """Have a backward from `output` gather and reduce the whole model, with `strict_order=False`.
 
     A rank whose part of the model trains no parameter still has to take part in the collectives of
-    the other ranks. Without `strict_order=False`, or without gradients, nothing is done.
+    the other ranks. Without `strict_order=False`, on a single rank, or without gradients, nothing
+    is done.
 
     unit: of the outermost forward, which gave `output`.
     """
@@ -384,6 +427,7 @@ sharded_by_first_call = weakref.WeakKeyDictionary()
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Have `module.name(...)`, a method other than `forward`, gather parameters as forward does.
 
+    The method is replaced on this instance. Its arguments and output are cast as those of forward.
     module: heads a unit, or was compiled with backend "autoshard" and is not sharded yet; then a
         call of the method shards it first. What `torch.compile` returned stands for the module.
     Any other module is left alone. Raises ValueError if the module has no such method.
@@ -397,6 +441,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Run the method as a forward of `module`, which is sharded first if it is not yet.
+
+        If a module around it was sharded instead, the method just runs.
+        """
         if unit_of(module) is None:
             sharded_by_first_call[module]()
         if unit_of(module) is None:  # a module around it is sharded
@@ -428,6 +476,7 @@ def _read_flat_weights(rnn: Any) -> list[Any]:
 
 
 def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
+    """Raise UsageTypeError, a TypeError, that says how to copy a sharded module instead."""
     raise UsageTypeError(
         f"{type(module).__name__} is sharded and can't be deep-copied: build another one and load "
         "this one's state_dict() into it. For an average of weights (EMA, AveragedModel), "
@@ -437,6 +486,7 @@ def _refuse_deepcopy(module: nn.Module, memo: Any) -> Any:
 
 
 def _refuse_pickle(module: nn.Module, protocol: Any) -> Any:
+    """Raise TypeError that says how to save a sharded module instead."""
     raise TypeError(
         f"{type(module).__name__} is sharded and can't be pickled: save its state_dict() with "
         "torch.distributed.checkpoint"

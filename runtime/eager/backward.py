@@ -41,7 +41,7 @@ class Backward:
     def gather(self, unit: Unit) -> Unsharded:
         """Gather `unit`, which is wanted now, wait for it, and prefetch what is wanted next.
 
-        Units that this backward has used and doesn't reduce are dropped first. With
+        Before that, backward ends (`end`) for units that it has used and doesn't reduce. With
         `prefetches_after_backward` nothing is prefetched here.
         """
         task = _torch.autograd.graph_task()
@@ -58,7 +58,11 @@ class Backward:
         return whole
 
     def _launch(self, unit: Unit) -> None:
-        """Start gathering `unit`, unless it is gathered or on its way."""
+        """Start gathering `unit`, unless it is gathered or on its way.
+
+        Unsharded parameters that the unit keeps are taken instead. If `keep_parts` has kept parts,
+        these are gathered, not the shards.
+        """
         if unit not in self.gathered:
             kept = take_kept(unit)
             self.gathered[unit] = kept or Unsharded(unit, self._parts.pop(unit, None))
@@ -86,7 +90,8 @@ class Backward:
         """List the units to prefetch at `unit`, or, for None, as backward begins.
 
         They are those the user has set for it (for None, for the owner), or the next ones that
-        backward wants, in the reverse of forward's order.
+        backward wants, in the reverse of forward's order: at most `backward_prefetch`, and none
+        with `unshard_in_backward=False`.
         """
         wanted = self.needed | self.run_again
         coming = [
@@ -134,14 +139,17 @@ class Backward:
             whole.drop()
 
     def drop_fetched_ahead(self) -> None:
-        """Drop units that were prefetched for a checkpoint, and not run again after all."""
+        """Drop units that were prefetched for a checkpoint, and not run again after all.
+
+        Not after `unshard()`, nor of units that stay unsharded after forward.
+        """
         for unit in self.run_again:
             if unit.kept is not None and not unit.is_unsharded_by_user and unit.reshards:
                 unit.kept.drop()
                 unit.kept = None
 
     def abandon(self) -> None:
-        """Drop all unsharded parameters after an exception, those in flight, too."""
+        """Drop all unsharded parameters after an exception, waiting for gathers in flight."""
         for whole in self.gathered.values():
             whole.drop()
         self.gathered, self._read = {}, {}

@@ -31,8 +31,9 @@ class Forward:
     def gather(self, unit: Unit) -> Unsharded:
         """Gather `unit` for its first read, wait for it, and prefetch the units that follow.
 
-        What was prefetched of `unit` before its shards were written to is gathered anew. With
-        `strict_order=False` nothing is prefetched.
+        What was prefetched of `unit` before its shards were written to is gathered anew. Its
+        storages are added to `sources`; inside a checkpoint it is noted as one that backward runs
+        again. With `strict_order=False` nothing is prefetched.
         """
         ahead = self.gathered.get(unit)
         if ahead is not None and ahead.is_stale:  # written to since, as a momentum encoder is
@@ -50,7 +51,8 @@ class Forward:
     def _prefetch(self, unit: Unit) -> None:
         """Launch the gathers of the units that the user put after `unit`, or that are read next.
 
-        The latter are known from the step before, and not launched if this forward had them before.
+        The latter, `forward_prefetch` of them, are known from the step before, and not launched if
+        this forward had them before.
         """
         given = unit.settings.next_in_forward
         ahead = following(unit, given, self._expected, unit.settings.forward_prefetch)
@@ -59,7 +61,10 @@ class Forward:
                 self._launch(each)
 
     def _launch(self, unit: Unit) -> None:
-        """Start gathering `unit`, unless it is gathered or on its way."""
+        """Start gathering `unit`, unless it is gathered or on its way.
+
+        Unsharded parameters that the unit keeps are taken instead.
+        """
         if unit not in self.gathered:
             self.gathered[unit] = take_kept(unit) or Unsharded(unit)
 
@@ -67,7 +72,8 @@ class Forward:
         """Tell whether `unit` seems to be read inside a checkpoint, to be read again in backward.
 
         For a reentrant checkpoint that is a guess: a trainable unit is read under no_grad. While a
-        checkpoint runs again, only a unit that keeps its parameters after backward counts.
+        checkpoint runs again, only a unit that keeps its parameters after backward counts. False if
+        the step began without gradients.
         """
         if not self._has_grad:
             return False
@@ -93,7 +99,8 @@ class Forward:
         """Drop forward's unsharded parameters of `unit`, unless backward or the unit keeps them.
 
         The unit keeps them after `unshard()`, and for a checkpoint that runs it again if it doesn't
-        reshard after forward.
+        reshard after forward. Of a unit that reshards to fewer ranks, backward keeps this rank's
+        part.
 
         check: raise RuntimeError if one of them was written to.
         """
@@ -116,7 +123,7 @@ class Forward:
         whole.drop()
 
     def abandon(self) -> None:
-        """Drop all unsharded parameters after an exception, those in flight, too."""
+        """Drop all unsharded parameters after an exception, waiting for gathers in flight."""
         for whole in self.gathered.values():
             whole.drop()
         self.gathered, self.read = {}, set()

@@ -75,7 +75,7 @@ def began_before(root: nn.Module) -> bool:
 
 
 def _open_in(root: nn.Module, frame: FrameType) -> steps.Step:
-    """Open a step for what `frame` reads of `root`, which heads a unit, until it returns."""
+    """Open a step for what `frame` reads of `root`, which heads a unit, until `frame` returns."""
     unit = unit_of(root)
     assert unit is not None
     units = frozenset(filter(None, map(unit_of, root.modules())))
@@ -149,14 +149,15 @@ def _codes(value: object) -> Iterator[CodeType]:
 def step_open_for(unit: Unit) -> steps.Step | None:
     """Return the step that reads of `unit` belong to, if a `MethodForward` of its model is running.
 
-    Else None. Steps of forwards that have returned are closed first.
+    Else None. Steps of forwards that have returned are closed first; a step that is over for `unit`
+    is replaced (`MethodForward.step_for`).
     """
     close_returned()
     return next((late.step_for(unit) for late in _open if unit in late.units), None)
 
 
 def close_returned() -> None:
-    """Close the steps of each `MethodForward` whose frame has returned."""
+    """Close the steps of each `MethodForward` whose frame is no longer on this thread's stack."""
     if not _open:
         return
     frames = set()

@@ -86,7 +86,7 @@ def watch_output(output: Any) -> None:
     """Have backward raise RuntimeError if a gradient of `output` is a DTensor.
 
     output: of an outermost forward. Only tensors found by `tensors_in` are watched that have a
-        `grad_fn` and are no DTensors themselves.
+        `grad_fn` and are no DTensors themselves; none where gradients are disabled.
     """
     if torch.is_grad_enabled():
         for tensor in tensors_in(output):
@@ -96,7 +96,7 @@ def watch_output(output: Any) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield `value` if it is a tensor, or the tensors right in a mapping, tuple or list."""
+    """Yield `value` if it is a tensor, or the tensors in a mapping, tuple or list, no deeper."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -15,7 +15,8 @@ from autoshard.runtime.unit.unsharded import is_kept, keep
 def read_unsharded(param: ShardedParam) -> Tensor:
     """Return the unsharded parameter, outside of forward, between `unshard()` and `reshard()`.
 
-    Its unit is gathered anew if shards were written to. Gradients go to the unit's reduce.
+    Waits for its unit's gather, which is launched anew if shards were written to. Gradients go to
+    the unit's reduce.
     """
     unit = param.unit
     kept = keep(unit)
@@ -28,10 +29,11 @@ def read_unsharded(param: ShardedParam) -> Tensor:
 def registered(param: ShardedParam) -> Tensor:
     """Return what `parameters()` gives for `param`: itself, or its unsharded copy if there is one.
 
-    There is one from `unshard()` to `reshard()` or the next backward, and, if its unit lends
-    (`Unit.lends`), from a forward to its backward. Gradients of a copy go to the unit's reduce.
-    Inside a forward or a backward the parameter itself is given; likewise one that has a gradient,
-    as code that clips gradients, or looks at them, is to find it.
+    There is one from `unshard()` to `reshard()`, the next backward or a write to shards, and, if
+    its unit lends (`Unit.lends`), from a forward to its backward. Gradients of a copy go to the
+    unit's reduce; the step of an optimizer that holds one raises (`lend`). Inside a forward or a
+    backward the parameter itself is given; likewise one that has a gradient, as code that clips
+    gradients, or looks at them, is to find it.
     """
     unit = param.unit
     if open_step() is not None or _torch.autograd.in_backward() or param.param.grad is not None:

@@ -28,11 +28,14 @@ class Reduces:
 
         A gradient waits if this backward brings more of the same parameter, until the last is in.
         All wait for a later backward if the unit doesn't sync (`no_sync()`), and for the end of
-        this one with `strict_order=False`.
+        this one with `strict_order=False`. A launch may wait for earlier reduces, and fill `.grad`
+        of their parameters.
 
         grads: unsharded; the dict is emptied, so that each is freed when it is copied.
         wanted: parameters whose `.grad` the running backward is to fill. Gradients of others are
             sent, as other ranks send them, and then dropped.
+        Raises NotImplementedError for a sparse gradient that is sent; RuntimeError if other ranks
+        launch another collective now, or if `.grad` was written to while a gradient waited.
         """
         self._join_arrived(unit, grads, wanted)
         if not unit.reducer.syncs or unit.is_unordered:
@@ -44,10 +47,11 @@ class Reduces:
             self._launch(unit, grads, wanted)
 
     def _join_arrived(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
-        """Join `grads` with those that came before in this backward, for the same parameters.
+        """Add to `grads`, in place, what came before in this backward for the same parameters.
 
         If another gradient of a parameter is still to come, the sum so far waits instead, and is
-        taken out of `grads`. See unit/uses.py.
+        taken out of `grads`; one that is not wanted is dropped. Notes that the gradients of the
+        step's use of `unit` are in. See unit/uses.py.
         """
         tokens = self._tokens.made(unit)
         if tokens is not None:
@@ -69,7 +73,9 @@ class Reduces:
 
         grads: unsharded; the dict is emptied.
         Returns this rank's part of the mean gradients, each in its parameter's dtype, of those
-        `wanted` that have a gradient on any rank.
+        `wanted` that have a gradient on any rank (of all `wanted` if the unit `sends_unused`).
+        Raises NotImplementedError for a sparse gradient; RuntimeError if other ranks launch another
+        collective now.
         """
         reduced: Tensors = {}
         for reduction in self._reductions(unit, grads, wanted, stands_alone=True):
@@ -78,7 +84,10 @@ class Reduces:
         return {param: part.to(param.member.dtype) for param, part in reduced.items()}
 
     def _launch(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
-        """Launch the reduce of `grads`, with gradients that waited added to them."""
+        """Launch the reduce of `grads`, with wanted gradients that waited added to them.
+
+        grads: the dict is emptied. May wait for earlier reduces, as `_start` does.
+        """
         for param in wanted & grads.keys():
             grads[param] = reduce.take_pending(param, grads[param], _reduced_dtype(param))
         for reduction in self._reductions(unit, grads, wanted):
@@ -89,8 +98,11 @@ class Reduces:
     ) -> list[Reduction]:
         """Make a reduction for each dtype in which gradients are summed; launches none.
 
+        Notes the reduce in the order that ranks compare, and waits for other ranks if it is new
+        there.
         grads: the dict is emptied. stands_alone: as of a `Reduction`.
-        Raises NotImplementedError for a sparse gradient.
+        Raises NotImplementedError for a sparse gradient; RuntimeError if other ranks launch another
+        collective now.
         """
         take_in_order(self._owner, "backward", f"the reduce of {unit.name}")
         by_dtype: dict[torch.dtype, Grads] = {}
@@ -108,7 +120,12 @@ class Reduces:
         ]
 
     def _start(self, reduction: Reduction) -> None:
-        """Launch `reduction`, after waiting for the oldest ones if too many are in flight."""
+        """Launch `reduction`, after waiting for the oldest ones if too many are in flight.
+
+        Those in flight go on to their all-reduce first. The ones waited for are added to `.grad`;
+        if they go to pinned host memory, their copies begin, and `finish_reduces` of the owner does
+        the rest.
+        """
         queue = self._in_flight
         for earlier in queue:
             earlier.advance()  # an all-reduce runs beside the next gather and reduce-scatter
@@ -144,7 +161,7 @@ class Reduces:
         self._in_flight = []
 
     def _hold_arrived(self, unit: Unit) -> None:
-        """Let incomplete sums of `unit` wait for a later backward.
+        """Move sums of gradients of `unit` that are not complete to those that wait for a reduce.
 
         This backward did not bring the last gradient of their parameters.
         """
@@ -159,8 +176,9 @@ class Reduces:
     def _launch_waiting(self, unit: Unit) -> None:
         """Launch the reduce of gradients of `unit` that backwards have left to wait, if it syncs.
 
-        If none waits, nothing is sent; but with `strict_order=False` all is, with zeros for what no
-        backward of this rank has reached.
+        All its trainable parameters are sent, with zeros for those of which none waits, and
+        backward's unsharded parameters of it are dropped. If none waits, nothing is sent; but with
+        `strict_order=False` all is, with zeros for what no backward of this rank has reached.
         """
         if not unit.reducer.syncs:
             return
@@ -171,7 +189,12 @@ class Reduces:
                 self._launch(unit, dict.fromkeys(trainable), set(trainable))
 
     def _launch_partial(self, unit: Unit) -> None:
-        """Launch the all-reduce of gradients of `unit` that were only reduce-scattered before."""
+        """Launch the all-reduce of gradients of `unit` that were only reduce-scattered before.
+
+        They are added to a reduce-scatter of zeros, one for each dtype. Nothing is sent if there
+        are none.
+        Raises RuntimeError if other ranks launch another collective now.
+        """
         left: dict[torch.dtype, list[ShardedParam]] = {}
         for param, partial in unit.reducer.partial.items():
             left.setdefault(partial.chunk.dtype, []).append(param)

@@ -54,6 +54,7 @@ class Sources:
                     self._by_storage[storage] = Source(param, index, tensor.dtype)
 
     def remove(self, whole: Unsharded) -> None:
+        """Remove the storages of `whole`, waiting for its gather."""
         for tensors in whole.sources().values():
             for tensor in tensors:
                 self._by_storage.pop(_torch.tensors.storage_id(tensor), None)
@@ -74,6 +75,7 @@ class Held:
     """Memory of an unsharded parameter that stays from forward to backward.
 
     Tensors that autograd has saved hold this object, and let go of it as backward goes on.
+    `reshard()` of the unit frees it sooner.
     """
 
     def __init__(self, step: Step, unit: Unit, memory: Tensor) -> None:
@@ -92,6 +94,7 @@ class _Regathered:
     """Object that autograd keeps in place of a tensor whose memory is a gathered parameter's."""
 
     def unpack(self) -> Tensor:
+        """Return the tensor that was saved, made again."""
         raise NotImplementedError
 
 
@@ -113,6 +116,10 @@ class _SavedView(_Regathered):
     held: Held | None = None
 
     def unpack(self) -> Tensor:
+        """Make the view again, of held memory, or else of a new gather, which is waited for.
+
+        Raises RuntimeError if the parameter, or the held memory, was written to since.
+        """
         param = self.source.param
         memory = None if self.held is None else self.held.memory
         if memory is None:
@@ -135,6 +142,7 @@ class _SavedSubclass(_Regathered):
     stride: tuple[int, ...]
 
     def unpack(self) -> Tensor:
+        """Make the tensor subclass again, of its parts, each unpacked if it was gathered memory."""
         inner = {
             name: part.unpack() if isinstance(part, _Regathered) else part
             for name, part in self.parts.items()
@@ -154,6 +162,7 @@ class _SavedOther:
     version: int
 
     def unpack(self) -> Tensor:
+        """Return the tensor. Raises RuntimeError if it was written to since it was saved."""
         _check_version(self.tensor, self.version)
         return self.tensor
 
@@ -172,7 +181,7 @@ def _pack(step: Step, tensor: Tensor) -> Any:
     """Return what autograd keeps instead of `tensor`: itself, or how to gather it again.
 
     In the latter case, backward is told to gather the unit again, or, if the unit doesn't reshard,
-    the memory is held.
+    the memory is held. A tensor subclass with gathered memory inside is packed part by part.
     """
     if _torch.tensors.is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # as checked
@@ -206,7 +215,9 @@ def _pack(step: Step, tensor: Tensor) -> Any:
 def push_hooks(step: Step) -> bool:
     """Push hooks by which autograd saves what `_pack` makes of tensors; returns whether it did.
 
-    It does not in a non-reentrant checkpoint, in backward, or in a transform of torch.func.
+    Other tensors go to the hooks that were on top before, or are checked for writes. Unpacking
+    begins the backward of `step`. Nothing is pushed in a non-reentrant checkpoint, in backward, or
+    in a transform of torch.func.
     """
     outer = _torch.autograd.saved_tensors_hooks_on_top()
     # A checkpointed block is run again in backward, parameters and all, and what that
@@ -216,12 +227,21 @@ def push_hooks(step: Step) -> bool:
         return False
 
     def pack(tensor: Tensor) -> Any:
+        """Return what autograd keeps of `tensor`: of gathered memory, how to gather it again.
+
+        Else what the hook that was on top before makes of it; without one, the tensor and its
+        version.
+        """
         packed = _pack(step, tensor)
         if isinstance(packed, _Regathered):
             return packed
         return _SavedOther(tensor, tensor._version) if outer is None else outer[0](tensor)
 
     def unpack(saved: Any) -> Tensor:
+        """Return the tensor that `pack` was given. The first call begins the backward of `step`.
+
+        Raises RuntimeError if the tensor was written to since.
+        """
         tensor: Tensor
         step.begin_backward()
         if outer is None or isinstance(saved, _Regathered):

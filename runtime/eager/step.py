@@ -119,8 +119,9 @@ class Step:
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
         """Return `data`, gathered for `param`, with its gradient going to the unit's reduce.
 
-        In a step without gradients, or for a frozen parameter, it gets none. `data` of a parameter
-        that was a tensor-parallel DTensor are wrapped as such a DTensor again.
+        Also under no_grad, if the step began with gradients. In a step without, or for a frozen
+        parameter, it gets none. `data` of a parameter that was a tensor-parallel DTensor are
+        wrapped as such a DTensor again.
         """
         if not (self.has_grad and param.param.requires_grad):
             return data if param.tp is None else param.tp.wrap(data)
@@ -132,6 +133,10 @@ class Step:
     def _in_forward(self, unit: Unit) -> Unsharded:
         """Return what forward has of `unit`; the first read gathers it.
 
+        The first read of a step also compares the forward with other ranks', and has compute wait
+        for the event of `set_post_optim_event`. With `strict_order=False` the first gathers all
+        units of the model. In a checkpoint that runs again, what backward needs after `unit` is
+        prefetched.
         Raises RuntimeError if other ranks gather another unit now, or run another forward.
         """
         forward = self.forward
@@ -155,7 +160,8 @@ class Step:
     def _note_forward(self) -> None:
         """Raise RuntimeError unless all ranks begin this forward of the owner now.
 
-        With `strict_order=False` nothing is compared.
+        Waits for them if it is new after the forward before. With `strict_order=False` nothing is
+        compared.
         """
         if self.owner.is_unordered:
             return  # compiled code or a checkpoint, which others may not run, comes here, too
@@ -165,7 +171,10 @@ class Step:
         forward_order.take(event, self.owner.axes.mesh)
 
     def _list(self, unit: Unit) -> None:
-        """Note that this step, as the latest one, gathers `unit`."""
+        """Note that this step, as the latest one, gathers `unit`.
+
+        Also forget which of its parameters a hook has updated.
+        """
         self.forward.order.append(unit)
         steps_of(unit).last_step = self
         for param in unit.params:
@@ -195,6 +204,8 @@ class Step:
     def close(self, *, failed: bool = False) -> None:
         """End the owner's forward: of unsharded parameters, only what backward is to find stays.
 
+        Notes what was gathered, in order, for the prefetch of the next forward. After a forward
+        with gradients, `parameters()` gives unsharded copies of units that lend (`Unit.lends`).
         failed: whether an exception ended it: then the order of collectives so far is forgotten. If
             not, RuntimeError is raised for an unsharded parameter that was written to, or if other
             ranks gather more.
@@ -230,9 +241,10 @@ class Step:
     def begin_backward(self) -> None:
         """Begin backward, as a tensor saved in forward is unpacked: launch the first gathers.
 
-        Called at each such tensor: once begun, outside of a backward, or if backward gathers no
-        unit again, it launches nothing. Raises RuntimeError if an unsharded copy that
-        `parameters()` gave was written to.
+        Has `finish_backward` run at its end, and `parameters()` give no unsharded copies from now
+        on. Called at each such tensor: once begun, outside of a backward, or if backward gathers no
+        unit again, it launches nothing; nor if the owner `prefetches_after_backward`. Raises
+        RuntimeError if an unsharded copy that `parameters()` gave was written to.
         """
         if not _torch.autograd.in_backward():
             return
@@ -254,7 +266,9 @@ class Step:
     def gather_again(self, unit: Unit) -> Unsharded:
         """Return `unit` gathered for backward, or for what a checkpoint runs again.
 
-        Raises RuntimeError if other ranks launch another collective now.
+        The first call gathers it, waits, and prefetches what backward wants next; `finish_backward`
+        then runs at the end of the running backward. Raises RuntimeError if other ranks launch
+        another collective now.
         """
         if self.backward.has_read(unit):
             return self.backward.gathered[unit]
@@ -271,11 +285,14 @@ class Step:
         """Launch the reduce of `unit`, of which every gradient is in, and drop its parameters.
 
         Gradients that wait for others, or for a later backward, are kept instead: `Reduces.take`.
+        Hooks on the wanted parameters are set aside until `.grad` is filled, which the end of this
+        backward sees to (`finish_backward`).
 
         grads: unsharded; the dict is emptied, so that each is freed when it is copied.
         wanted: parameters whose `.grad` the running backward is to fill.
-        Raises RuntimeError if gradients are to wait for a later backward, and a parameter has a
-        post-accumulate-grad hook.
+        Raises NotImplementedError for a sparse gradient; RuntimeError if other ranks launch another
+        collective now, if gradients are to wait for a later backward and a parameter has a
+        post-accumulate-grad hook, or if an unsharded copy that `parameters()` gave was written to.
         """
         self._queue_callback()
         self.tokens.take_back()
@@ -292,8 +309,10 @@ class Step:
     def reduce_now(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> Tensors:
         """Reduce gradients of `unit` for `torch.autograd.grad`, wait, and fill no `.grad`.
 
-        Arguments are those of `reduce`. Returns this rank's part of the mean gradients, but none
-        for parameters without a gradient on any rank. Raises NotImplementedError with
+        The unit's unsharded parameters are dropped then. grads: as of `reduce`.
+        wanted: parameters whose gradients are to be returned.
+        Returns this rank's part of the mean gradients, but none for parameters without a gradient
+        on any rank, unless the unit `sends_unused`. Raises NotImplementedError with
         `strict_order=False`.
         """
         unit.check_may_return()
@@ -304,7 +323,11 @@ class Step:
         return reduced
 
     def _queue_callback(self) -> None:
-        """Have `finish_backward` run when the running backward ends; outside of one do nothing."""
+        """Have `finish_backward` run when the running backward ends; outside of one do nothing.
+
+        Once a backward. Also notes that a backward of the owner's steps runs, and reaches sharded
+        parameters.
+        """
         if not self._callback_queued and _torch.autograd.in_backward():
             _torch.autograd.queue_backward_callback(self.finish_backward)
             self._callback_queued = True
@@ -316,11 +339,14 @@ class Step:
     def finish_backward(self, *, waits: bool = True) -> None:
         """End the backward: launch what is left to reduce, and drop what was gathered for it.
 
+        Also puts hooks on parameters back, closes a method's forward that is still open, and has
+        `parameters()` give sharded ones again after `unshard()`.
         With `strict_order=False` only the first step to end in a backward does so, and none in a
         backward that runs inside another one.
 
         waits: whether to wait for reduces and fill `.grad`, too, unless the owner was told
             `set_is_last_backward(False)`.
+        Raises RuntimeError if other ranks launch more, or if an unsharded parameter was written to.
         """
         self._callback_queued = False
         owner, own = self.owner, steps_of(self.owner)
@@ -352,7 +378,11 @@ class Step:
             order_of(owner, "backward").end()
 
     def abandon(self) -> None:
-        """Drop all that this step has gathered or launched, after an exception."""
+        """Drop all that this step has gathered or launched, after an exception.
+
+        Copies that `parameters()` gave are no longer given, and the orders of the owner's
+        collectives, which ranks compare, begin anew.
+        """
         self.forward.abandon()
         self.backward.abandon()
         self.reduces.abandon()
@@ -377,7 +407,8 @@ def close_compiled(owner: Unit) -> None:
 def take_part_in_backward(owner: Unit) -> None:
     """Gather all units of `owner`'s model, and have the end of the running backward reduce them.
 
-    For `strict_order=False`, where each rank runs other parts of the model.
+    For `strict_order=False`, where each rank runs other parts of the model. Units that are still
+    unsharded are not gathered again.
     """
     gather_all(owner)  # what was resharded since forward
     close_compiled(owner)
@@ -411,7 +442,8 @@ def _step_over_all(owner: Unit) -> Step:
 def step_in_backward(unit: Unit) -> Step:
     """Return the step whose backward is running, as far as `unit` can tell.
 
-    It is the latest step that gathered `unit`; if there is none, a new one, owned by `unit`.
+    It is the latest step that gathered `unit`; if there is none, a new one, owned by `unit`, which
+    counts as the latest from then on.
     """
     steps = steps_of(unit)
     if steps.last_step is None:
@@ -440,7 +472,9 @@ def _caller() -> FrameType | None:
 def enter(unit: Unit) -> None:
     """Begin the forward of a module of `unit`: open a step if none is open in this thread.
 
-    An open step of the same unit whose forward has broken off unnoticed is abandoned first.
+    A new step hooks what autograd saves (`push_hooks`); with `strict_order=False` it launches the
+    gathers of all units. An open step of the same unit whose forward has broken off unnoticed is
+    abandoned first.
     """
     step = open_step()
     if step is not None and step.owner is unit and not step.is_on_the_stack():
@@ -470,8 +504,9 @@ def failure_of(unit: Unit) -> BaseException | None:
 def leave(unit: Unit) -> None:
     """End the forward of a module of `unit`, and close the step if this forward opened it.
 
-    Also run for exceptions. Does nothing if `unit` is not running in an open step. Raises
-    RuntimeError as `Step.leave` and `Step.close` do.
+    Also run for exceptions. Does nothing if `unit` is not running in an open step.
+    Raises RuntimeError, unless an exception ended the forward, if an unsharded parameter was
+    written to, or if other ranks gather more.
     """
     step = open_step()
     if step is None or not step.is_running(unit):

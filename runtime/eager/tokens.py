@@ -41,6 +41,7 @@ Grads = dict[ShardedParam, Tensor | None]
 class Tokens:
     """Tokens of `unit`, one for each trainable parameter; their gradients end in `step.reduce`.
 
+    Made, they count as a use of the unit (`Unit.uses`) until autograd's graph is gone.
     lent: unsharded parameters that `parameters()` gives between forward and backward, or None.
 
     Autograd's graph holds this object, by its `_Attach` nodes, and the step has it only weakly: as
@@ -104,7 +105,8 @@ class StepTokens:
     def lend(self, unit: Unit, whole: Unsharded) -> None:
         """Have `parameters()` give unsharded copies of `unit`'s parameters until backward.
 
-        Nothing is done for a unit without tokens: none of its parameters trains, or is used still.
+        Waits for the gather of `whole`. Nothing is done for a unit without tokens: none of its
+        parameters trains, or is used still.
         """
         tokens = self.made(unit)
         if tokens is not None:
@@ -118,7 +120,10 @@ class StepTokens:
         return None if tokens is None else tokens.lent
 
     def take_back(self) -> None:
-        """Stop lending parameters. Raises RuntimeError if one that was lent was written to."""
+        """Stop lending parameters of all units.
+
+        Raises RuntimeError if one that was lent was written to.
+        """
         if not self._lends:
             return
         self._lends = False
@@ -146,6 +151,10 @@ class _Collect(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, unit: Unit, trainable: list[ShardedParam], grads: Grads
     ) -> tuple[Tensor, ...]:
+        """Return the tokens of `trainable`: of the unsharded size, with the memory of one element.
+
+        grads: to be filled by backward.
+        """
         ctx.trainable, ctx.grads, ctx.device = trainable, grads, anchor.device
         ctx.set_materialize_grads(False)
         members = [(param, unit.gathered_member(param)) for param in trainable]
@@ -157,6 +166,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Put the gradients of the tokens, or None, into the `grads` that forward was given."""
         ctx.grads.update(zip(ctx.trainable, grads, strict=True))
         return torch.empty(0, device=ctx.device), None, None, None
 
@@ -178,6 +188,11 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _anchor: Tensor) -> tuple[Any, ...]:
+        """Reduce the gradients that `_Collect` has taken, whose dict is emptied.
+
+        For `torch.autograd.grad` it waits, and returns this rank's part as DTensors. Else it
+        launches (`Step.reduce`), and returns None for each parameter.
+        """
         leaves, trainable = [node for node, _ in ctx.next_functions], list(ctx.grads)
         returned = _select(trainable, map(_torch.autograd.returns_gradient, leaves))
         if returned:  # torch.autograd.grad(): `.grad` is none of its business

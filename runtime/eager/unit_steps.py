@@ -72,8 +72,8 @@ def order_of(unit: Unit, phase: str) -> CollectiveOrder:
 def take_in_order(owner: Unit, phase: str, event: str) -> None:
     """Note that `event` is about to be launched in a `phase` of a step that `owner` owns.
 
-    event: the collective in words. Raises RuntimeError if other ranks launch another one; with
-    `strict_order=False` nothing is compared.
+    Waits for other ranks if the event is new there. event: the collective in words. Raises
+    RuntimeError if other ranks launch another one; with `strict_order=False` nothing is compared.
     """
     if not owner.is_unordered:
         order_of(owner, phase).take(event)
@@ -141,7 +141,8 @@ def wait_for_optimizer(owner: Unit) -> None:
 def reshard(unit: Unit) -> None:
     """Drop unsharded parameters of `unit`, those kept from forward for backward, too.
 
-    Backward gathers them again. Raises RuntimeError if one of them was written to.
+    Not those that a running forward or backward reads. Ends what `unshard()` began. Backward
+    gathers them again. Raises RuntimeError if one of them was written to.
     """
     steps = steps_of(unit)
     unit.is_unsharded_by_user = False
@@ -160,7 +161,10 @@ def reshard(unit: Unit) -> None:
 
 
 def finish_reduces(owner: Unit) -> None:
-    """Wait for reduces that backwards of `owner`'s steps have launched, and fill `.grad`."""
+    """Wait for reduces that backwards of `owner`'s steps have launched, and fill `.grad`.
+
+    Runs hooks on the parameters, as `reduce.accumulate` does.
+    """
     carried = steps_of(owner).carried
     for reduction in carried:
         reduction.store()  # all copies are on their way before the host waits for the first
@@ -169,9 +173,10 @@ def finish_reduces(owner: Unit) -> None:
 
 
 def reset(unit: Unit) -> None:
-    """Forget unsharded parameters, steps, and gradients on their way to `.grad`, of `unit`.
+    """Forget `unit`'s unsharded parameters, latest step, and gradients on their way to `.grad`.
 
-    For a fresh start after an exception.
+    For a fresh start after an exception. Ends what `unshard()` began. `.grad` itself stays, but for
+    zeros that stand for gradients that wait.
     """
     steps = steps_of(unit)
     if steps.last_step is not None:

@@ -62,6 +62,10 @@ def _watch(param: nn.Parameter, owner: str) -> None:
     """
 
     def check(param: nn.Parameter) -> None:
+        """Stop watching `param`, and see at the end of this backward whether to warn.
+
+        There is a warning if sharded parameters were part of it.
+        """
         handle.remove()
         task = _torch.autograd.graph_task()
 
@@ -83,6 +87,10 @@ def _is_taken_by_torch(param: nn.Parameter) -> bool:
 
 
 def _tell(param: nn.Parameter, owner: str) -> None:
+    """Warn that `param` is trained and its gradient not averaged, unless torch's functions do so.
+
+    owner: type of the optimizer, for the message.
+    """
     if _is_taken_by_torch(param):
         return
     warnings.warn(

@@ -25,7 +25,8 @@ from autoshard.runtime.unit.unsharded import keep
 def begin_forward(root: Unit) -> None:
     """Begin a forward of `root`'s model: launch the gathers of all its units.
 
-    Nothing is done in backward, where a checkpoint runs a part of forward again.
+    Also forgets which parameters a hook has updated in the step before. Nothing is done in
+    backward, where a checkpoint runs a part of forward again.
     """
     if _torch.autograd.in_backward():
         return
@@ -38,7 +39,8 @@ def begin_forward(root: Unit) -> None:
 def gather_all(root: Unit) -> None:
     """Launch the gathers of all units of `root`'s model; the units keep what is gathered.
 
-    A unit that keeps its parameters unsharded already is not gathered again.
+    A unit that keeps its parameters unsharded already is not gathered again, unless its shards were
+    written to since.
     """
     for unit in units_below(root):
         keep(unit)

@@ -72,11 +72,11 @@ def is_extended(name: str, shard: Tensor) -> bool:
 def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
     """Ask `shard`, on the device, what to send for it: call its `fsdp_pre_all_gather`.
 
-    Where shards are uneven, the tensors to send are padded to equal rows.
+    Where shards are uneven, the tensors to send are padded to equal rows, but for scalars.
     unit: of `param`; the method is given its mesh and mixed-precision policy.
     Raises TypeError if the method takes other than 1 or 5 arguments or returns no tensors,
-    ValueError if shards are uneven and a tensor has not the rows of this rank's shard, and
-    NotImplementedError if the unit reshards to fewer ranks after forward.
+    ValueError if shards are uneven and a tensor has neither the rows of this rank's shard nor those
+    of a full one, and NotImplementedError if the unit reshards to fewer ranks after forward.
     """
     smaller = unit.settings.smaller
     if smaller is not None:
@@ -128,9 +128,9 @@ def after_gather(
 
 
 def _padded(param: ShardedParam, sent: Tensor) -> Tensor:
-    """Pad `sent` to the rows of a full chunk; if shards are even, or for a scalar, return it as is.
+    """Pad `sent` to the rows of a full chunk; return it as it is for even shards, or a scalar.
 
-    Raises ValueError if it has neither the rows of this rank's shard nor so many.
+    Raises ValueError if it has neither the rows of this rank's shard nor those of a full chunk.
     """
     world, rank = param.axes.shard_world, param.axes.shard_rank
     expected = param.member.chunk_rows(world)

@@ -104,7 +104,10 @@ class TensorParallel:
         )
 
     def without(self, axes: tuple[int, ...]) -> TensorParallel | None:
-        """Return the same layout over the mesh's axes other than `axes`; None if there are none."""
+        """Return the same layout over the mesh's axes other than `axes`; None if there are none.
+
+        It has no `data_axes`.
+        """
         names = self.mesh.mesh_dim_names or ()
         left = [axis for axis in range(self.mesh.ndim) if axis not in axes]
         if not left:
@@ -123,7 +126,10 @@ class Layout:
     _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def dtensor(self, shard: Tensor) -> DTensor:
-        """DTensor of this layout whose local tensor is `shard`, not copied."""
+        """DTensor of this layout whose local tensor is `shard`, not copied.
+
+        Nothing is checked, and no gradient flows back to `shard`.
+        """
         dtype = shard.dtype
         spec = self._specs.get(dtype)
         if spec is None:
@@ -135,7 +141,8 @@ class Layout:
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
     """Layout of a parameter whose local tensor, `member`, is cut over `axes`.
 
-    tp: the layout that it had as a DTensor before; None if it was none.
+    tp: the layout that it had as a DTensor before; None if it was none. Then the layout is over the
+        axes of both meshes, `tp.data_axes` left out, and its size is that of the DTensor.
     """
     tp = None if tp is None else tp.without(tp.data_axes)
     if tp is None:
@@ -218,13 +225,14 @@ class ShardedParam:
         self._withheld_in = _torch.autograd.graph_task() if value else None
 
     def is_withheld_in(self, task: int) -> bool:
-        """Tell the same of the backward of number `task`."""
+        """Tell whether compiled code of backward number `task` has no gradient for `.grad`."""
         return self._withheld_in == task
 
     def describe(self) -> None:
-        """Update `marker_arguments`, and the modules', to how its unit gathers and reduces it now.
+        """Update its markers' arguments, also in modules, to how its unit gathers and reduces now.
 
-        To be called after each change of that. Also sets `is_extended` and `follows_mode`.
+        Markers are what a read under torch.compile leaves in the graph. To be called after each
+        change of that. Also sets `is_extended` and `follows_mode`.
         Raises TypeError if its shard has only one of the two methods of an extension.
         """
         self.is_extended = is_extended(self.name, self.shard)
@@ -234,17 +242,21 @@ class ShardedParam:
         self.describe_in_modules()
 
     def describe_in_modules(self) -> None:
-        """Write down in each module that reads it what its getter hands to the marker.
+        """Write the marker's arguments into each module where the parameter is registered.
 
-        That is None if the getter has to ask: with tensor parallelism, or if eval mode decides on
-        the dtype.
+        Reads under torch.compile take them from there. They are None if the getter has to ask: with
+        tensor parallelism, or if eval mode decides on the dtype.
         """
         asked = None if self.tp is not None or self.follows_mode else self.marker_arguments
         for module, attribute in self.registrations:
             module.__dict__.setdefault(MARKER_ARGUMENTS, {})[attribute] = asked
 
     def _description(self, *, in_full_precision: bool) -> MarkerArguments:
-        """Make the arguments of a marker, for a forward in full precision or in `param_dtype`."""
+        """Make the arguments of a marker, for a forward in full precision or in `param_dtype`.
+
+        Returns (the member as it is gathered, the group, whether it stays unsharded until backward,
+        how its gradient is reduced); the last is "" if that is alike, without options.
+        """
         gathered = self.unit.gathered_member(self, in_full_precision=in_full_precision)
         reduced = self.unit.reduced_member(self, gathered.dtype)
         if reduced.dtype != self.member.dtype:
@@ -269,7 +281,9 @@ class ShardedParam:
     def reduce_group(self) -> str:
         """Group over which compiled code reduces its gradient, named as `passes.ir.groups` says.
 
-        Just the group of its shards if gradients are to wait.
+        Just the group of its shards if gradients are to wait, as always with `strict_order=False`.
+        The name is marked as customized if the unit's settings ask for another reduce than the mean
+        by collectives of ours, or leave replicas for later.
         """
         reducer = self.unit.reducer
         scatter_group = reducer.scatter_group or self.axes.shard_group
@@ -319,8 +333,8 @@ class ShardedParam:
 
         It may have been replaced by another DTensor, as by `load_state_dict(assign=True)`,
         converted, as by `model.to(dtype)`, or have got or lost the methods of an all-gather
-        extension. A plain tensor in its place is not looked at. Hooks that a broken-off backward
-        left aside are put back, too.
+        extension. A replacement is put into all of its modules. A plain tensor in its place is not
+        looked at. Hooks that a broken-off backward left aside are put back, too.
         Raises ValueError for a replacement that is not sharded alike, TypeError for one of the two
         methods alone.
         """
@@ -342,6 +356,7 @@ class ShardedParam:
     def _replace(self, param: nn.Parameter) -> None:
         """Take `param`, which was put in one of the modules, as the parameter in all of them.
 
+        `find` knows it from now on, and still the one before.
         Raises ValueError if it is not sharded as the parameter before it.
         """
         value: Tensor = param.data
@@ -521,7 +536,7 @@ def resolve(param: Tensor) -> ShardedParam | None:
     """Find the sharded parameter of `param`, also if `param` was put in its place since.
 
     In that case the sharded parameter is refreshed, so that it has `param`; see
-    `ShardedParam.refresh`. None for a plain tensor that `find` doesn't know.
+    `ShardedParam.refresh`. None if there is none.
     """
     sharded = find(param)
     if sharded is not None or not isinstance(param, DTensor):

@@ -76,6 +76,7 @@ def _like(value: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
 
 
 def _dict_like(value: dict[Any, Any], parts: list[Any]) -> Any:
+    """Return a copy of `value`, of its own class, with `parts` as its values, in its order."""
     made = value.copy()  # of its own class: Hugging Face's outputs are dicts
     for key, part in zip(value, parts, strict=True):
         made[key] = part
@@ -89,9 +90,9 @@ def ignore_buffers(modules: set[nn.Module]) -> None:
 
 
 def cast_buffers(unit: Unit) -> bool:
-    """Replace the buffers of the unit's modules by ones of its `buffer_dtype`.
+    """Replace floating-point buffers of the unit's modules by ones of its `buffer_dtype`.
 
-    They have the dtype from before any cast if a forward now is to compute in full precision.
+    Or, if a forward now is to compute in full precision, by ones of the dtype from before any cast.
     Nothing is done if the policy has no `buffer_dtype`. Returns whether any buffer was cast.
     """
     wrong = _wrong_buffers(unit)
@@ -103,7 +104,8 @@ def cast_buffers(unit: Unit) -> bool:
 def _wrong_buffers(unit: Unit) -> list[tuple[nn.Module, str, Tensor, torch.dtype]]:
     """List buffers in a wrong dtype: (module, name, buffer, the dtype that it should have).
 
-    Notes the own dtype of each buffer that is seen for the first time.
+    Notes the own dtype of each buffer that is seen for the first time. Empty if the policy has no
+    `buffer_dtype`.
     """
     found: list[tuple[nn.Module, str, Tensor, torch.dtype]] = []
     if unit.settings.mp.buffer_dtype is None:
@@ -139,6 +141,10 @@ def _own_modules(head: nn.Module) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
+        """Add `module` to `found`, and what is below it, unless it is ignored or there already.
+
+        Children that head a unit are left out.
+        """
         if module in found or module.__dict__.get(_IGNORED):
             return
         found[module] = None

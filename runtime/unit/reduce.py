@@ -161,7 +161,9 @@ class Reduction:
     def launch(self) -> None:
         """Start summing: launch the reduce-scatter, or run the user's `comm_hook` to its end.
 
-        Where parameters are not cut, the all-reduce is launched at once.
+        Gradients are cast and copied to what is sent, and let go of; zeros stand for those that
+        this rank lacks. Where parameters are not cut, the all-reduce is launched at once
+        (`advance`).
         """
         axes, first = self._unit.axes, self._params[0]
         whole = [
@@ -196,9 +198,10 @@ class Reduction:
     def advance(self) -> None:
         """Go on from the reduce-scatter to the all-reduce, if there are replicas.
 
-        On a device its stream for all-reduces waits, not compute. Sums that wait in
-        `Reducer.partial` are added first; if the unit is not to all-reduce now, the sums are left
-        there instead, and no gradient is wanted any more. A second call does nothing.
+        Waits for the reduce-scatter then; on a device its stream for all-reduces waits, not
+        compute. Sums that wait in `Reducer.partial` are added first; if the unit is not to
+        all-reduce now, the sums are left there instead, and no gradient is wanted any more. A
+        second call does nothing.
         """
         if self._scattered:
             return
@@ -239,7 +242,12 @@ class Reduction:
         return chunks, counts.split(1)
 
     def _add_partial(self, chunks: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
-        """Add sums that wait for their all-reduce in place, unless `.grad` was emptied since."""
+        """Add to `chunks` and `counts`, in place, the sums that wait for their all-reduce.
+
+        These are taken out of `Reducer.partial`, and dropped if `.grad` was emptied or zeroed
+        since.
+        Raises RuntimeError if it was written to otherwise.
+        """
         sums: list[Tensor] = []
         waiting: list[Tensor] = []
         for param, chunk, count in zip(self._params, chunks, counts, strict=True):
@@ -254,8 +262,11 @@ class Reduction:
     def wait(self) -> dict[ShardedParam, Tensor]:
         """Wait, and return this rank's part of the mean gradient of each wanted parameter.
 
-        Parameters that have a gradient on no rank are left out, unless the unit `sends_unused`; all
-        are if the sums were left for a later all-reduce. Parts have the dtype of the reduce.
+        The all-reduce, if it is still to come, is launched before, and the unit's `all_reduce_hook`
+        runs after it. Parameters that have a gradient on no rank are left out, unless the unit
+        `sends_unused`; all are if the sums were left for a later all-reduce. Parts, (local rows,
+        *rest), have the dtype of the reduce. To be called once. The host waits for a device only if
+        this rank lacks a gradient.
         """
         self.advance()
         flight = self._wait()
@@ -278,7 +289,10 @@ class Reduction:
         }
 
     def _wait(self) -> InFlight:
-        """Wait for what is in flight, or for sums to be left, so that its memory may be freed."""
+        """Wait for what is in flight, or for sums to be left for later; return what has arrived.
+
+        Its memory may be freed from then on.
+        """
         assert self._flight is not None
         flight, self._flight = self._flight.wait(), None
         if self._left is not None:
@@ -286,6 +300,7 @@ class Reduction:
         return flight
 
     def __del__(self) -> None:
+        """Have the device wait for what is still in flight, as after an exception; not a CPU."""
         # An exception came between launch and wait: the device waits, so that memory may be freed.
         # On a CPU nobody does: gloo holds on to its buffers itself, and other ranks may never
         # launch their part.
@@ -298,8 +313,9 @@ class Reduction:
     def store(self) -> bool:
         """Wait, and begin to copy gradients to the host, if the device can do so beside compute.
 
-        Tells whether that is so: `accumulate` then has the host wait for them. A second call begins
-        nothing.
+        Tells whether that is so: `accumulate` then has the host wait for them. Else, as on a CPU or
+        without offload to pinned memory, nothing is done, and nothing waited for. A second call
+        begins nothing.
         """
         offload = self._unit.settings.offload
         if not isinstance(offload, CPUOffloadPolicy) or not offload.pin_memory:
@@ -317,7 +333,11 @@ class Reduction:
             self._stored = params, copies.release()
 
     def accumulate(self) -> None:
-        """Wait, and add the mean gradients to `.grad`, running hooks; see `accumulate` below."""
+        """Wait, and add the mean gradients to `.grad`, running hooks; see `accumulate` below.
+
+        Of wanted parameters without a gradient on any rank, zeros that stood in `.grad` for one
+        that waited are taken out.
+        """
         if self._stored is None:
             shards = self.wait()
         else:
@@ -335,8 +355,10 @@ def flags_of(
 ) -> Tensor:
     """Make the numbers that tell which gradients a rank has, 1 or 0, without waiting for `device`.
 
-    See [Note: gradients that are not there]. Not to be written to.
+    See [Note: gradients that are not there]. Not to be written to, as the same tensor may be
+    returned again.
     times: how often they are repeated, which is once for each rank that sums go to.
+    Returns a 1-D tensor of `dtype` on `device`.
     """
     if all(has_grad):
         ones = torch.ones if is_captured() else _ones
@@ -376,9 +398,10 @@ def fill_unused(unit: Unit, used: set[ShardedParam]) -> None:
 def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
     """Add this rank's part of a mean gradient to `.grad`, and run the parameter's hooks.
 
-    Hooks on the gradient run first, and may replace it; those for after accumulation run last. The
-    gradient is first cast to the parameter's dtype, unless the unit keeps low-precision gradients,
-    and moved to where the shard lies.
+    Hooks on the gradient run first, and may replace it; those for after accumulation run last, and
+    it is noted if they update the parameter. The gradient is first cast to the parameter's dtype,
+    unless the unit keeps low-precision gradients, and moved to where the shard lies. Hooks that
+    were set aside are put back.
     Raises RuntimeError if a hook for after accumulation has updated the parameter since forward.
     """
     if sharded.is_updated_by_hook:
@@ -444,9 +467,10 @@ class Seen:
         return Seen(param.param.grad, _version(param.param.grad))
 
     def is_left(self, param: ShardedParam) -> bool:
-        """Tell whether `.grad` is still as in the snapshot; not if it was emptied or zeroed.
+        """Tell whether `.grad` is as in the snapshot; not if it was emptied, replaced or zeroed.
 
         Raises RuntimeError if it was written to otherwise: the gradient that waits would miss that.
+        If it was written to, the host waits for its values.
         """
         if param.param.grad is not self.grad:
             return False
@@ -475,9 +499,11 @@ def hold(
 ) -> None:
     """Let `grad`, unsharded, wait for a backward that is reduced, added to those that wait already.
 
+    If `.grad` is empty, zeros are put there. Those that wait are dropped, not added to, if `.grad`
+    was emptied or zeroed since.
     dtype: in which they are summed, as that of the reduce.
     is_borrowed: its memory is about to be used for something else, so that it is copied.
-    Raises RuntimeError if `.grad` was written to since a gradient began to wait.
+    Raises RuntimeError if `.grad` was written to otherwise since a gradient began to wait.
     """
     before = None if pending_of(param) is None or param.pending is None else param.pending.sum
     total = _added(before, grad, dtype, is_borrowed=is_borrowed)
@@ -523,6 +549,7 @@ def arrive(
 ) -> None:
     """Let `grad`, unsharded, wait for gradients of other uses of `param` in the running backward.
 
+    It is added to those that have come in this backward; what a broken-off one has left is dropped.
     dtype, is_borrowed: as of `hold`.
     """
     total = _added(arrived(param), grad, dtype, is_borrowed=is_borrowed)
@@ -574,7 +601,8 @@ def pending_of(param: ShardedParam) -> Tensor | None:
 def is_waiting(param: ShardedParam) -> bool:
     """Tell whether a gradient of `param` waits, unsharded or for its all-reduce.
 
-    Raises as `pending_of`.
+    One does not if `.grad` was emptied or zeroed since. Raises RuntimeError if that was written to
+    otherwise.
     """
     partial = param.unit.reducer.partial.get(param)
     return pending_of(param) is not None or (partial is not None and partial.seen.is_left(param))
@@ -592,9 +620,10 @@ def forget(param: ShardedParam) -> None:
 def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return `grad`, unsharded, with the gradient of `param` that waited added, which is taken out.
 
-    None if there is neither; `grad` itself, not cast, if none waited.
+    None if there is neither; `grad` itself, not cast, if none waited, or `.grad` was emptied or
+    zeroed since.
     dtype: of the sum.
-    Raises RuntimeError if `.grad` was written to since a gradient began to wait.
+    Raises RuntimeError if `.grad` was written to otherwise since a gradient began to wait.
     """
     total = pending_of(param)
     param.pending = None

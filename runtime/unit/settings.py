@@ -66,5 +66,5 @@ class UnitSettings:
 
     @property
     def is_limited(self) -> bool:
-        """Tell whether `limiter` is asked before a gather, which is not in memory of ours."""
+        """Tell whether the host waits for `limiter` before gathers, which are by `all_gather`."""
         return self.limits_gathers and self.all_gather is not None

@@ -126,8 +126,9 @@ class Unit:
     def lends(self) -> bool:
         """Tell whether `parameters()` gives unsharded ones between forward and backward.
 
-        It does, like FSDP2, where the user set FSDP2's argument `reshard_after_forward=False`.
-        Otherwise it gives sharded ones, which `torch.autograd.grad` takes.
+        It does, like FSDP2, where the user set FSDP2's argument `reshard_after_forward=False`,
+        parameters are cut, and the order is strict. Otherwise it gives sharded ones, which
+        `torch.autograd.grad` takes.
         """
         is_told = self.settings.reshard_after_forward is False and self.settings.is_by_fsdp2
         return is_told and self.world > 1 and not self.is_unordered
@@ -136,7 +137,7 @@ class Unit:
     def reshards(self) -> bool:
         """Tell whether its unsharded parameters are dropped after forward, for backward to gather.
 
-        By default they are, but for the root's.
+        By default they are, but for the root's. Never with `strict_order=False`.
         """
         if self.is_unordered:
             return False
@@ -183,7 +184,10 @@ class Unit:
         return hashlib.sha256(repr((self.name, members)).encode()).hexdigest()[:16]
 
     def take(self, param: ShardedParam) -> None:
-        """Make `param` this unit's, moving it here if it is another unit's; update its markers."""
+        """Make `param` this unit's, moving it here if it is another unit's; update its markers.
+
+        Raises TypeError if its shard has only one of the two methods of an all-gather extension.
+        """
         previous = getattr(param, "unit", None)
         if previous is not None:
             previous.params.remove(param)
@@ -275,10 +279,12 @@ class Unit:
             )
 
     def make_ready(self) -> None:
-        """Prepare for a gather: follow what was done to the parameters since; see `refresh`.
+        """Prepare for a gather: follow what was done to the parameters since.
 
+        See `ShardedParam.refresh`.
         Raises RuntimeError, naming them, if some are still on the meta device, or, if they are to
-        be offloaded, not in host memory.
+        be offloaded, not in host memory; ValueError if one was replaced by one that is sharded
+        otherwise.
         """
         for param in self.params:
             param.refresh()

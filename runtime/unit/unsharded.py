@@ -42,7 +42,8 @@ class Unsharded:
 
     Where parameters are not cut (a world of one, or replicas), nothing is launched.
     parts: what to gather instead of the shards, over fewer ranks.
-    Raises as `Unit.make_ready` and `extensions.before_gather`.
+    Raises as `Unit.make_ready` (RuntimeError for parameters on the meta device) and
+    `extensions.before_gather`.
     """
 
     def __init__(self, unit: Unit, parts: Parts | None = None) -> None:
@@ -78,7 +79,10 @@ class Unsharded:
             self._flights.append((list(pieces), flight))
 
     def _to_send(self, param: ShardedParam, parts: Parts | None) -> list[tuple[Member, Tensor]]:
-        """List what this rank sends of `param`: its shard, its part, or what an extension makes."""
+        """List what this rank sends of `param`: its shard, its part, or what an extension makes.
+
+        The extension's `fsdp_pre_all_gather` is called, and what it gave is kept for the wait.
+        """
         member = self.unit.gathered_member(param)
         if parts is not None:
             return [(member, parts.tensors[param])]
@@ -102,11 +106,14 @@ class Unsharded:
 
     @property
     def is_here(self) -> bool:
-        """Tell whether the gather has been waited for, and its result not been dropped."""
+        """Tell whether `tensors` has waited for the gather; True, too, after `drop`."""
         return self._tensors is not None
 
     def tensors(self) -> dict[ShardedParam, Tensor]:
-        """Return the unsharded parameters; the first call waits for the gather."""
+        """Return the unsharded parameters; the first call waits for the gather.
+
+        The dict is empty after `drop`.
+        """
         if self._tensors is None:
             for pieces, flight in self._flights:
                 self._arrived.update(zip(pieces, collectives.wait_gather(flight), strict=True))
@@ -117,7 +124,10 @@ class Unsharded:
         return self._tensors
 
     def _put_together(self, param: ShardedParam) -> Tensor:
-        """Return the unsharded `param` from what has arrived, and note its sources."""
+        """Return the unsharded `param` from what has arrived, and note its sources.
+
+        With an extension, its `fsdp_post_all_gather` makes it.
+        """
         sent = self._extended.get(param)
         if sent is None:
             whole = self._arrived[param, 0]
@@ -163,7 +173,7 @@ class Unsharded:
     def drop(self) -> None:
         """Drop the unsharded parameters, waiting for gathers that are still in flight.
 
-        Tensors that others hold stay. `limiter` is told.
+        Tensors that others hold stay. If the unit's gathers are limited, `limiter` is told.
         """
         for _, flight in self._flights:
             flight.wait()
@@ -181,7 +191,8 @@ def is_kept(unit: Unit) -> bool:
 def keep(unit: Unit) -> Unsharded:
     """Have `unit` keep its unsharded parameters, and return them.
 
-    If it keeps none, or stale ones, their gather is launched, and not waited for.
+    If it keeps none, or stale ones, which are then let go, a gather is launched, and not waited
+    for.
     """
     if unit.kept is None or unit.kept.is_stale:
         unit.kept = Unsharded(unit)

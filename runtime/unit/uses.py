@@ -36,7 +36,7 @@ class Use:
         self._ended_in = _torch.autograd.graph_task()
 
     def is_to_come(self, param: ShardedParam) -> bool:
-        """Tell whether the running backward will bring a gradient of `param`, and has not yet."""
+        """Tell whether this use is still to bring a gradient of `param` in the running backward."""
         if param not in self._params or self._ended_in == _torch.autograd.graph_task():
             return False
         node = self._node()
