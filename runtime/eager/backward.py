@@ -21,6 +21,7 @@ class Backward:
     """
 
     def __init__(self, owner: Unit, tokens: StepTokens) -> None:
+        """Begin with nothing gathered or wanted; nothing is launched."""
         self.order: list[Unit] = []
         self.gathered: dict[Unit, Unsharded] = {}
         self.needed: set[Unit] = set()

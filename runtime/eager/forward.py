@@ -21,6 +21,10 @@ class Forward:
     """
 
     def __init__(self, owner: Unit, backward: Backward, *, has_grad: bool) -> None:
+        """Begin with nothing gathered, and expect the order of the owner's last forward.
+
+        `order` is one list with that of `backward`.
+        """
         self.order = backward.order
         self.gathered: dict[Unit, Unsharded] = {}
         self.read: set[Unit] = set()

@@ -65,6 +65,7 @@ class Step:
     """
 
     def __init__(self, owner: Unit) -> None:
+        """Make a step that has gathered nothing; hooks are not pushed, and it is not opened."""
         self.owner = owner
         self.has_hooks = False
         self.has_grad = torch.is_grad_enabled()

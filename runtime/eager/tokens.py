@@ -49,6 +49,10 @@ class Tokens:
     """
 
     def __init__(self, step: Step, unit: Unit) -> None:
+        """Make tokens of the unit's trainable parameters, of which there is one at least.
+
+        They lead to the parameters in autograd's graph, and are noted as a use in `Unit.uses`.
+        """
         trainable = [param for param in unit.params if param.param.requires_grad]
         grads: Grads = {}
         # Where tokens are: autograd runs a node in the thread of its outputs' device.

@@ -193,6 +193,7 @@ class ShardedParam:
     registrations: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Give the parameter a number of its own; nothing waits, and markers say nothing yet."""
         # What the getter hands to the marker under torch.compile: constants to guard on. See
         # `describe()`.
         self.marker_arguments: MarkerArguments = ("", "", False, "")

@@ -36,6 +36,7 @@ class MixedPrecisionPolicy:
     full_precision_in_eval: bool = False
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a dtype that is not of floating point, or a flag that is no bool."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_dtype"):

@@ -136,6 +136,7 @@ class Reduction:
         *,
         stands_alone: bool = False,
     ) -> None:
+        """Note what is to be reduced, and the unit's hook of now; nothing is launched."""
         self._dtype = dtype
         self._stands_alone = stands_alone
         self._unit = unit

@@ -47,6 +47,11 @@ class Unsharded:
     """
 
     def __init__(self, unit: Unit, parts: Parts | None = None) -> None:
+        """Launch a gather for each dtype that is sent, and note which values the shards have.
+
+        Parameters follow what was done to them first (`Unit.make_ready`). The host may wait for
+        `limiter`.
+        """
         self.unit = unit
         unit.make_ready()
         self._stamps = [param.stamp for param in unit.params]
