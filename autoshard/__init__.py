@@ -59,6 +59,10 @@ if TYPE_CHECKING:
 else:  # type checkers read the imports: for them, `__getattr__` would offer any name
 
     def __getattr__(name: str) -> Any:
+        """Import the public name or subpackage `name`, and return it; a public name is kept here.
+
+        Raises AttributeError for any other name.
+        """
         if name in _MODULES:
             return importlib.import_module(f"autoshard.{name}")
         if name not in _PLACES:

@@ -54,6 +54,12 @@ class Attempt:
         known: Sequence[Plan] = (),
         kept: Collection[str] = (),
     ) -> None:
+        """Compile the frame of Dynamo's `gm`; a failure is kept in `failure` and `reason`.
+
+        Dynamo's RestartAnalysis is raised. `gm` is changed.
+
+        known, kept: as of `Compilation`.
+        """
         self.compared = settings.compared
         try:
             frame = make_frame(gm, example_inputs)
@@ -160,9 +166,10 @@ def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]
 def _worth_keeping(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileSettings
 ) -> Sequence[str]:
-    """Names of the parameters that forward should keep unsharded for backward.
+    """Return the names of the parameters that forward should keep unsharded for backward.
 
-    Predicted by this rank alone; empty if the prediction fails. `gm` can't be compiled afterwards.
+    Predicted by a dry compilation on this rank alone; empty if that fails. Dynamo's RestartAnalysis
+    is raised. `gm` can't be compiled afterwards.
     """
     drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:

@@ -83,7 +83,11 @@ def _compile(
     """Compile a frame, and record its plans; `params` are the sharded parameters that it reads.
 
     Ranks agree on the plans, unless the frame reads no sharded parameter or has `strict_order` off.
-    Raises SkipFrame after a failure, so that the frame runs eagerly; with `strict`, the failure.
+    Returns a function with the inputs and outputs of `gm`; a frame with `params` is counted in
+    `first_call.num_graphs`.
+    Raises SkipFrame after a failure, with one warning, so that the frame runs eagerly; with
+    `strict`, the failure. Raises as `agreed_attempt`, and ValueError for a wrong name in
+    `bucketing`.
     """
     code = _torch.dynamo.traced_code()
     if params and params[0].unit.is_unordered:  # no collective in it, but who compiled it is told

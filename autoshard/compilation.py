@@ -92,6 +92,10 @@ class Compilation:
         known: Sequence[Plan] = (),
         kept: Collection[str] = (),
     ) -> None:
+        """Collect from `frame` what passes need: the table of parameters, axes, prices.
+
+        Nothing is compiled yet. The compilation gets a number of its own, for logs and dumps.
+        """
         self.frame = frame
         self.settings = settings
         self.known = known
@@ -109,7 +113,7 @@ class Compilation:
         self._begins: Callable[[str], None] = lambda graph: None
 
     def _prices(self) -> Prices | None:
-        """Prices to plan with, from sizes, options and the kind of device: the same on every rank.
+        """Return prices to plan with, from sizes, options and kind of device: alike on every rank.
 
         None if no topology is known. Their budget is what gradients and two optimizer states of the
         frame's trained shards leave of the memory budget.
@@ -125,6 +129,8 @@ class Compilation:
     def compile(self) -> Callable[..., Any]:
         """Compile the frame's graph to a callable with the same inputs and outputs.
 
+        Called once, while Dynamo traces the frame. Fills `plans` and `priced`; rank 0 logs the
+        progress of a long compilation.
         Raises TraceAgain if torch's caches have the graphs, but their plans are gone; otherwise
         whatever goes wrong in AOTAutograd, a pass or the lowering.
         """
@@ -140,7 +146,11 @@ class Compilation:
         return 2 if has_backward(self.frame.inputs) else 1
 
     def _compile_eagerly(self) -> Callable[..., Any]:
+        """Compile with AOTAutograd, without its cache, to FX's code of the planned graphs."""
+
         def lower(graph: str) -> Callable[..., Any]:
+            """Return AOTAutograd's compiler of graphs of kind `graph`: passes, then FX's code."""
+
             def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
                 gm = self.apply(gm, graph)
                 return _watched(gm, graph, lower_eagerly(gm), lower_eagerly)
@@ -159,10 +169,18 @@ class Compilation:
         return compiled
 
     def _compile_inductor(self) -> Callable[..., Any]:
-        """Compile with Inductor; on a hit of AOTAutograd's cache, load the plans of its graphs."""
+        """Compile with Inductor; on a hit of AOTAutograd's cache, load the plans of its graphs.
+
+        Raises TraceAgain if these plans are gone; the next compilation then does without that
+        cache.
+        """
         is_lowered = False
 
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            """Plan `gm` by our passes, and lower it, in place of Inductor's compiler of graphs.
+
+            Its plan is saved if Inductor has cached what it was lowered to. kwargs: Inductor's.
+            """
             nonlocal is_lowered
             is_lowered = True
             graph = "inference" if kwargs.get("is_inference") else "forward"
@@ -200,10 +218,11 @@ class Compilation:
         return call
 
     def _cache_key(self) -> str | None:
-        """Digest, for AOTAutograd's cache, of all that passes depend on besides the graph.
+        """Return a digest, for AOTAutograd's cache, of all that passes depend on besides the graph.
 
-        None if the cache must not be used, as passes have to run: for a watcher or a dump, after
-        plans were lost, and for frames with tensor-parallel parameters or without sharded ones.
+        None if the cache must not be used: torch is configured not to, or passes have to run, for a
+        prediction, a watcher or a dump, after plans were lost, and for frames with tensor-parallel
+        parameters or without sharded ones.
         """
         params = self.frame.params
         if _watchers or not (self.is_cached and params and _torch.aot.caches_frames()):
@@ -266,7 +285,9 @@ class Compilation:
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
         """Run the pipeline over a copy of one of the frame's graphs, and return it.
 
-        Its plan, if it has collectives, is logged and added to `plans`.
+        Its plan, if it has collectives, is logged and added to `plans`; the problem that a search
+        for it has solved, if any, is put in `priced`. With the option `dump` the graph is written
+        after each pass.
         graph: "forward", "backward" or "inference".
         Raises PassError if a pass fails, or leaves a marker.
         """
@@ -290,7 +311,7 @@ class Compilation:
         return gm
 
     def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
-        """Log `plan` and add it to `plans`.
+        """Log `plan`, add it to `plans`, and write it, and `gm`, to torch's structured trace.
 
         gm: the planned graph; None if it comes from a cache, lowered.
         """
@@ -327,7 +348,7 @@ class DryCompilation(Compilation):
     is_cached = False
 
     def worth_keeping(self) -> tuple[str, ...]:
-        """Names of the parameters that are worth keeping unsharded for backward.
+        """Return the names of the parameters that are worth keeping unsharded for backward.
 
         Called after `compile`. Empty without a budget, or if backward gathers nothing again.
         """
@@ -364,7 +385,7 @@ def _old_objects_stay() -> Iterator[None]:
 
 
 def _hints(value: object) -> list[int]:
-    """Sizes of a tensor, or the value of a size, among a graph's inputs; empty for other inputs.
+    """Return the sizes of a tensor, or the value of a size, as a graph's input; else [].
 
     Symbolic sizes are given by their hints, the sizes that were traced.
     """

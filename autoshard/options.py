@@ -88,6 +88,11 @@ class CompileOptions:
     strict_order: bool = True
 
     def __post_init__(self) -> None:
+        """Raise ValueError, which names the option, if a field has a wrong value.
+
+        A topology is loaded for that. What is ignored, and the device, are left to `shard()` to
+        check.
+        """
         _expect(self, "lowering", self.lowering in LOWERINGS, f"one of {list(LOWERINGS)}")
         _expect(
             self,
@@ -161,6 +166,9 @@ class CompileOptions:
     def resolve(self, device: torch.device | None) -> CompileSettings:
         """Return the settings to compile a frame with: a topology, and the budget in bytes.
 
+        A budget that is a fraction is one of the memory in the topology; without a topology there
+        is none.
+
         device: where parameters are gathered; None for a frame without sharded parameters, which
             has nothing to plan: it gets no topology.
         """
@@ -185,7 +193,8 @@ class CompileOptions:
         It is the same on every rank of a uniform cluster. The option `topology` goes first. With a
         `memory_budget`, every device has a topology, a GPU not known by its name that of an H100.
         With neither option, such a GPU has none; a CPU, about whose costs little is known, has one
-        only if `bucketing` is "auto".
+        only if `bucketing` is "auto". If the option is not given, a GPU's topology has as many
+        ranks a node as LOCAL_WORLD_SIZE says, or as there are GPUs here.
         """
         if self.topology is not None:
             return Topology.load(self.topology)
@@ -202,6 +211,10 @@ class CompileOptions:
         return dataclasses.replace(found, ranks_per_node=max(1, per_node))
 
     def _compared(self, topology: Topology | None) -> str:
+        """Return, as text, the options that all ranks must have alike, for messages.
+
+        Of the budget it says only whether there is one.
+        """
         has_budget = self.memory_budget is not None
         return (
             f"lowering={self.lowering!r}, bucketing={self.bucketing!r}, "
@@ -248,6 +261,7 @@ class CompileSettings:
 
 
 def _expect(options: CompileOptions, name: str, holds: bool, expected: str) -> None:
+    """Raise ValueError unless `holds`: it names the option, its value, and what is `expected`."""
     if not holds:
         value = getattr(options, name)
         raise ValueError(
@@ -286,6 +300,7 @@ def _check_inductor(given: Mapping[str, Any]) -> None:
 
 
 def _is_names(value: object) -> bool:
+    """Tell whether `value` is a list or tuple of strings, or of lists or tuples of strings."""
     if not isinstance(value, (list, tuple)):
         return False
     return all(

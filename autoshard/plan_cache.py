@@ -45,6 +45,7 @@ def sources() -> list[Path]:
 
 @functools.cache
 def _digest_of_sources() -> str:
+    """Return the digest of the package's version and source files, read once in a process."""
     found = hashlib.sha256(importlib.metadata.version("autoshard").encode())
     for path in sources():
         found.update(path.read_bytes())

@@ -19,6 +19,8 @@ INTERVAL = 10.0  # seconds between lines; a compilation shorter than that has no
 def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """Log a line on rank 0 every `INTERVAL`: `compiling <what>: backward, 2 of 2, 30 s elapsed`.
 
+    A thread does so, at level WARNING, until the context ends; other ranks log nothing.
+
     total: number of graphs.
     Yields a function to call with the name of each graph when its compilation begins.
     """
@@ -27,6 +29,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     start = time.monotonic()
 
     def watch() -> None:
+        """Log a line every `INTERVAL`, until the context has ended."""
         while not is_over.wait(INTERVAL):
             graph = f"{begun[-1]}, {len(begun)} of {total}" if begun else f"tracing, 0 of {total}"
             elapsed = time.monotonic() - start

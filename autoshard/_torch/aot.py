@@ -104,8 +104,9 @@ def compiled_node(outputs: Sequence[Any]) -> Any:
 
 
 def tangent_positions(node: Any) -> list[int]:
-    """Positions of the joint graph's tangents, in their order, among the gradients given to `node`.
+    """List the positions of the joint graph's tangents among the gradients given to `node`.
 
+    They are in the order of the tangents.
     node: AOTAutograd's, of a compiled backward.
     """
     metadata = type(node)._forward_cls.metadata
@@ -120,6 +121,14 @@ _POSITIONS = "_autoshard_tangent_positions"
 
 
 def _tangent_positions(metadata: Any) -> Iterator[int]:
+    """Yield the positions, among a forward's results, of those for which backward takes a gradient.
+
+    Results are, in this order, inputs that forward mutates, outputs, and intermediates of which
+    outputs are views. Left out are mutated inputs and outputs that need no gradient, and outputs
+    that alias others.
+
+    metadata: AOTAutograd's, of the forward.
+    """
     mutated, outputs = metadata.mutated_inp_runtime_indices, metadata.output_info
     for position, index in enumerate(mutated):
         info = metadata.input_info[index]

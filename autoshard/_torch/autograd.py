@@ -75,12 +75,19 @@ def accumulates_gradient(leaf: Any) -> bool:
 
 
 def returns_gradient(leaf: Any) -> bool:
-    """Tell whether the running backward is a `torch.autograd.grad()` that returns the gradient at
-    `leaf`, an AccumulateGrad node."""
+    """Tell whether the running backward returns the gradient at `leaf`, an AccumulateGrad node.
+
+    It does if it is a `torch.autograd.grad()` with that leaf among its inputs. Only called in a
+    backward: outside, the answer is always True.
+    """
     return _leaf_use(leaf) is None
 
 
 def _leaf_use(leaf: Any) -> bool | None:
+    """Tell whether the running backward runs `leaf`; None if it returns the gradient there instead.
+
+    None also outside a backward.
+    """
     try:
         return will_run(leaf)
     except RuntimeError:  # so says torch when autograd.grad() captures what arrives there

@@ -128,7 +128,7 @@ def symmetric_memory(
 
     The first allocates: its arguments are the number of elements, the dtype and the device. The
     second has to be called with each buffer, and the group, before the buffer is used. All ranks of
-    the group call all three.
+    the group call all three; this one waits for them.
     backend: "NCCL" for instance; set for all symmetric memory of this process.
     """
     import torch.distributed._symmetric_memory as symmetric

@@ -138,7 +138,8 @@ def leave_layouts_unguarded(dtensors: Iterable[DTensor], others: Iterable[DTenso
     """Have code that is compiled now run without a look at the layouts of `dtensors`, its inputs.
 
     Whoever calls this looks at them instead, whenever the code runs. Only to be called by a
-    backend, while Dynamo compiles, and after `may_leave_layouts_unguarded`.
+    backend, while Dynamo compiles, and after `may_leave_layouts_unguarded`. What was left unguarded
+    for other frames is forgotten, as their guards are made.
     others: inputs whose layouts are looked at, and that may share them with `dtensors`.
     """
     _unguarded.clear()
@@ -164,6 +165,8 @@ def may_leave_layouts_unguarded() -> None:
 
 
 def _unless_unguarded(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Wrap `original`, Dynamo's method that guards a layout, to skip those in `_unguarded`."""
+
     @functools.wraps(original)
     def match(self: Any, guard: Any) -> None:
         ids = _unguarded.get(CompileContext.current_compile_id(), ())
@@ -196,6 +199,7 @@ def watch_compile(backend: str, callback: Callable[[Any, Any, dict[str, Any]], A
 
     @functools.wraps(original)
     def call(self: Any, fn: Any) -> Any:
+        """Compile `fn` as torch does; if the backend is ours, return what the callback does."""
         compiled = original(self, fn)
         wrapper = _find_backend(self)
         if wrapper is None or wrapper.compiler_name != backend:

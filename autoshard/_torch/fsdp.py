@@ -40,7 +40,7 @@ def contracts(module: torch.nn.Module) -> list[str]:
 
 
 def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) -> None:
-    """Have `torch.distributed.fsdp.fully_shard` find a state of `module`, to reduce gradients with.
+    """Give `module` a state that pipelining takes for FSDP2's, and reduces gradients with.
 
     Up to torch 2.13, torch.distributed.pipelining asks for the state of a stage, and reduces the
     stage's gradients through it after the last microbatch.

@@ -165,6 +165,10 @@ def _layouts_end_at(
     find = GraphLowering.find_nodes_prefer_channels_last
 
     def found(self: Any) -> OrderedSet[torch.fx.Node]:
+        """Find the nodes that prefer channels last, in a copy of the graph without the edges.
+
+        Returns those nodes of the graph itself.
+        """
         graph = torch.fx.Graph()
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
         graph.graph_copy(self.module.graph, copies)
@@ -180,10 +184,15 @@ def _layouts_end_at(
 def _cut_layouts(
     node: torch.fx.Node, copy: torch.fx.Node, has_no_layout: Callable[[torch.fx.Node], bool]
 ) -> None:
-    """Take from `copy` the inputs of `node` that tell nothing of its layout."""
+    """Take from `copy` the inputs of `node` that tell nothing of its layout.
+
+    They are all inputs of an op that `has_no_layout`, or stands for one; the nodes that another
+    control dependency waits for; and what a `getitem` takes from such an op.
+    """
     from torch._inductor.fx_passes.control_dependencies import control_deps
 
     def stands_for_one(node: torch.fx.Node) -> bool:
+        """Tell whether `node` has no layout, or is a control dependency around such an op."""
         if node.target is not control_deps:
             return has_no_layout(node)
         subgraph: Any = node.args[1]  # a `get_attr`

@@ -50,13 +50,15 @@ def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
 
 
 def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
-    """Shard the compiled modules that `params`, read by a captured graph, belong to.
+    """Shard the outermost modules that hold `params`, which a captured graph reads, in place.
+
+    They are modules that were compiled or whose call is on the stack, or that the code being traced
+    can name. Each is sharded, and its optimizers moved over, by `adopt_module`.
 
     shard_arguments: of `shard()`.
     Returns whether anything was sharded: not if the model was sharded explicitly
     before, and these are parameters that the user left out.
-    Raises RuntimeError if a parameter belongs to no module that was compiled or that the compiled
-    code can name, or as `adopt_module`.
+    Raises RuntimeError if a parameter is in no such module, or as `adopt_module`.
     """
     adopted = [adopt_module(root, shard_arguments) for root in _find_roots(params)]
     return any(adopted)
@@ -65,9 +67,10 @@ def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
 def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     """Shard `root`, and have all optimizers that hold its parameters train the sharded ones.
 
-    Returns False, and does nothing, if `root` heads a unit, or a parameter in it is sharded
-    already. From now on any use of an old parameter raises, unless a forward of `root` is running,
-    which may need it: see [Note: parameters from before sharding].
+    Returns True; or False, and does nothing, if `root` heads a unit, or a parameter in it is
+    sharded already. From now on any use of an old parameter raises, unless a forward of `root` is
+    running, which may need it: see [Note: parameters from before sharding]. Gradients that still
+    arrive at old parameters, of graphs made before, are reduced into the sharded ones'.
 
     shard_arguments: of `shard()`.
     Raises as `shard()`, and RuntimeError, before anything is sharded, as `check_owners`.
@@ -152,7 +155,8 @@ def _modules_in_scope() -> list[nn.Module]:
 def modules_named_by(function: Any) -> list[nn.Module]:
     """List the modules that `function` names as globals, closes over, defaults to or is bound to.
 
-    If it is a module itself, that is among them.
+    If it is a module itself, that is among them. Of a function that it names or defaults to, the
+    modules which that one closes over or is bound to are listed, too. Empty for another object.
     """
     code = getattr(function, "__code__", None)
     outer = getattr(function, "__globals__", {})
@@ -176,6 +180,10 @@ def _modules_in(values: Iterable[Any]) -> dict[nn.Module, None]:
 
 
 def _closure(value: Any) -> Iterable[Any]:
+    """Yield the values that the function `value` closes over, without those that are not set yet.
+
+    Yields nothing for what is no function.
+    """
     for cell in getattr(value, "__closure__", None) or ():
         try:
             yield cell.cell_contents
@@ -191,6 +199,7 @@ class _StaleParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise RuntimeError, whatever `func` is, naming it and the sharded parameter."""
         stale = next((each for each in args if type(each) is _StaleParameter), None)
         sharded = find(stale)
         name = sharded.name if sharded is not None else "a parameter"
@@ -204,14 +213,20 @@ class _StaleParameter(nn.Parameter):
 def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
     """Have gradients that arrive at `old`, of before sharding, reduced into `.grad` of `sharded`.
 
-    See [Note: parameters from before sharding]. Does nothing if `old` is frozen. A gradient that
-    arrives after `sharded` was written to raises RuntimeError.
+    A hook on `old` takes each gradient out of `old.grad`, reduces it over the ranks of the unit at
+    once, and waits. See [Note: parameters from before sharding]. Does nothing if `old` is frozen. A
+    gradient that arrives after `sharded` was written to raises RuntimeError in backward.
     """
     if not old.requires_grad:
         return
     stamp = sharded.stamp
 
     def forward(param: nn.Parameter) -> None:
+        """Reduce the gradient of `param`, the old one, into the sharded one's `.grad`, and wait.
+
+        `.grad` of `param` is emptied.
+        Raises RuntimeError if the sharded parameter was written to since it was made.
+        """
         if sharded.stamp != stamp:
             raise RuntimeError(
                 f"{sharded.name} was read through its parameter from before sharding, after the "

@@ -57,7 +57,7 @@ def override_mixed_precision(
     units: Mapping[nn.Module, Overrides],
     ignored: Set[nn.Module] = frozenset(),
 ) -> dict[nn.Module, Overrides]:
-    """Return `units`, parents first, and in them every instance of `classes`, in full precision.
+    """Return `units` with each module of `classes` as a unit in full precision; parents first.
 
     Such a unit has the override {"mp_policy": None}, in place of an "mp_policy" that it had; its
     other overrides stay. All dicts are new. An instance need not have parameters. `model` itself,
@@ -99,6 +99,11 @@ class _Candidates:
     """
 
     def __init__(self, model: nn.Module, ignored: Set[nn.Module]) -> None:
+        """Note `model`, and what is ignored: modules in `ignored` and below, and their parameters.
+
+        Raises ValueError, naming the module, if `model` or one in it, not ignored, heads a unit
+        already.
+        """
         self._model = model
         self._ignored = {below for module in ignored for below in module.modules()}
         self._ignored_params = {param for module in ignored for param in module.parameters()}
@@ -113,9 +118,12 @@ class _Candidates:
     def chosen_by(self, policy: Policy, *, overrides: bool = False) -> dict[nn.Module, Overrides]:
         """Select the modules for which `policy(module)` is true, each with its overrides.
 
+        Modules that `may_be_called` refuses, or that have no parameters but ignored ones, are not
+        asked about. They are in the order of `named_modules()`.
+
         overrides: whether `policy` may return a dict of overrides; it must then return that or a
             bool.
-        Raises ValueError for other answers.
+        Raises ValueError for another answer; without `overrides`, only a dict is one.
         """
         units = {}
         for path, module in self._model.named_modules():
@@ -136,17 +144,28 @@ class _Candidates:
         return units
 
     def chosen_on_the_way_up(self, policy: Policy) -> dict[nn.Module, Overrides]:
-        """Select modules by a policy of FSDP1's form, as `wrap_policies.py` says; no overrides."""
+        """Select modules by a policy of FSDP1's form, asked up to twice of each; no overrides.
+
+        On the way down `policy(module=, recurse=True, nonwrapped_numel=)` says whether to look at a
+        module at all; if not, there is no unit in it. On the way up, with recurse=False, it says
+        whether the module is a unit. `nonwrapped_numel` counts elements of parameters that are not
+        ignored: first all of the module's, then those in no unit below. Children come first in the
+        result.
+        """
         units: dict[nn.Module, Overrides] = {}
         seen: dict[nn.Module, set[nn.Parameter]] = {}
 
         def visit(module: nn.Module) -> set[nn.Parameter]:
-            """Return those parameters in `module` that units in it have; decides only once."""
+            """Return the parameters that units in `module`, or itself, take; decide only once."""
             if module not in seen:
                 seen[module] = decide(module)
             return seen[module]
 
         def decide(module: nn.Module) -> set[nn.Parameter]:
+            """Ask the policy about `module` and what is in it; add what becomes a unit to `units`.
+
+            Returns the parameters that these units take.
+            """
             params = self._params(module)
             if not policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
                 return set()
@@ -183,7 +202,7 @@ class _Candidates:
 def _takes(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Tell whether `policy` can be called with these arguments; never if it is a class.
 
-    A function written in C shows no signature: it is taken to have positional arguments only.
+    A function written in C may show no signature: it is taken to have positional arguments only.
     """
     if isinstance(policy, type) or not callable(policy):
         return False
@@ -217,6 +236,7 @@ def _parents_first(
     ordered: dict[nn.Module, Overrides] = {}
 
     def place(unit: nn.Module) -> None:
+        """Put `unit` next in the order, behind the units around it, which are put there first."""
         for outer in around[unit]:
             if outer not in ordered:
                 place(outer)
@@ -252,6 +272,7 @@ def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
     found: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
+        """Add the repeated blocks among `module`'s children to `found`; visit other children."""
         children = list(module.children())
         counts = Counter(type(child) for child in children if list(child.children()))
         repeated = set()

@@ -41,14 +41,21 @@ def watch_first_calls(read_options: ReadOptions) -> None:
     """Have modules that are compiled with autoshard from now on sharded at their first call.
 
     So is the module of a compiled method. A compiled function warns if its first call compiles no
-    graph that reads sharded parameters. Warns at once if TORCHDYNAMO_DISABLE=1 and there are
-    several ranks.
+    graph that reads sharded parameters. What torch.compile returns for a module has that module's
+    own state-dict keys. Warns at once if TORCHDYNAMO_DISABLE=1 and there are several ranks. Patches
+    torch for good, by `watch_compile` and `may_leave_layouts_unguarded`: call it once in a process.
 
     read_options: makes arguments of `shard()` of the backend's options, when torch.compile is
-        called.
+        called, which raises what this raises.
     """
 
     def wrap(fn: Any, compiled: Any, options: dict[str, Any]) -> Any:
+        """Return what torch.compile is to return for `fn` in place of `compiled`.
+
+        A module's wrapper is returned itself, with the module's state-dict keys. Made of a method
+        of a module, `compiled` is wrapped to shard the module first; made of another function, to
+        warn if nothing in it is sharded. Raises as `read_options` for wrong options.
+        """
         arguments = read_options(options)
         if isinstance(compiled, nn.Module):
             keep_names(compiled)  # its forward comes here too, as a method
@@ -73,8 +80,9 @@ def watch_first_calls(read_options: ReadOptions) -> None:
 def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
     """Wrap `compiled`, made of a method of `module`, to shard `module` at the first call.
 
-    Gives `module` the methods of `ShardedModule` now. Each call also casts buffers, gathers the
-    model if it has `strict_order=False`, and adds a hint to torch's error about DTensors.
+    Gives `module` the methods of `ShardedModule` now. Until that call, a step of an optimizer that
+    trains `module` raises, with several ranks. Each call also casts buffers, gathers the model if
+    it has `strict_order=False`, and adds a hint to torch's error about DTensors.
 
     arguments: of `shard()`.
     """
@@ -86,6 +94,11 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call `compiled`, the first time after sharding `module`, and return its output.
+
+        With `strict_order=False` all units are gathered first, and a backward from the output takes
+        part in the reduces of all units. A RuntimeError about DTensors gets a note.
+        """
         nonlocal pending
         if pending:
             adopt_module(module, arguments)
@@ -124,8 +137,9 @@ _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
     """Give `module`, to be sharded at its first call, the methods of `ShardedModule` now.
 
-    The first call, of the module or of such a method, shards it. Does nothing if `module` heads a
-    unit or has a sharded parameter of its own already.
+    Its class is replaced by a subclass. The first call, of the module or of such a method, shards
+    it; so does that of a method given to `register_forward_method`. Does nothing if `module` heads
+    a unit or has a sharded parameter of its own already.
 
     arguments: of `shard()`.
     """
@@ -140,6 +154,7 @@ def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _shard(known: weakref.ref[nn.Module]) -> None:
+    """Shard the module behind `known` with the arguments that `_offer_methods` was given."""
     module = known()
     assert module is not None
     adopt_module(module, _arguments[module])
@@ -170,6 +185,7 @@ def _sharding_method(name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(ShardedModule, name))
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Shard `module`, unless it is sharded, and call the method of its new class."""
         adopt_module(module, _arguments[module])
         if unit_of(module) is None:
             raise RuntimeError(
@@ -185,7 +201,7 @@ def _sharding_method(name: str) -> Callable[..., Any]:
 def _reduce_as_original(module: nn.Module, protocol: Any) -> Any:
     """Reduce `module`, which is not sharded yet, to an instance of the user's class.
 
-    As `__reduce_ex__`, for copies and pickles: a call of the copy does not shard it.
+    Its `__reduce_ex__`, for copies and pickles: a call of the copy does not shard it.
     """
     original: Any = access.original_class(module)
     _, _, *rest = original.__reduce_ex__(module, protocol)
@@ -199,13 +215,15 @@ def _empty(cls: Any) -> Any:
 def _expecting_a_graph(fn: Any, compiled: Any) -> Any:
     """Wrap `compiled`, made of the function `fn`, to look after its first call at what was sharded.
 
-    Warns if the call compiled no graph that reads sharded parameters. From then on, an optimizer's
-    step raises if it trains unsharded parameters of modules that `fn` can name.
+    Warns if the call compiled no graph that reads sharded parameters. From then on, with several
+    ranks, an optimizer's step raises if it trains unsharded parameters of modules that `fn` can
+    name.
     """
     pending = True
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call `compiled`, and return its result; after the first call, check what was sharded."""
         nonlocal pending
         before = num_graphs
         result = compiled(*args, **kwargs)

@@ -171,7 +171,8 @@ def check_device_id(device_id: object) -> None:
 def resolve_device(device_id: int | torch.device | None, mesh_device: torch.device) -> torch.device:
     """Return `mesh_device`, this rank's device on the mesh; `device_id`, if given, has to name it.
 
-    An int is an index; a device without one stands for the current device, with a warning.
+    An int is an index of the mesh's type; an accelerator without one stands for its current device,
+    with a warning. Indices of the CPU don't matter.
     Raises ValueError if it names another, TypeError if it is neither an int nor a device.
     """
     check_device_id(device_id)

@@ -301,6 +301,9 @@ STRATEGIES: dict[str, bool | None] = {
 def _strategy_axes(strategy: str, mesh: DeviceMesh) -> Axes:
     """Return the axes of `mesh` as `strategy` uses them.
 
+    The hybrid ones take a 2-D mesh, to replicate over its first axis and shard over its second;
+    others a 1-D one, over which "no_shard" replicates, which also takes (replicate, 1), and the
+    rest shard.
     Raises ValueError if the number of axes doesn't fit, TypeError for what is no mesh.
     """
     check_is_mesh(mesh, f"strategy {strategy!r}")
@@ -471,8 +474,10 @@ def _make_unit(
     """Make one unit of `modules`, headed by each of them, of the parameters no nested unit has.
 
     Moves parameters and buffers to the mesh's device, shards the parameters, marks ignored ones,
-    makes the modules `ShardedModule`s, and names all units and parameters below anew. Watches
-    optimizers from then on.
+    makes the modules `ShardedModule`s, and names all units and parameters below anew. For the whole
+    process it also checks steps of optimizers from then on, adds hints to uncaught errors about
+    DTensors, and starts a watchdog if the environment asks for one.
+    Raises as `_read_reshard` and `_take_parameters`.
     """
     reshard, smaller = _read_reshard(reshard_after_forward, axes)
     watch_as_told()
@@ -538,7 +543,10 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
 
 
 def _check_contracts(top: nn.Module, what: str) -> None:
-    """Raise ValueError if `top` or a module in it was given to torch's fully_shard or replicate."""
+    """Raise ValueError if `top` or a module in it was given to torch's fully_shard or replicate.
+
+    Modules that head units of ours don't count. what: the public function, for the message.
+    """
     for path, module in top.named_modules():
         taken = [] if access.unit_of(module) is not None else _torch.fsdp.contracts(module)
         if taken:
@@ -558,7 +566,8 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
     """Shard the plain parameters below the unit's modules, as its own, except ignored ones.
 
     A module whose parameter is tied to a sharded one gets that. A parameter of a nested unit moves
-    to `unit` if modules outside of the nested unit read it, too.
+    to `unit` if modules outside of the nested unit read it, too. Raises as `_placement_dim` and
+    `shard_parameter`.
     """
     names = materialize.unsharded(unit.modules)
     inside = {each for module in unit.modules for each in module.modules()}
@@ -585,7 +594,8 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
 def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> int:
     """Return the dim along which to cut `param`, never negative; 0 by default, and for a scalar.
 
-    Raises ValueError if `placement_fn` returns no `Shard`, or a dim that `param` has not.
+    Raises ValueError if `placement_fn` returns neither a `Shard` nor None, or a dim that `param`
+    has not.
     """
     placement = None if placement_fn is None else placement_fn(param)
     if placement is None or param.dim() == 0:  # a scalar is not cut

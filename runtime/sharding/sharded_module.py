@@ -207,7 +207,8 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Context in which backward reduces no gradients of this module's units or units inside.
 
-        They wait, unsharded, for the next backward that reduces, which reduces the sum.
+        They wait, unsharded, for the next backward that reduces, which reduces the sum. On leaving,
+        each unit reduces, or not, as it was set before.
         """
         before = [(unit, unit.reducer.syncs) for unit in _units(self, True)]
         self.set_requires_gradient_sync(False)
@@ -286,7 +287,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         return None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by `factor` rather than by the number of ranks.
+        """Have reduces divide this unit's summed gradients by `factor`, not by the number of ranks.
 
         Raises ValueError for what is no positive number.
         """
@@ -436,10 +437,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], None], *, stream: Any | None = None
     ) -> None:
-        """Call `hook` with this rank's part of this unit's mean gradients, 1-D, to change in place.
+        """Have reduces call `hook` with this rank's part of this unit's mean gradients, 1-D.
 
-        It is called once for each reduce of the unit, after all collectives of that, and before
-        `.grad` is filled.
+        It changes them in place. It is called once for each reduce of the unit, after all
+        collectives of that, and before `.grad` is filled. It takes the place of a hook set before.
 
         stream: on which to run it; None: the current one. Raises ValueError if one is given and
         the mesh has a replicated axis, TypeError if the hook can't be called.
@@ -455,7 +456,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         unit.describe()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Reduce gradients by `hook` rather than by collectives of ours, in all units of the model.
+        """Have gradients reduced by `hook`, not by collectives of ours, in all units of the model.
 
         state: passed to `hook` as it is.
         hook: `hook(state, grad, part)` fills `part`, 1-D, this rank's part, from `grad`, 1-D, the
@@ -563,6 +564,10 @@ def _unit(module: nn.Module) -> Unit:
 
 
 def _root(module: nn.Module, what: str) -> Unit:
+    """Return the unit that `module` heads. Raises RuntimeError if it is not the root.
+
+    what: the method that was called, for the message.
+    """
     unit = _unit(module)
     if not unit.is_root:
         raise RuntimeError(f"{what} must be called on the root module, not on {unit.name!r}")
@@ -627,6 +632,7 @@ def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor]
     """Wrap `hook` to run on `stream`, after earlier and before later work of the current stream."""
 
     def call(tensor: Tensor) -> None:
+        """Run `hook` on `tensor`, on the stream; the current stream waits for it, not the host."""
         current = torch.accelerator.current_stream()
         stream.wait_stream(current)
         with stream:

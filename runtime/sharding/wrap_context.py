@@ -55,6 +55,10 @@ class _WrapContext(ContextDecorator, AbstractContextManager[None]):
         self.arguments = arguments
 
     def __enter__(self) -> None:
+        """Have `wrap` use this context in this thread.
+
+        Raises NotImplementedError inside another context, or this one, which goes on.
+        """
         if _local.context is not None:
             raise NotImplementedError(
                 "enable_wrap inside enable_wrap is not supported: leave the outer context first, "

@@ -101,6 +101,10 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Make a unit of every module that has enough parameters in no unit below.
 
+    With `recurse`, tell whether to look at the children: not in a module that has too few
+    parameters in all, or is of a class in `force_leaf_modules`. Without, tell whether `module`
+    becomes a unit.
+
     min_num_params: how many are enough, in elements.
     force_leaf_modules: classes that become no units, nor do modules inside them; by default
         this function's attribute FORCE_LEAF_MODULES.

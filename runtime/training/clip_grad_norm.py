@@ -31,7 +31,15 @@ EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_g
 @_torch.dynamo.disable
 @torch.no_grad()
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip the norm of gradients: see `ShardedModule.clip_grad_norm_`."""
+    """Scale all gradients in `module`, in place, so that their norm is at most `max_norm`.
+
+    The norm is that of the replicated model, and so needs small all-reduces: all ranks call this
+    together. `ShardedModule.clip_grad_norm_` says more.
+
+    Returns the norm before scaling, a scalar, the same on every rank; 0 if there is no gradient.
+    Raises ValueError if `norm_type` is not greater than 0, or a gradient is laid out as a partial
+    sum; RuntimeError inside `full_params()`, or while a gradient waits to be reduced.
+    """
     power = float(norm_type)
     if not power > 0:
         raise ValueError(f"norm_type should be greater than 0, or inf, not {norm_type!r}")
@@ -46,7 +54,10 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
 
 
 def _check_reduced(name: str, param: Tensor) -> None:
-    """Raise RuntimeError if the gradient of `param`, of that `name`, waits: `.grad` holds zeros."""
+    """Raise RuntimeError if a gradient of `param`, called `name`, still waits to be reduced.
+
+    A plain parameter has none that waits.
+    """
     sharded = find(param)
     if sharded is not None and is_waiting(sharded):
         raise RuntimeError(
@@ -138,7 +149,8 @@ def _sharding_axes(name: str, tensor: DTensor) -> tuple[int, ...]:
 def _total_norm(shares: list[_Share], power: float) -> Tensor:
     """Return the norm of all gradients on all ranks, a scalar, f32 unless a parameter is double.
 
-    Powers are summed in f64: that rounds off no more than the result does. 0 without shares.
+    All-reduces as `_Share.norm_power` does, share by share. Powers are summed in f64: that rounds
+    off no more than the result does. 0 without shares; NaN, for inf too, if a gradient has a NaN.
     """
     device = shares[0].device if shares else torch.device("cpu")
     dtype = torch.float64 if any(share.is_double for share in shares) else torch.float32
@@ -163,6 +175,7 @@ def _norms(grads: list[Tensor], power: float) -> Iterator[Tensor]:
 
 
 def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Group `tensors` by their device; each group keeps their order."""
     split: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         split.setdefault(tensor.device, []).append(tensor)

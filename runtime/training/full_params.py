@@ -25,7 +25,17 @@ from autoshard.runtime.unit.param import ShardedParam, remember_origin
 
 @contextlib.contextmanager
 def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Unshard all parameters in a context: see `ShardedModule.full_params`."""
+    """Context in which all parameters of `module` and below are unsharded, on every rank.
+
+    Plain parameters stand in the places of the sharded ones. Entering gathers them, so all ranks
+    enter together; leaving needs no other rank. Inside, compiled modules run eagerly. On leaving,
+    also by an exception, the sharded parameters are put back, and with `writeback` this rank's rows
+    of what then stands in their places are written to them. `ShardedModule.full_params` says more.
+
+    Raises RuntimeError for a parameter on meta, inside a forward, a backward or a `full_params()`
+    of the same parameters, or if other ranks don't enter; on leaving, unless the block raises, what
+    `_give_back` returns.
+    """
     _refuse_full_params(module)
     params = _params_below(module)
     for param in params:
@@ -111,7 +121,10 @@ class _Borrowed:
         return [other for other in found if other is not self.unsharded]
 
     def keep(self, unsharded: Tensor) -> None:
-        """Write this rank's rows of `unsharded`, if they differ, and its requires_grad back."""
+        """Write this rank's rows of `unsharded`, if they differ, and its requires_grad back.
+
+        No other rank is needed. A shard of the same bits is not written to.
+        """
         param = self.param.param
         layout = param.data
         assert isinstance(layout, DTensor)
@@ -162,9 +175,9 @@ def _give_back(borrowed: list[_Borrowed], writeback: bool) -> Exception | None:
 
     That is the values and requires_grad of the unsharded parameter, or of what replaced it.
 
-    Returns, for the caller to raise: with `writeback`, a ValueError if a parameter was removed, or
-    replaced by what `accepts` refuses (the others are written); else a RuntimeError if one has a
-    gradient, which is lost; else None.
+    Returns, for the caller to raise: with `writeback`, a ValueError if a parameter was removed,
+    converted, or replaced by what `accepts` refuses (the others are written); else a RuntimeError
+    if one has a gradient, which is lost; else None.
     """
     refused, trained = [], []
     for each in borrowed:
@@ -203,6 +216,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _params_below(module: nn.Module) -> list[ShardedParam]:
+    """List the sharded parameters of `module` and of modules in it, each once."""
     found: dict[ShardedParam, None] = {}
     for each in module.modules():
         found.update(dict.fromkeys(each.__dict__.get(access.PARAMS, {}).values()))
@@ -210,7 +224,7 @@ def _params_below(module: nn.Module) -> list[ShardedParam]:
 
 
 def _refuse_full_params(module: nn.Module) -> None:
-    """Raise RuntimeError inside a forward or a backward, or as `refuse_inside`."""
+    """Raise RuntimeError inside a forward or a backward, of any model, or as `refuse_inside`."""
     name = _name(module)
     if steps.open_step() is not None or _torch.autograd.in_backward():
         raise RuntimeError(

@@ -47,7 +47,11 @@ STEP = "step"
 
 
 def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
-    """Make the stand-in that the next step of `optimizer` is to run on, as this module says.
+    """Make a copy of `optimizer` whose step updates shards as plain tensors, the same and faster.
+
+    In its groups, shards with their gradients stand for sharded parameters, where that is possible.
+    Its state is seen with shards for DTensors, and what the step puts there gets into the state of
+    `optimizer` at once, which itself stays as it is.
 
     Returns None, for a step on `optimizer` itself, if its type is not in BY_ELEMENT, if it is
     differentiable, or if the step is compiled.
@@ -118,6 +122,10 @@ class _State(dict[str, Any]):
     def __init__(
         self, states: MutableMapping[Tensor, Any], param: Tensor, sharded: ShardedParam
     ) -> None:
+        """Copy the state of `param` in `states`, with shards for DTensors; empty if there is none.
+
+        states: the optimizer's own `state`.
+        """
         super().__init__(
             (key, _torch.dtensor.local_tensor(value) if isinstance(value, DTensor) else value)
             for key, value in states.get(param, {}).items()
@@ -125,6 +133,10 @@ class _State(dict[str, Any]):
         self._states, self._param, self._sharded = states, param, sharded
 
     def __setitem__(self, key: str, value: Any) -> None:
+        """Set `value` here and in the optimizer's own state, there as a DTensor if shard-sized.
+
+        The count of steps, and what is no tensor, is set there as it is.
+        """
         super().__setitem__(key, value)
         is_tensor = isinstance(value, Tensor) and key != STEP
         is_cut = is_tensor and value.shape == self._sharded.shard.shape

@@ -33,8 +33,9 @@ def rebind_optimizers(
 ) -> None:
     """Have `optimizers` train the sharded parameters instead of those from before sharding.
 
-    Lists of parameters are changed in place, so whoever shares them sees the change.
-    State shaped like its parameter is cut like it; other state stays.
+    Lists of parameters are changed in place, so whoever shares them sees the change. The state of a
+    parameter moves to the sharded one: tensors of the parameter's size are cut like it, other
+    values stay.
 
     moved: sharded parameter of each one from before sharding. Other parameters stay.
     """
@@ -156,6 +157,7 @@ def live_optimizers() -> list[torch.optim.Optimizer]:
 
 
 def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
+    """Collect `cls` and all classes that derive from it, directly or not."""
     found = {cls}
     for each in cls.__subclasses__():
         found |= _with_subclasses(each)
@@ -198,8 +200,9 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError if a step of `optimizer` would train something else than the model.
 
     That is: a parameter from before sharding, one that another stands in the place of, a gathered
-    copy, one whose gradient still waits to be reduced, or as `_check_plain`. Warns, now or after
-    the next backward, of plain parameters that are trained together with sharded ones.
+    copy, one whose gradient still waits to be reduced, or, with several ranks, as `_check_plain`.
+    Also raised if `backward(inputs=...)` was given a gathered copy. Warns, now or after the next
+    backward, of plain parameters that are trained together with sharded ones, with several ranks.
     Counts the step for each sharded parameter.
     """
     check_wanted()

@@ -46,6 +46,11 @@ class _StateDict:
         self._optimized = optimized
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the module's state dict, in its order, with keys that lack torch.compile's prefix.
+
+        Arguments are those of `nn.Module.state_dict`; a dict given as `destination` is changed in
+        place, and its keys that do not begin with `prefix` stay.
+        """
         assert self._optimized is not None
         state: dict[str, Any] = type(self._optimized).state_dict(self._optimized, *args, **kwargs)
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")  # torch takes both

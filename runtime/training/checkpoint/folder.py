@@ -39,11 +39,13 @@ def prepare(root: Path, aside: Path) -> str:
 def publish(root: Path, aside: Path, step: int, keep: int) -> str:
     """Check what was written to `aside`, rename it to be a checkpoint, and delete older ones.
 
-    Warns if all complete checkpoints in `root` are of another run; those of other runs stay.
+    The manifest is written first, and flushed to the disk; it names the run, which other
+    checkpoints that this process saves to `root` share. Warns if all complete checkpoints in `root`
+    are of another run; those of other runs stay.
 
     keep: how many complete checkpoints of this run stay, this one included.
     Returns its name: "step_00000040", or "step_00000040.1" if there was one of that step.
-    Raises OSError if a file is missing or too short.
+    Raises OSError if a file is missing or too short, or as `Reader.read_metadata`.
     """
     metadata = Reader(aside).read_metadata()
     sizes: dict[str, int] = {}

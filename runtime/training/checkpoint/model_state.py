@@ -48,7 +48,8 @@ def room_for(
     an `optimizer` it has no "param_groups" and no state.
 
     known: metadata of what is saved, by key.
-    Raises ValueError where names or sizes differ, or no optimizer was saved.
+    Raises ValueError where names or sizes of the model differ, if there is an `optimizer` and none
+    was saved, or as `optimizer_state.room_for`.
     """
     with quiet():
         state = get_model_state_dict(model)
@@ -97,7 +98,7 @@ def match_groups(room: dict[str, Any], rest: Mapping[str, Any]) -> None:
 def load_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, room: Mapping[str, Any]
 ) -> None:
-    """Load what was read into `room` into the model and the optimizer."""
+    """Load what was read into `room` into the model, and into the optimizer unless it is None."""
     with quiet():
         set_model_state_dict(model, room["model"])
     if optimizer is not None:
@@ -118,6 +119,8 @@ def quiet() -> Iterator[None]:
 
 def _check_fits(known: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise ValueError unless the saved model has the names and sizes of `state`, and no others.
+
+    Dtypes are not compared.
 
     known: metadata of what is saved, by key. Objects in `state`, as extra state, may differ.
     """

@@ -69,7 +69,8 @@ def room_for(
 def match_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[dict[str, Any]]:
     """Return `groups`, each with the values of the group in `saved` that has its parameters.
 
-    "params" stay, and a group of which no parameter was saved keeps its own values.
+    "params" stay, and a group of which no parameter was saved keeps its own values. The dicts are
+    new; tensors are moved to the device of the group's own.
     Raises ValueError if the parameters of a group are from several of `saved`, or those of one of
     `saved` are in several groups, or if a value is missing.
     """
@@ -123,6 +124,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
     known: dict[Tensor, str] = {param: name for name, param in access.named_sharded(model)}
 
     def name_of(param: Tensor) -> str:
+        """Return the name of `param` in checkpoints; raise ValueError if the model lacks it."""
         if param not in known:
             raise ValueError(
                 f"the optimizer trains a parameter of shape {tuple(param.shape)} that is none of "

@@ -77,6 +77,7 @@ class _Index(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the class or function that the index names, if it belongs there; else raise."""
         if module == "torch" and (
             name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         ):

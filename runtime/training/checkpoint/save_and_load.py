@@ -103,9 +103,10 @@ def load_checkpoint(
 ) -> int | None:
     """Load the checkpoint that was saved last, or the last of `step`; all ranks call this.
 
-    The number of ranks, strategies and meshes may be others than those it was saved with. If the
-    number of ranks is another, random number generators are left as they are, and `states` are
-    given what rank 0 had of them, with a warning.
+    Each rank's random number generators and `states` are set, too, as it had them. The number of
+    ranks, strategies and meshes may be others than those it was saved with. If the number of ranks
+    is another, random number generators are left as they are, and `states` are given what rank 0
+    had of them, with a warning.
 
     states: objects to load, by the names that they were saved with.
     Returns its step; None if there is no checkpoint and no `step` was given. Raises CheckpointError
@@ -151,7 +152,8 @@ def _make_room(
     before that: the optimizer's groups, by key, and a rank's own states.
 
     source: number of the rank whose own states are read, as text.
-    Raises ValueError where names or sizes differ.
+    Raises ValueError where names or sizes differ, or what is asked for was not saved, and as
+    `Reader.read_metadata`.
     """
     known = reader.read_metadata().state_dict_metadata
     room = room_for(known, model, optimizer)
