@@ -285,7 +285,11 @@ def _check_mode(mode: str | None) -> None:
 
 
 def _check_inductor(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that Inductor has not, or that would undo a plan."""
+    """Raise ValueError for an option that Inductor has not, or that would undo a plan.
+
+    A setting that plans rest on may be given with the value that it has anyway; no other one of
+    ours.
+    """
     for name, value in given.items():
         if not _torch.inductor.known_settings(**{name: value}):
             raise ValueError(

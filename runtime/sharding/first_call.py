@@ -154,7 +154,10 @@ def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _shard(known: weakref.ref[nn.Module]) -> None:
-    """Shard the module behind `known` with the arguments that `_offer_methods` was given."""
+    """Shard the module behind `known` with the arguments that `_offer_methods` was given.
+
+    Optimizers' steps no longer take it for a module that was not called.
+    """
     module = known()
     assert module is not None
     adopt_module(module, _arguments[module])

@@ -206,7 +206,8 @@ def shard(
 ) -> nn.Module:
     """Shard a model in one call, in place: find its units by a policy; the rest is the root's unit.
 
-    mesh: 1-D, or for the hybrid strategies, which need one, 2-D and named (replicate, shard).
+    mesh: 1-D, or for the hybrid strategies, which need one, 2-D and named (replicate, shard); by
+        default all ranks. The default process group is made if there is none, as in `fully_shard`.
     policy: which modules are units: one of `autoshard.wrap`, or a function of a module
         that returns a bool. None takes the classes that Hugging Face's `_no_split_modules`
         names, or else the model's repeated blocks. A `CustomPolicy` may return a strategy, or
@@ -350,6 +351,8 @@ def _check_overrides(model: nn.Module, units: Mapping[nn.Module, Overrides]) -> 
 
 def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
     """Translate `overrides`, with a "strategy" among them, to arguments of `_make_unit`.
+
+    The strategy decides on `reshard_after_forward` where that is not overridden.
 
     axes: of the whole model; a unit of another strategy uses their mesh in its own way, and a
         "mesh" in `overrides` takes their place. None: only check the values.

@@ -77,7 +77,8 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's unit and keep it until `reshard()`; not the units of modules inside.
 
-        Reads of its parameters then give unsharded ones outside of forward, too.
+        Reads of its parameters then give unsharded ones outside of forward, too; so does
+        `parameters()`, until the next backward.
 
         async_op: return once the gather is launched, a handle to wait for it; else None.
         """
@@ -632,7 +633,10 @@ def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor]
     """Wrap `hook` to run on `stream`, after earlier and before later work of the current stream."""
 
     def call(tensor: Tensor) -> None:
-        """Run `hook` on `tensor`, on the stream; the current stream waits for it, not the host."""
+        """Run `hook` on `tensor`, on `stream`, between earlier and later work of the current stream.
+
+        The host does not wait.
+        """
         current = torch.accelerator.current_stream()
         stream.wait_stream(current)
         with stream:

@@ -109,7 +109,7 @@ class _Borrowed:
                 self.replaced.append((module, attribute))
 
     def take_out(self) -> list[Tensor | None]:
-        """Put the sharded parameter back everywhere.
+        """Put the sharded parameter back in all places where `put` has replaced it.
 
         Returns what the block had put there in place of the unsharded one; None where it removed
         that.

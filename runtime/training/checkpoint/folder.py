@@ -140,7 +140,10 @@ def _names(root: Path) -> list[str]:
 
 
 def _number(path: Path) -> int:
-    """Number of a complete checkpoint in the order of saving, from 1; 0 if it is not complete."""
+    """Number of a complete checkpoint in the order of saving, from 1; 0 if it is not complete.
+
+    0, too, if its manifest can't be read or is of another format.
+    """
     try:
         manifest = _manifest(path)
         sizes = manifest["files"].items()
