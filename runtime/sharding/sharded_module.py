@@ -633,7 +633,7 @@ def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor]
     """Wrap `hook` to run on `stream`, after earlier and before later work of the current stream."""
 
     def call(tensor: Tensor) -> None:
-        """Run `hook` on `tensor`, on `stream`, between earlier and later work of the current stream.
+        """Run `hook` on `tensor`, on `stream`, between the current one's earlier and later work.
 
         The host does not wait.
         """
