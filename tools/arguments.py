@@ -38,7 +38,10 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def load(place: str) -> Any:
-    """Import the function at `place`, "package.module:name". Raises ValueError if there is none."""
+    """Import and return the function at `place`, "package.module:name".
+
+    Raises ValueError if the module can't be imported, or has no such name, or it can't be called.
+    """
     module, _, name = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

@@ -31,7 +31,12 @@ PARITY_STEPS = 3
 
 
 def main() -> None:
-    """Train the model, print each step and what was sent, and check parity; on every rank."""
+    """Train the model as the command line says, print results, and check parity; on every rank.
+
+    The process group is made if there is none. Rank 0 prints the loss and speed of each step, the
+    bytes of its shards, the number of collectives in the last step, and the report of a parity run
+    of `PARITY_STEPS` steps with the plain lowering. Nothing is raised if parity fails.
+    """
     options = _arguments()
     ensure_process_group()
     rank = dist.get_rank()
@@ -80,7 +85,7 @@ def main() -> None:
 
 
 def build_model() -> nn.Module:
-    """Build a Llama of 4 layers over bytes, with random weights."""
+    """Build a Llama of 4 layers over bytes, with random weights, on the default device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -96,7 +101,10 @@ def build_model() -> nn.Module:
 
 
 def read_corpus() -> Tensor:
-    """Read up to `CORPUS_BYTES` of the standard library's modules, by name: u8[bytes]."""
+    """Read the first `CORPUS_BYTES` bytes of the standard library's modules: u8[bytes].
+
+    Modules come in the order of their names, without those in packages. There may be fewer bytes.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -109,9 +117,9 @@ def read_corpus() -> Tensor:
 def make_batch(
     corpus: Tensor, rank: int, step: int, device: str, *, rows: int = 8, length: int = 128
 ) -> dict[str, Any]:
-    """Cut windows out of the corpus, other ones on every rank and step: i64[rows, length].
+    """Cut random windows out of the corpus, the same for a rank and step each time.
 
-    They are both the inputs and the labels of the returned keyword arguments.
+    Returns keyword arguments: `input_ids` and `labels`, one tensor on `device`, i64[rows, length].
     """
     generator = torch.Generator().manual_seed(1_000_003 * step + rank)
     starts = torch.randint(0, len(corpus) - length, (rows,), generator=generator)
@@ -121,6 +129,7 @@ def make_batch(
 
 
 def _arguments() -> argparse.Namespace:
+    """Read the options `--steps` and `--lowering` from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lowering", default="inductor", choices=["inductor", "eager"])
@@ -128,6 +137,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _mean(loss: Tensor) -> float:
+    """Average a scalar loss over all ranks, which all call this."""
     value = loss.detach().clone()
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()

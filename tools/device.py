@@ -25,9 +25,9 @@ def current_device() -> torch.device:
 def timed(run: Callable[[], T]) -> tuple[T, float]:
     """Call `run` once; return its result and its time in microseconds.
 
-    On a GPU this is the time that the current stream takes for the kernels of `run`. The host has a
-    head start of some 0.1 ms, so that the stream waits for launches only if the host falls behind
-    by more. On a CPU it is wall time.
+    The GPU, if there is one, is waited for before and after. The time is then what the current
+    stream takes for the kernels of `run`: the host has a head start of some 0.1 ms, so that the
+    stream waits for launches only if the host falls behind by more. On a CPU it is wall time.
     """
     synchronize()
     if not torch.cuda.is_available():

@@ -214,7 +214,11 @@ class Claim:
 
 
 def claims(folder: Path) -> Iterator[Claim]:
-    """Yield the claim of each test below `folder`, also if the test names no row."""
+    """Yield a claim for each test function of the modules `test_*.py` below `folder`, by path.
+
+    Methods of classes are left out. A test that names no row has a claim without rows. The name in
+    a claim is "unit/test_wrap.py::test_two_stacks".
+    """
     for path in sorted(folder.rglob("test_*.py")):
         module = ast.parse(path.read_text())
         for node in module.body:
@@ -225,12 +229,16 @@ def claims(folder: Path) -> Iterator[Claim]:
 
 
 def forms_of(test: ast.FunctionDef, module: ast.Module) -> frozenset[str]:
-    """Tell which of "eager" and "compiled" a test of `module` runs.
+    """Tell which of "eager" and "compiled" a test of `module` runs, from the source alone.
 
-    A module that imports passes is about graphs; one that imports the sampler, which trains in both
-    forms, about both. Elsewhere parameters decide (`BOTH`, `COMPILED`, or a value "compiled"), or
-    else the words in the test and in what it uses of its module: a test that compiles says so, and
-    one that compares with the eager runtime calls `sharded` or `shard`.
+    The first of these that holds decides:
+
+    - `module` imports passes, and is about graphs: compiled.
+    - `module` imports the sampler, which trains in both forms: both.
+    - The test has a parameter of `BOTH`, or a decorator of it the value "compiled": both.
+    - It has a parameter of `COMPILED`, or "compile" or "compiled" is among the words in it and in
+      what it uses of `module`: compiled, and eager too if "sharded" or "shard" is.
+    - Else: eager.
     """
     if any(map(_imports_passes, module.body)):
         return frozenset({"compiled"})
@@ -253,7 +261,7 @@ def forms_of(test: ast.FunctionDef, module: ast.Module) -> frozenset[str]:
 
 
 def _imports_passes(node: ast.stmt) -> bool:
-    """Tell whether `node` imports passes, apart from `layout`, the arithmetic of shards."""
+    """Tell whether `node` is a `from` import of passes, and not only of `layout`."""
     if not isinstance(node, ast.ImportFrom):
         return False
     names = {f"{node.module}.{alias.name}" for alias in node.names}
@@ -273,9 +281,10 @@ def _parameters(function: ast.FunctionDef) -> set[str]:
 
 
 def _words(test: ast.FunctionDef, module: ast.Module) -> set[str]:
-    """Identifiers, and words in strings, in `test` and in what it uses of `module`.
+    """Identifiers, and words in strings, in `test` and, transitively, in what it uses of `module`.
 
-    Docstrings don't count, nor do functions that run the form that their caller passes.
+    Docstrings don't count, nor do functions that run the form that their caller passes: those with
+    a parameter of `BOTH`.
     """
     known = {
         node.name: node
@@ -348,6 +357,7 @@ def rows_in_name(name: str) -> frozenset[str]:
 def table(rows: dict[str, str], found: list[Claim]) -> str:
     """Format a Markdown table of rows, and of the tests that claim each, by form.
 
+    A row without a compiled test has the reason of `NOT_COMPILED` there, if it has one.
     rows: titles by id.
     found: claims of all tests.
     """
@@ -363,7 +373,7 @@ def table(rows: dict[str, str], found: list[Claim]) -> str:
 
 
 def fsdp2_table() -> str:
-    """Format the rows of `fsdp2.py` as a Markdown table."""
+    """Format the rows of `fsdp2.py` as a Markdown table, below the names of their sections."""
     lines = ["| FSDP2 | ours | shown by |", "|---|---|---|"]
     for section, rows in fsdp2.SECTIONS.items():
         lines.append(f"| **{section}** | | |")
@@ -374,8 +384,9 @@ def fsdp2_table() -> str:
 
 
 def fsdp2_problems(known: Collection[str]) -> list[str]:
-    """List rows of `fsdp2.py` that are offered but name no test, and names of tests that are none.
+    """List what is wrong in the rows of `fsdp2.py`, a message each; empty if nothing is.
 
+    That is a test's name which no test has, and a row that is offered but names no test.
     known: the names of all tests.
     """
     rows = [row for rows in fsdp2.SECTIONS.values() for row in rows]
@@ -405,10 +416,11 @@ def _full_name(test: str) -> str:
 
 
 def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
-    """List rows that no test claims, rows without a compiled test or a reason, and unknown claims.
+    """List what is wrong in `found`, a message each; empty if nothing is.
 
+    That is a row that no test claims; a row claimed by tests of which none is compiled, if
+    `NOT_COMPILED` has no reason; and a claim of a row that there is not.
     rows: ids of all rows.
-    Reasons are those of `NOT_COMPILED`.
     """
     claimed = {row: claim.test for claim in found for row in claim.rows}
     compiled = {row for claim in found if "compiled" in claim.forms for row in claim.rows}
@@ -425,10 +437,10 @@ def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write or check docs/features.md; return the exit status, 1 for a problem that it prints.
+    """Write or check docs/features.md; return the exit status, 1 if there are problems.
 
-    Problems are those of `problems` and `fsdp2_problems`, with which the file is written all the
-    same; and, with `--check`, a stale file.
+    Problems are printed to standard error: those of `problems` and `fsdp2_problems`, with which the
+    file is written all the same; and, with `--check`, which writes nothing, a stale file.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")

@@ -62,9 +62,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard opt`: print the graph after the passes, and its plan.
+    """Run `autoshard opt`: print the graph after the passes, then tags and its plan as comments.
 
-    Returns the exit status, 1 if a pass fails. What can't be read ends the process with status 2.
+    Returns the exit status: 1 if a pass fails, with its error on standard error. An unknown pass,
+    or what can't be read, ends the process with status 2.
     arguments: the command line; not used.
     """
     from autoshard import passes
@@ -114,10 +115,10 @@ def read(text: str) -> tuple[str, fx.GraphModule]:
 
 
 def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
-    """List the graph's parameters, in the order of their numbers.
+    """List a `ParamInfo` for each of the graph's parameters, in the order of their numbers.
 
     Their names are those of a line `# params: <name> ...` in `head`, the comments on top of the
-    graph; without that line, those that stand as comments beside the graph's markers.
+    graph; without that line, those that stand as comments beside the graph's markers, or "".
     """
     from autoshard.passes.ir.match import is_gradient, is_marker, param_of
     from autoshard.passes.ir.meta import SOURCE
@@ -131,14 +132,14 @@ def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
 
 
 def _info(name: str) -> ParamInfo:
-    """Describe the parameter `name`, sharded, in a unit that is the module of the parameter."""
+    """Describe parameter `name` as sharded, in a unit named after its module, or "root"."""
     from autoshard.passes import ParamInfo
 
     return ParamInfo(name, name.rpartition(".")[0] or "root", "shard", "shard")
 
 
 def graph_kind(gm: fx.GraphModule) -> str:
-    """Tell a "backward" graph, which has gradients to reduce, from a "forward" one."""
+    """Return "backward" for a graph that has gradients to reduce, else "forward"."""
     from autoshard.passes.ir.match import is_reduce_grad
 
     return "backward" if any(map(is_reduce_grad, gm.graph.nodes)) else "forward"
@@ -166,7 +167,10 @@ def every_pass(
 
 
 def choose(names: Sequence[str], known: Mapping[str, tuple[Pass, ...]]) -> list[Pass]:
-    """Look up passes by name, in order. Raises ValueError, with all names, for an unknown one."""
+    """Look up passes by name, in order; a name may stand for several.
+
+    Raises ValueError, with all names, for an unknown one.
+    """
     for name in names:
         if name not in known:
             raise ValueError(f"no pass {name!r}; there are {', '.join(known)}")
@@ -180,6 +184,7 @@ def show_tags(gm: fx.GraphModule) -> str:
 
 
 def _numbers(text: str) -> set[int]:
+    """Read the numbers of `--keep`, "0,2"; raise ValueError for anything else."""
     try:
         return {int(each) for each in text.split(",") if each}
     except ValueError:
@@ -187,6 +192,10 @@ def _numbers(text: str) -> set[int]:
 
 
 def _sizes(text: str) -> dict[str, int]:
+    """Read ranks by group from `--ranks`, "shard=8,replicate=2"; none from "".
+
+    Raises ValueError for anything else, and for a group of 0 ranks.
+    """
     found = {}
     for each in filter(None, text.split(",")):
         name, _, size = each.partition("=")

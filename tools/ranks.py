@@ -12,6 +12,7 @@ from typing import NoReturn
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run `autoshard` with `arguments` on `ranks` processes of this machine, under torchrun.
 
+    They have one thread each, unless `OMP_NUM_THREADS` is set, and can import from this folder.
     arguments: a command line, without the program's name.
     Returns the exit status of torchrun, when all ranks have ended.
     """

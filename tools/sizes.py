@@ -27,6 +27,7 @@ class Size(NamedTuple):
 def sizes(package: Path) -> list[Size]:
     """Measure all modules, classes and functions below `package`, the largest of each kind first.
 
+    Kinds are in the order of `LIMITS`; a class has two sizes, "class" in lines and its "fields".
     package: the folder of a package.
     """
     found = [size for name, path in modules(package).items() for size in _of_module(path, name)]
@@ -56,6 +57,10 @@ def _of_module(path: Path, name: str) -> Iterator[Size]:
 
 
 def _inside(outer: ast.AST, prefix: str) -> Iterator[Size]:
+    """Yield the sizes of classes and functions in `outer`, nested ones too.
+
+    prefix: name of `outer`, which theirs begin with.
+    """
     for node in ast.iter_child_nodes(outer):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = f"{prefix}.{node.name}"
@@ -71,7 +76,7 @@ def _inside(outer: ast.AST, prefix: str) -> Iterator[Size]:
 
 
 def _fields(node: ast.ClassDef) -> set[str]:
-    """Names of a class's fields: declared in its body, or assigned to `self` in a method."""
+    """Names of a class's fields: annotated in its body, or assigned to `self` in a method."""
     declared = {
         each.target.id
         for each in node.body
@@ -89,7 +94,7 @@ def _fields(node: ast.ClassDef) -> set[str]:
 
 
 def main() -> None:
-    """Print what is larger than `LIMITS` say, and how much there is of each kind."""
+    """Print the names that are larger than `LIMITS` say, and the number of each kind."""
     found = sizes(Path(autoshard.__file__).parent)
     for kind, limit in LIMITS.items():
         of_kind = [each for each in found if each.kind == kind]

@@ -96,6 +96,7 @@ def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
     """Fit times to start-up + slope * size; return both, in microseconds and microseconds a byte.
 
     Neither is below 0. The sum of squared relative errors is the least.
+    sizes: in bytes, not all the same.
     """
     weights = [1 / time_us**2 for time_us in times_us]
     total = sum(weights)
@@ -111,6 +112,8 @@ def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
 def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int) -> float:
     """Microseconds of a collective: mean over rounds of the least over ranks.
 
+    There are twice as many rounds as `rounds` says; the longest tenth is left out. On a CPU,
+    compute goes on meanwhile. All ranks call this.
     kind: "gather", "reduce" or "all_reduce".
     num_bytes: of the collective, unsharded.
     """
@@ -121,6 +124,7 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
     group = _torch.dist.default_group()
 
     def once() -> None:
+        """Run the collective to its end; on a CPU, multiply matrices until then."""
         if kind == "gather":
             (work,) = transport.gather([whole], [part], group)
         elif kind == "reduce":
@@ -142,7 +146,8 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
 def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> float:
     """Microseconds by which compute takes longer for each collective of a graph beside it.
 
-    Launch and wait take time, and so does moving bytes on the same cores or units.
+    Launch and wait take time, and so does moving bytes on the same cores or units. It is not below
+    0. All ranks call this.
     kind: "gather" or "reduce".
     num_bytes: of the collective, unsharded.
     """
@@ -154,6 +159,7 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
     a = torch.ones(rows, rows, device=device)
 
     def launch() -> Any:
+        """Launch the collective as a graph does; return the ticket that is waited for."""
         if kind == "gather":
             return ops.launch_gather([part] * MEMBERS, members, group, 0, False, True)
         packed = ops.pack_grads([whole] * MEMBERS, members, group, 0)
@@ -164,6 +170,10 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
     count = 1 + math.ceil(2 * once_us / _median_us(lambda: a @ a, rounds))
 
     def compute(*, beside: bool) -> None:
+        """Multiply matrices, `CALLS` times for twice as long as a collective takes.
+
+        beside: whether collectives run beside it, each launched one ahead.
+        """
         begun: list[Tensor] = []
         for _ in range(CALLS):
             if beside:  # as plans do: launched a step before it is waited for
@@ -180,7 +190,7 @@ def _taken_us(device: torch.device, rounds: int, kind: str, num_bytes: int) -> f
 
 
 def _member_us(device: torch.device, rounds: int) -> float:
-    """Microseconds of one more member of a grouped gather.
+    """Microseconds of one more member of a grouped gather; not below 0. All ranks call this.
 
     This is the time of nine members, less the time of one, divided by eight.
     """
@@ -197,9 +207,9 @@ def _member_us(device: torch.device, rounds: int) -> float:
 
 
 def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, float]:
-    """TFLOP/s of square matrix products, in float32 and the dtypes that `known` names.
+    """TFLOP/s of square matrix products, in float32 and the dtypes that `known` names, by name.
 
-    Those of 8-bit floats are taken from `known`.
+    Those of 8-bit floats are taken from `known`, times its efficiency. All ranks call this.
     """
     by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = {}
@@ -244,6 +254,7 @@ class _Times(_torch.tensors.TorchDispatchMode):
 def _ops_us(steps: Sequence[Callable[[], object]], rounds: int) -> dict[str, float]:
     """Microseconds of each op in `steps`, by `op_key`: the mean of its calls on this rank.
 
+    The longest tenth is left out of a mean. Each step runs once untimed, then in `rounds` rounds.
     All ranks run the same steps at the same time. Most calls take less than the mean, but the ops
     of a step together take as long as their means say.
     """

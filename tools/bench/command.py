@@ -84,6 +84,7 @@ def _add_step(commands: Any) -> None:
 def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard bench calibrate`; start the ranks unless torchrun did.
 
+    Writes the topology to `--out`; rank 0 prints it.
     arguments: the command line, with which ranks are started.
     Returns the exit status. `--model` without `--batch`, or the other way round, ends the process
     with status 2.
@@ -106,7 +107,8 @@ def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
 def make_step(options: argparse.Namespace) -> Callable[[], object]:
     """Return a function that runs forward and backward of the unsharded model of `options`.
 
-    It has one batch, this rank's for step 0.
+    It has one batch, this rank's for step 0, and takes no optimizer step. The model is built here,
+    on this rank's device. Raises ValueError for a function that can't be loaded.
     """
     from autoshard.runtime.comm.mesh import device_type
     from autoshard.tools.parity.compare import default_loss
@@ -120,9 +122,10 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
 def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard bench step`; start the ranks unless torchrun did.
 
+    Rank 0 prints each model's table when it is measured, and writes `--out`, if given, anew.
     arguments: the command line, with which ranks are started.
-    Returns the exit status. Unknown names, or options that can't be read, end the process with
-    status 2.
+    Returns the exit status. Unknown names, options that can't be read, or no folder for `--out` end
+    the process with status 2.
     """
     if options.out and not os.access(Path(options.out).parent, os.W_OK):
         options.parser.error(f"--out {options.out}: there is no such folder to write to")
@@ -149,6 +152,7 @@ def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
     results: list[dict[str, Any]] = []
 
     def tell(result: StepTimes) -> None:
+        """Print `result`, and write all results so far to `--out`; on rank 0 only."""
         if not is_first:
             return
         print(result.text(), flush=True)

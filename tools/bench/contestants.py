@@ -77,7 +77,7 @@ def ddp(model: Any, setting: Setting) -> Any:
 
 
 def fsdp1(model: Any, setting: Setting) -> Any:
-    """Shard the model with FullyShardedDataParallel, a unit a block."""
+    """Shard the model with FullyShardedDataParallel, each module of a block's class a unit."""
     mixed = fsdp.MixedPrecision(param_dtype=setting.dtype, reduce_dtype=torch.float32)
     kinds = {type(block) for block in setting.blocks(model)}
     with warnings.catch_warnings():
@@ -127,7 +127,11 @@ def fsdp2_kept(model: Any, setting: Setting) -> Any:
 
 
 def autoshard_eager(model: Any, setting: Setting) -> Any:
-    """Shard the model with autoshard's eager runtime, by those options that `shard()` takes."""
+    """Shard the model with autoshard's eager runtime, by those options that `shard()` takes.
+
+    The mesh is that of all ranks, unless the options have one. A dtype other than float32 sets the
+    mixed precision, whatever the options say.
+    """
     arguments = CompileOptions.read(setting.options).shard_arguments()
     if setting.is_mixed:
         arguments["mp_policy"] = MixedPrecisionPolicy(setting.dtype, torch.float32)
@@ -178,7 +182,10 @@ def _shards(param: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _getter(name: str, dtype: torch.dtype) -> Callable[[Any], Tensor]:
+    """Return a getter of parameter `name`, which gathers it in `dtype`, and again in backward."""
+
     def get(module: Any) -> Tensor:
+        """Return the unsharded parameter of `module`."""
         whole: Tensor = checkpoint(
             functools.partial(_gather, dtype=dtype),
             module._parameters[name],
@@ -191,6 +198,7 @@ def _getter(name: str, dtype: torch.dtype) -> Callable[[Any], Tensor]:
 
 
 def _gather(param: DTensor, *, dtype: torch.dtype) -> Tensor:
+    """Return `param`, unsharded, in `dtype`; backward averages its gradient in float32."""
     gathered = param.redistribute(
         placements=[Replicate()], forward_dtype=dtype, backward_dtype=torch.float32
     )
@@ -198,6 +206,7 @@ def _gather(param: DTensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _recompute_gathers(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Policy of a checkpoint: all-gathers, and waits, are recomputed; all else is saved."""
     c10d = _torch.ops.functional_collectives
     if op in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default):
         return CheckpointPolicy.MUST_RECOMPUTE
@@ -233,6 +242,7 @@ def _bucket_mb(num_mb: float, number: int) -> float:
 
 
 def _with_autocast(model: Any, setting: Setting) -> Any:
+    """Put `model.forward` under autocast if `setting` is mixed; return `model`."""
     if setting.is_mixed:
         model.forward = torch.autocast(setting.device.type, setting.dtype)(model.forward)
     return model
@@ -257,7 +267,10 @@ RIVALS = ("FSDP1", "FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
 
 
 def read_contestants(names: Iterable[str]) -> dict[str, Contestant]:
-    """Look contestants up by name, in order. Raises ValueError, with all names, for others."""
+    """Look contestants up by name, in order; return them by name.
+
+    names: gone through twice. Raises ValueError, with all names, for an unknown one.
+    """
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
         raise ValueError(f"there is no contestant {unknown}; expected some of {list(CONTESTANTS)}")

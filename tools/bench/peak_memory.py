@@ -57,7 +57,11 @@ def memory_now(device: torch.device, tensors: Iterable[Tensor] = ()) -> Memory:
 
 
 def peak_beyond(run: Callable[[], object], device: torch.device) -> Memory:
-    """Call `run`; return the memory in use at its peak, beyond what was in use before."""
+    """Call `run`; return the memory in use at its peak, beyond what was in use before.
+
+    On a GPU, the allocator's cache is emptied before, and its peaks are reset. On a CPU, `run` is
+    profiled, and nothing is reserved.
+    """
     if device.type == "cuda":
         before = memory_now(device)
         torch.cuda.reset_peak_memory_stats(device)

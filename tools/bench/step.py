@@ -85,7 +85,11 @@ class StepTimes:
         return _median(self.entries[OURS].backward_ms) / bound_ms
 
     def text(self) -> str:
-        """Format the result as a table, a line for each contestant, and the ratios."""
+        """Format the result as a table, a line for each contestant, and the ratios.
+
+        Medians are compared with the fastest of `RIVALS`, or, if none is there, with the first
+        contestant.
+        """
         medians = {name: statistics.median(each.step_ms) for name, each in self.entries.items()}
         rivals = {name: medians[name] for name in RIVALS if name in medians}
         best = min(rivals, key=lambda name: rivals[name]) if rivals else next(iter(medians))
@@ -122,7 +126,7 @@ def bench_step(
 ) -> list[StepTimes]:
     """Train each of `workloads`, models by name, with all contestants, and return measurements.
 
-    All ranks call this, in a process group.
+    All ranks call this, in a process group. What torch has compiled is reset for each model.
     rounds: steps of each contestant that are timed.
     dtype: of computation and gathers.
     options: of autoshard's backend, and of `shard()`.
@@ -143,7 +147,12 @@ def _bench_model(
     dtype: torch.dtype,
     options: dict[str, Any],
 ) -> StepTimes:
-    """Measure one model: build it for each contestant, then have them take steps in turn."""
+    """Measure one model: build it for each contestant, then have them take steps in turn.
+
+    All models are in memory at once. First steps are measured with an empty cache of Inductor's;
+    the first round measures memory, and the first `WARM_UP` rounds are not timed. All ranks call
+    this.
+    """
     device = current_device()
     setting = Setting(device, work.blocks, dtype, options)
     batch = {key: value.to(device) for key, value in work.batch(dist.get_rank()).items()}
@@ -219,13 +228,15 @@ def _timed(run: Callable[[], None]) -> float:
 def _collectives_of(model: Any, dtype: torch.dtype) -> Callable[[], None]:
     """Return a function that runs the collectives of a compiled model's plans, one by one.
 
-    Each is waited for before the next. They run over all ranks, with buffers of their own.
+    Each is waited for before the next. They run over all ranks, with buffers of their own, gathers
+    and reduce-scatters alone: what replicas sum is left out.
     dtype: of the buffers.
     """
     group, world, device = _torch.dist.default_group(), dist.get_world_size(), current_device()
     buckets = [bucket for plan in plans(model) for bucket in plan.buckets]
 
     def once() -> None:
+        """Run the collectives in the order of the plans, each to its end."""
         for bucket, whole, part in buffers:
             if bucket.kind == "gather":
                 for work in transport.gather([whole], [part], group):

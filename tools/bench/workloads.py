@@ -70,6 +70,7 @@ SIZES: dict[str, dict[str, Sizes]] = {
 def read_workloads(names: Iterable[str], device: str) -> dict[str, Workload]:
     """Look workloads up by name, with the sizes for `device`, "cuda" or any other.
 
+    names: gone through more than once.
     Raises ValueError, with all names, for an unknown name, and if transformers is not installed.
     """
     sizes = SIZES["cuda" if device == "cuda" else "cpu"]
@@ -83,7 +84,10 @@ def read_workloads(names: Iterable[str], device: str) -> dict[str, Workload]:
 
 
 def llama(sizes: Sizes) -> Workload:
-    """Make the workload of a Llama of these sizes, with all parts that a Llama has."""
+    """Make the workload of a Llama of these sizes, with all parts that a Llama has.
+
+    The model itself is not built yet, here and in the others.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -100,6 +104,7 @@ def llama(sizes: Sizes) -> Workload:
 
 
 def _gpt2(sizes: Sizes) -> Workload:
+    """Make the workload of a GPT-2 of these sizes, without dropout, with heads of 64."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -118,6 +123,8 @@ def _gpt2(sizes: Sizes) -> Workload:
 def _of_text(
     sizes: Sizes, build: Callable[[], nn.Module], blocks: Callable[[Any], Sequence[nn.Module]]
 ) -> Workload:
+    """Make a workload of token ids, random and the same for a rank each time: inputs and labels."""
+
     def batch(rank: int) -> dict[str, Tensor]:
         source = torch.Generator().manual_seed(rank)
         ids = torch.randint(VOCABULARY, (sizes.batch, sizes.length), generator=source)
@@ -127,6 +134,7 @@ def _of_text(
 
 
 def _vit(sizes: Sizes) -> Workload:
+    """Make the workload of a vision transformer of these sizes: square pictures in 100 classes."""
     from transformers import ViTConfig, ViTForImageClassification
 
     patch = 8
@@ -144,6 +152,7 @@ def _vit(sizes: Sizes) -> Workload:
     )
 
     def batch(rank: int) -> dict[str, Tensor]:
+        """Make random pictures, f32[batch, 3, side, side], and labels, of `rank`."""
         source = torch.Generator().manual_seed(rank)
         pixels = torch.randn(sizes.batch, 3, side, side, generator=source)
         return {
@@ -157,5 +166,6 @@ def _vit(sizes: Sizes) -> Workload:
 
 
 def _vit_blocks(model: Any) -> Sequence[nn.Module]:
+    """List the modules of the model's first `nn.ModuleList`, its layers."""
     found = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(found[0])

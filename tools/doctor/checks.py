@@ -68,6 +68,10 @@ def checkup() -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
+    """Yield two findings: on torch, a "FAIL" if it is too old, and on other packages.
+
+    A torch newer than `NEWEST` is a "warn".
+    """
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     span = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
@@ -83,6 +87,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _version_of(name: str) -> str:
+    """Version of the package `name`, or "is not installed"."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -90,6 +95,7 @@ def _version_of(name: str) -> str:
 
 
 def _devices() -> Iterator[Finding]:
+    """Yield findings, all "ok": one for each GPU, and on CUDA and NCCL; or one on the CPU."""
     if not torch.cuda.is_available():
         yield Finding("ok", "devices", f"no GPU; {os.cpu_count()} CPU cores, gloo")
         return
@@ -102,6 +108,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _topology() -> Finding:
+    """Name the topology that plans use on this device; it is "ok" if none is known, too."""
     found = CompileOptions().resolve(current_device()).topology
     if found is not None:
         return Finding("ok", "topology", f"{found.name}: {found.title}")
@@ -114,6 +121,7 @@ def _topology() -> Finding:
 
 
 def _backend() -> Finding:
+    """Find whether torch.compile knows the backend "autoshard" and is not disabled; else "FAIL"."""
     if any(
         os.environ.get(name) == "1" for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
     ):
@@ -131,6 +139,7 @@ def _backend() -> Finding:
 
 
 def _compiler() -> Finding:
+    """Find what Inductor compiles with, triton or a C++ compiler; "warn" if it is missing."""
     if torch.cuda.is_available():
         is_there = importlib.util.find_spec("triton") is not None
         text = "triton" if is_there else "no triton"
@@ -146,6 +155,10 @@ def _compiler() -> Finding:
 
 
 def _cache() -> Finding:
+    """Find the folder of Inductor's cache: "FAIL" if it can't be written, "warn" if it is full.
+
+    It is full with less than `SMALL` bytes free on its disk.
+    """
     try:
         folder = Path(_torch.inductor.cache_folder())
         with tempfile.TemporaryFile(dir=folder):
@@ -161,6 +174,7 @@ def _cache() -> Finding:
 
 
 def _environment() -> Iterator[Finding]:
+    """Yield the variables that matter, and a "warn" if several ranks have no `OMP_NUM_THREADS`."""
     names = sorted(name for name in os.environ if name.startswith(PREFIXES) or name in TORCHRUN)
     shown = ", ".join(f"{name}={os.environ[name]}" for name in names)
     yield Finding("ok", "environment", shown or "nothing that matters is set")
@@ -177,9 +191,13 @@ def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
     """Test communication and a compiled step in a process group of its own; return the findings.
 
     Call it on all ranks, under torchrun, before there is a process group; each returns its own
-    findings. Each test may take `limit_s` seconds. The group is destroyed after tests that pass;
-    after one that fails the others are left out, and the process should end by `leave` of
-    `autoshard.tools.ranks`, as the group may wait for ranks that are gone.
+    findings. Each test may take `limit_s` seconds. Nothing is raised: a failure is a finding. The
+    group is destroyed after tests that pass; after one that fails the others are left out, and the
+    process should end by `leave` of `autoshard.tools.ranks`, as the group may wait for ranks that
+    are gone.
+
+    For the process this sets the limit of an agreement on compilation, `TORCH_NCCL_BLOCKING_WAIT`,
+    unless it is set, and the current GPU.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_gpu = device_type() == "cuda"
@@ -230,7 +248,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _meet(store: Any, test: str, rank: int, world: int, limit_s: float) -> None:
-    """Wait until all ranks begin with `test`.
+    """Announce in `store` that this rank begins with `test`, and wait until all ranks have.
 
     Raises RuntimeError, naming those that don't within `limit_s` seconds.
     """
@@ -249,7 +267,10 @@ def _meet(store: Any, test: str, rank: int, world: int, limit_s: float) -> None:
 
 
 def _gather() -> str:
-    """Check an all-gather of few elements. Raises RuntimeError if its result is wrong."""
+    """Check an all-gather of few elements over all ranks; return a line that names the backend.
+
+    Raises RuntimeError if its result is wrong.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     part = torch.full((4,), float(rank), device=current_device())
     whole = part.new_empty(4 * world)
@@ -260,7 +281,10 @@ def _gather() -> str:
 
 
 def _reduce() -> str:
-    """Check a reduce-scatter of few elements. Raises RuntimeError if its result is wrong."""
+    """Check a reduce-scatter of few elements over all ranks; return a line for the report.
+
+    Raises RuntimeError if its result is wrong.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(2.0 * world, device=current_device()) + rank
     part = whole.new_empty(2)
@@ -273,7 +297,7 @@ def _reduce() -> str:
 
 
 def _speed() -> str:
-    """Time an all-gather of `SENT` bytes, the fastest of four."""
+    """Time an all-gather of `SENT` bytes, the fastest of four; return a line with ms and GB/s."""
     world = dist.get_world_size()
     part = torch.ones(SENT // 4 // world, device=current_device())
     whole = part.new_empty(part.numel() * world)
@@ -294,8 +318,9 @@ def _wait(works: Sequence[Work]) -> None:
 
 
 def _step() -> str:
-    """Train a small model for a step, replicated, eagerly sharded and compiled.
+    """Train a small model for a step, replicated, eagerly sharded and compiled; return the report.
 
+    All ranks call this.
     Raises RuntimeError if the results differ by more than `parity` allows.
     """
 

@@ -35,8 +35,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard doctor`; start the ranks, to test them, unless torchrun did.
+    """Run `autoshard doctor`: print findings on this process, then on tests that all ranks take.
 
+    Unless torchrun has started the ranks, the tests are run by `--ranks` processes started here.
+    Rank 0 prints all findings, the others what fails in the tests. `--only` leaves out one half.
     arguments: the command line; not used.
     Returns the exit status: 1 if a finding is a "FAIL", which a "warn" is not.
     """

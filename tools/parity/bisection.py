@@ -67,6 +67,7 @@ class _Ops(_torch.tensors.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        """Run `func`; add its result to `found`, unless the op only allocates memory."""
         given = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in _UNWRITTEN:
             module = max(self._modules.parents - {"Global"}, key=len, default="no module")
@@ -89,8 +90,8 @@ def ops_of() -> Iterator[list[OpResult]]:
 def nodes_of() -> Iterator[list[OpResult]]:
     """Yield a list that gets the results of graphs that are compiled and run in this context.
 
-    Planned graphs run node by node, in place of what they were lowered to. Each node that computes
-    something, views and collectives apart, has a result.
+    Planned graphs run node by node, in place of what they were lowered to, also after the context.
+    Each node that computes something, views and collectives apart, has a result.
     """
     found: list[OpResult] = []
 
@@ -98,12 +99,15 @@ def nodes_of() -> Iterator[list[OpResult]]:
         kind: str
 
         def run_node(self, n: fx.Node) -> Any:
+            """Run `n`, add its result to `found` if it computes something, and return it."""
             given = super().run_node(n)
             if _is_op(n):
                 found.append(OpResult(f"{_name(n)}, {self.kind}", _digests(given)))
             return given
 
     def watcher(gm: fx.GraphModule, kind: str, call: Lowered, lower: Any) -> Lowered:
+        """Return a function that interprets `gm` in place of `call`."""
+
         def run(args: list[Any]) -> Any:
             nodes = Nodes(gm)
             nodes.kind = kind
@@ -119,7 +123,7 @@ def first_unknown(results: Sequence[OpResult], known: Sequence[OpResult]) -> str
     """Name the first of `results` with a tensor that none of `known` has, and the rank.
 
     Each rank compares its own results; the first one in order, of those found on all ranks, counts.
-    Returns None if there is none. All ranks call this.
+    Returns the same on all ranks, None if there is none. All ranks call this.
     """
     there = {digest for each in known for digest in each.digests}
     unknown = ((n, each.where) for n, each in enumerate(results) if each.digests - there)
@@ -127,7 +131,10 @@ def first_unknown(results: Sequence[OpResult], known: Sequence[OpResult]) -> str
 
 
 def _first_of_all_ranks(mine: tuple[int, str] | None) -> str | None:
-    """Return the text with the least number on any rank, and its rank; None if all have None."""
+    """Return the text with the least number on any rank, and its rank; None if all have None.
+
+    Every rank returns the same; all ranks call this.
+    """
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     first = min(((*each, rank) for rank, each in enumerate(found) if each), default=None)
@@ -140,7 +147,8 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
 
     A graph goes wrong if its lowered code gives other values, on any rank, than its nodes one by
     one. The list gets a line for each such graph, the first time: the last node of the shortest
-    beginning of the graph that goes wrong. All ranks run the same graphs.
+    beginning of the graph that goes wrong, found by bisection, for which beginnings are lowered.
+    What the lowered code gives is used all the same. All ranks run the same graphs.
     rtol: the largest difference that counts as rounding, relative to a tensor's largest element.
     """
     found: list[str] = []
@@ -148,10 +156,12 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
     def watcher(
         gm: fx.GraphModule, kind: str, call: Lowered, lower: Callable[[fx.GraphModule], Lowered]
     ) -> Lowered:
+        """Return a function that calls `call`, once it has compared it with the nodes of `gm`."""
         nodes = [node for node in gm.graph.nodes if _is_op(node)]
         is_found = False
 
         def differs(last: fx.Node, args: Sequence[Any]) -> bool:
+            """Tell whether `gm` up to `last`, lowered, goes wrong on any rank; all call this."""
             part = _beginning(gm, last)
             want = fx.Interpreter(part).run(*_copied(args))
             got = lower(part)(_copied(args))
@@ -159,6 +169,7 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
             return _first_of_all_ranks((0, "") if worst > rtol else None) is not None
 
         def run(args: list[Any]) -> Any:
+            """Call `call`; before that, add a line to `found` if it goes wrong the first time."""
             nonlocal is_found
             kept = _copied(args)
             if not is_found and nodes and differs(nodes[-1], kept):
@@ -180,10 +191,11 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
 
 
 def _beginning(gm: fx.GraphModule, last: fx.Node) -> fx.GraphModule:
-    """Return the beginning of `gm`, up to `last`, as a graph with the same inputs.
+    """Return the beginning of `gm`, up to `last`, as a new graph with the same inputs.
 
     Its outputs are the tensors that nodes behind `last` read, and the gradients that are packed to
-    be reduced: for these no later op shows whether they are right.
+    be reduced: for these no later op shows whether they are right. Outputs are neither inputs nor
+    views.
     """
     order = {node: number for number, node in enumerate(gm.graph.nodes)}
     end = order[last]
@@ -222,6 +234,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """List the tensors in `value` and in its tuples and lists; of DTensors, local shards."""
     if isinstance(value, DTensor):
         return [value.to_local()]
     if isinstance(value, Tensor):
@@ -236,7 +249,10 @@ def _digests(value: Any) -> frozenset[str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Digest of a tensor's dtype, and of its elements in order, whatever its sizes."""
+    """Digest of a tensor's dtype, and of its elements in order, whatever its sizes.
+
+    A zero has one digest, with or without a minus.
+    """
     plain = tensor.detach().cpu().contiguous().view(-1)
     plain = plain + 0 if plain.is_floating_point() else plain  # -0.0 is 0.0
     data = plain.view(torch.uint8).numpy().tobytes()
@@ -251,7 +267,8 @@ def _copied(args: Collection[Any]) -> list[Any]:
 def _relative(got: Any, want: Any) -> float:
     """Largest difference of two tensors, relative to the largest element of `want`.
 
-    It is 0 if they are equal, or no tensors; else infinite if there is a NaN, or `want` is all 0.
+    It is 0 if they are equal, empty, or no tensors; else infinite if there is a NaN, or `want` is
+    all 0.
     """
     if not isinstance(want, Tensor) or torch.equal(got, want) or not want.numel():
         return 0.0

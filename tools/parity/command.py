@@ -55,7 +55,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard parity`; start the ranks unless torchrun did.
 
     arguments: the command line, with which ranks are started.
-    Returns the exit status: 1 if a run differs by more than `--rtol`, or a sample fails.
+    Returns the exit status: 1 if a run differs by more than `--rtol`, or a sample fails. A command
+    line that asks for nothing to compare ends the process with status 2.
+    Raises ValueError, on a rank, for a function or options that can't be read.
     """
     draws = options.matrix or options.fuzz
     if not draws and not (options.model and options.batch):
@@ -83,9 +85,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _run_samples(options: argparse.Namespace) -> int:
-    """Try random samples; print a line for each that fails, and one for all.
+    """Try random samples on all ranks; rank 0 prints a line for each that fails, and one for all.
 
     Returns the exit status: 1 if one fails.
+    options: `seed`, of the first sample, `samples`, and `fuzz`, for random models.
     """
     from autoshard.tools.parity.matrix import try_case
     from autoshard.tools.parity.random_models import try_model

@@ -78,6 +78,7 @@ class Comparison:
         return self.difference is None or self.difference.worst <= self.rtol
 
     def text(self) -> str:
+        """Format the verdict, and the first three names of `only_here`, if there are any."""
         given = ""
         if self.only_here:
             shown = ", ".join(self.only_here[:3])
@@ -86,6 +87,7 @@ class Comparison:
         return self._verdict() + given
 
     def _verdict(self) -> str:
+        """Format one clause: equal bit for bit, within `rtol`, or different, and where first."""
         if self.difference is None:
             return f"{self.run} = {self.against} bitwise"
         d = self.difference
@@ -119,7 +121,7 @@ class ParityReport:
         return all(comparison.bitwise for comparison in self.comparisons)
 
     def text(self) -> str:
-        """Format one line, `parity: ...`, and those of `parted`."""
+        """Format one line, `parity: ...`, and a line for each of `parted`."""
         parts = "; ".join(comparison.text() for comparison in self.comparisons)
         line = f"parity: {parts}; {self.steps} steps, lowering {self.lowering}"
         return "\n".join([line, *self.parted])
@@ -139,7 +141,8 @@ def parity(
 ) -> ParityReport:
     """Train a model replicated, on the eager runtime, and compiled; compare after every step.
 
-    All ranks call this. The process group is made if there is none.
+    All ranks call this. The process group is made if there is none. Parameters of all steps are
+    kept until the end.
 
     build_model: called once a run, under the same seed; the model is trained in float32 or whatever
         it is built in.
@@ -207,7 +210,9 @@ class _Setup:
     ) -> Iterator[tuple[nn.Module, Tensor, frozenset[str]]]:
         """Train one run; after every step yield the model, the loss, and names of parameters.
 
-        The names are those of parameters that had a gradient in the step.
+        The names are those of parameters that had a gradient in the step. Each run builds its model
+        anew, from the same seed; the replicated one has the weights of rank 0. Gradients are
+        emptied before a step is yielded.
         forward_begins, backward_ends: called in every step, before forward and after backward.
         """
         log.info("parity: %s run", name)
@@ -240,7 +245,9 @@ class _Setup:
 def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Yield a line with the first op that differs, for each of `comparisons` that is not bitwise.
 
-    With Inductor, comparisons within their `rtol` are left out. The runs are trained again.
+    With Inductor, comparisons within their `rtol` are left out. The runs are trained again, with
+    the plain lowering; if that shows nothing, and a run by Inductor differs, with Inductor. All
+    ranks call this.
     """
     from autoshard.tools.parity import bisection  # with all of the backend, which most never need
 
@@ -267,6 +274,7 @@ def _results(setup: _Setup, name: str, last: int) -> list[bisection.OpResult]:
 
     They are those of forward and backward: of all ops that are dispatched, or, compiled, of the
     nodes of planned graphs.
+    last: counted from 0.
     """
     from autoshard.tools.parity import bisection
 
@@ -292,7 +300,12 @@ def told_by_all(problem: str | None) -> str | None:
 
 
 def default_loss(model: Any, batch: Any) -> Tensor:
-    """Call `model` with `batch`, and return the loss of its output: see `loss` of `parity`."""
+    """Call `model` with `batch`, and return the loss of its output, a scalar.
+
+    That is the output's `loss` if it has one, itself if it is a scalar, else the mean of its
+    squares; of a tuple or list, the first counts.
+    batch: a dict is passed as keywords, a tuple or list as arguments.
+    """
     if isinstance(batch, dict):
         output = model(**batch)
     elif isinstance(batch, (tuple, list)):
@@ -308,12 +321,15 @@ def default_loss(model: Any, batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Run:
+    """Losses and parameters of one run."""
+
     losses: tuple[float, ...]
     snapshots: tuple[dict[str, Tensor], ...]  # after each step; DTensors where sharded
     with_grad: tuple[frozenset[str], ...]  # parameters that had a gradient, in each step
 
 
 def _broadcast(model: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of rank 0, in place; all ranks call this."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.numel():
@@ -321,7 +337,10 @@ def _broadcast(model: nn.Module) -> None:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average gradients over all ranks, in place, as replicated training does."""
+    """Average gradients over all ranks, in place, as replicated training does; all ranks call this.
+
+    Parameters without a gradient are left out, and have to be the same on all ranks.
+    """
     for param in model.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -329,7 +348,11 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def _compare(runs: dict[str, _Run], run: str, against: str, rtol: float) -> Comparison:
-    """Compare two of `runs`, this rank's shards with the matching rows; all ranks call this."""
+    """Compare two of `runs`, this rank's shards with the matching rows; all ranks call this.
+
+    Every rank returns the same. The first difference is that of the earliest step, then of the
+    lowest rank, then of the first parameter.
+    """
     first: tuple[int, int, str, float, float] | None = None  # step, rank, parameter, abs, rel
     worst = 0.0
     for step, (have, want) in enumerate(
@@ -364,7 +387,8 @@ def compare_local(
 ) -> str | None:
     """Describe the first parameter whose part on this rank differs by more than is allowed.
 
-    Returns None if there is none.
+    Returns None if there is none. Nothing is sent to other ranks.
+    got: sharded or replicated; it may be compiled.
     want: replicated, or sharded likewise.
     rtol: what is allowed, of the part's largest element, or of `floor` if that element is smaller.
     exact: as `want`, but trained in more bits: its distance from `want` is rounding, and up to
@@ -386,7 +410,8 @@ def compare_local(
 def _difference(have: Tensor, want: Tensor) -> tuple[float, float]:
     """Largest difference of two tensors, and the same over the largest element of `want`.
 
-    Both are 0 if the tensors are equal, and infinite if there is a NaN.
+    Both are 0 if the tensors are equal or empty, and infinite if there is a NaN; the second is
+    infinite, too, if `want` is all 0.
     """
     if torch.equal(have, want) or not want.numel():
         return 0.0, 0.0

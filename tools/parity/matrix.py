@@ -128,6 +128,7 @@ class _Layer(nn.Module):
     """Layer with sizes that two ranks can't share evenly, a buffer, and a one-element parameter."""
 
     def __init__(self) -> None:
+        """Make a norm, two linear layers, a gain of one element, and a buffer "scale"."""
         super().__init__()
         self.norm = nn.LayerNorm(6)
         self.up = nn.Linear(6, 7)
@@ -136,6 +137,7 @@ class _Layer(nn.Module):
         self.register_buffer("scale", torch.full((6,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` plus what the layers make of it, times gain and scale; sizes stay."""
         # Nothing with a kink: rounding to bfloat16 may put a unit on either side of it.
         y = self.down(torch.tanh(self.up(self.norm(x)))) * self.gain
         scaled: Tensor = y * self.scale.to(y.dtype)
@@ -143,7 +145,10 @@ class _Layer(nn.Module):
 
 
 class _Model(nn.Module):
+    """Three layers between an embedding and a head, with the ties and frozen layers of a case."""
+
     def __init__(self, case: Case) -> None:
+        """Make the modules; tie the head to the embedding, and freeze layers, as `case` says."""
         super().__init__()
         self.case = case
         self.embed = nn.Embedding(11, 6)
@@ -158,6 +163,10 @@ class _Model(nn.Module):
             self.layers[1].up.requires_grad_(False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return logits of token ids, [length, 11]; which modules are used, `case` says.
+
+        A graph break is in the middle if the case is "broken".
+        """
         x = self.embed(ids)
         for number, layer in enumerate(self.layers):
             x = self._run(layer, x)
@@ -172,6 +181,7 @@ class _Model(nn.Module):
         return result
 
     def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Call `layer`, in a checkpoint if `case` has checkpointing and gradients are computed."""
         if self.case.checkpointing is None or not torch.is_grad_enabled():
             result: Tensor = layer(x)
             return result
@@ -186,6 +196,10 @@ def _build(case: Case) -> _Model:
 
 
 def _shard(model: _Model, case: Case) -> Any:
+    """Shard or replicate `model` as `case` says, in place, and return it.
+
+    Hybrid strategies have `copies` replicas, or one if the ranks don't divide.
+    """
     given: dict[str, Any] = {"mp_policy": PRECISIONS[case.precision]}
     given["offload_policy"] = CPUOffloadPolicy() if case.on_host else OffloadPolicy()
     if case.strategy == "replicate":
@@ -231,7 +245,10 @@ def _in_two_parts(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
 def _from_two_parts(
     self: Tensor, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Multiply gathered values by their ranks' scales: a shard's `fsdp_post_all_gather`."""
+    """Multiply gathered values by their ranks' scales: a shard's `fsdp_post_all_gather`.
+
+    Returns the unsharded parameter, and the same in a tuple, as what is freed later.
+    """
     values, scales = outputs
     parts = zip(values.chunk(len(scales)), scales, strict=True)
     whole = torch.cat([part.to(dtype) * scale.to(dtype) for part, scale in parts])
@@ -239,6 +256,7 @@ def _from_two_parts(
 
 
 def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    """Make the optimizer that `case` names, for all parameters of `model`."""
     params = list(model.parameters())
     if case.optimizer == "sgd":
         return torch.optim.SGD(params, lr=0.05, momentum=0.9)
@@ -248,6 +266,10 @@ def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 
 
 def _ids(case: Case, number: int) -> Tensor:
+    """Make random token ids of this rank, i64[length], for batch `number`.
+
+    The length is 5, or changes with the batch, or with batch and rank, as `case` says.
+    """
     rank = dist.get_rank()
     length = 5
     if case.batch == "of other sizes":
@@ -260,7 +282,12 @@ def _ids(case: Case, number: int) -> Tensor:
 
 @contextlib.contextmanager
 def _waiting(model: Any, case: Case, is_last: bool) -> Iterator[None]:
-    """Put off, in this context, the reductions that wait for the step's last batch in `case`."""
+    """Put off, in this context, the reductions that wait for the step's last batch in `case`.
+
+    With "no_sync" that is the model's `no_sync`; with "all-reduced last" all-reduces are turned
+    off, or on again for the last batch, which lasts beyond the context. Otherwise nothing is put
+    off.
+    """
     if case.accumulation == "no_sync" and not is_last:
         with model.no_sync():
             yield
@@ -273,6 +300,8 @@ def _waiting(model: Any, case: Case, is_last: bool) -> Iterator[None]:
 def _train(model: _Model, call: Any, case: Case, *, replicated: bool = False) -> list[float]:
     """Train `model`, called as `call`, for `STEPS` steps; return losses of training and eval.
 
+    Losses are in order: of each batch, and of the forward in eval mode after each step, if `case`
+    has one. Layers are frozen in turns if it says so.
     replicated: whether the model is whole on each rank, and gradients are averaged here.
     """
     optimizer = _optimizer(model, case)
@@ -318,7 +347,8 @@ class CaseOutcome:
 def try_case(seed: int) -> CaseOutcome:
     """Train the case of `seed`, eagerly and compiled, and compare; all ranks call this.
 
-    Every rank returns the same result. An exception, or a RuntimeWarning, is a problem, too.
+    The process group is made if there is none, and what torch has compiled is reset. Every rank
+    returns the same result. An exception, or a RuntimeWarning, is a problem, too.
     """
     ensure_process_group()
     case = draw(seed)
@@ -335,7 +365,12 @@ def try_case(seed: int) -> CaseOutcome:
 
 
 def _compare_runs(case: Case) -> str | None:
-    """Train `case` in each form; describe how parameters or losses differ on this rank, or None."""
+    """Train `case` in each form; describe how parameters or losses differ on this rank, or None.
+
+    Compiled training is compared with eager; and that, where the case changes no values, with the
+    replicated model. Losses count only where both have to be equal bit for bit. All ranks call
+    this.
+    """
     eager = _shard(_build(case), case)
     eager_losses = _train(eager, eager, case)
     compiled = _shard(_build(case), case)

@@ -53,6 +53,7 @@ class _Wide(nn.Module):
     """Two linear layers, to another width and back, which ranks can't share evenly."""
 
     def __init__(self, source: random.Random) -> None:
+        """Draw the inner width, the activation, and whether there are biases."""
         super().__init__()
         inner = source.choice((1, 3, 7, 8, 16))
         self.up = nn.Linear(WIDTH, inner, bias=source.random() < 0.7)
@@ -65,13 +66,17 @@ class _Wide(nn.Module):
 
 
 class _Attention(nn.Module):
+    """Causal attention of one to three heads."""
+
     def __init__(self, source: random.Random) -> None:
+        """Draw the number of heads."""
         super().__init__()
         self.heads = source.choice((1, 2, 3))
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return causal attention over `x`, f32[batch, length, WIDTH], of the same sizes."""
         batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -83,6 +88,7 @@ class _Shapes(nn.Module):
     """Parameters outside of layers: of one element, of three dimensions, used in some rows."""
 
     def __init__(self, source: random.Random) -> None:
+        """Draw the first dimension of `mix`; make all parameters."""
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
         self.shift = nn.Parameter(torch.randn(1))
@@ -95,6 +101,8 @@ class _Shapes(nn.Module):
 
 
 class _Convolution(nn.Module):
+    """Convolution over positions, in one to three groups."""
+
     def __init__(self, source: random.Random) -> None:
         super().__init__()
         groups = source.choice((1, 2, 3))
@@ -109,12 +117,14 @@ class _Several(nn.Module):
     """Modules in a dict, of which one is never used, and one by a flag; and a frozen module."""
 
     def __init__(self, source: random.Random) -> None:
+        """Make the modules, and draw whether "b" is used."""
         super().__init__()
         self.parts = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("a", "b", "c")})
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.uses_b = source.random() < 0.5
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of what the frozen module, "a" and perhaps "b" give; "c" is not called."""
         found = {"a": self.parts["a"](x)}
         if self.uses_b:
             found["b"] = torch.tanh(self.parts["b"](found["a"]))
@@ -125,7 +135,10 @@ class _Several(nn.Module):
 
 
 class _Buffers(nn.Module):
+    """Norm, dropout and a buffer, which may not be persistent, and a mean without gradient."""
+
     def __init__(self, source: random.Random) -> None:
+        """Draw whether the buffer is persistent, the norm learned, and values dropped."""
         super().__init__()
         self.scale: Tensor
         self.register_buffer("scale", torch.full((WIDTH,), 0.5), persistent=source.random() < 0.5)
@@ -133,6 +146,7 @@ class _Buffers(nn.Module):
         self.drop = nn.Dropout(0.2 if source.random() < 0.5 else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x`, normed, dropped and scaled, plus its mean, a constant to backward."""
         with torch.no_grad():
             mean = x.mean()
         y: Tensor = self.drop(self.norm(x)) * self.scale
@@ -154,6 +168,10 @@ class _Branch(nn.Module):
     """Modules in a row, around which there is a sum, a checkpoint, or nothing."""
 
     def __init__(self, source: random.Random, depth: int) -> None:
+        """Draw modules, up to three, some of which are branches of less depth, and the flags.
+
+        is_unit: whether the branch is to be a unit.
+        """
         super().__init__()
         self.inner = nn.ModuleList(
             _Branch(source, depth - 1)
@@ -166,6 +184,7 @@ class _Branch(nn.Module):
         self.is_unit = source.random() < 0.5
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run the modules on `x`, in a checkpoint if so drawn, and add `x` if so drawn."""
         if self.is_checkpointed and torch.is_grad_enabled():
             y: Tensor = checkpoint(self._run, x, use_reentrant=False)
         else:
@@ -185,6 +204,7 @@ class _Model(nn.Module):
     """
 
     def __init__(self, source: random.Random) -> None:
+        """Draw branches, an unused module, ties, a branch used twice, and frozen parameters."""
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
         self.branches = nn.ModuleList(_Branch(source, 2) for _ in range(source.randint(1, 4)))
@@ -198,6 +218,10 @@ class _Model(nn.Module):
                 param.requires_grad_(source.random() < 0.5)
 
     def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the loss of predicting each next token, and the first after the last.
+
+        ids: i64[batch, length]. scale: factor of the embeddings.
+        """
         x = self.embed(ids) * scale
         for branch in self.branches:
             x = branch(x)
@@ -213,8 +237,9 @@ def try_model(seed: int) -> Sample:
 
     seed: draws the model, and options, strategy, optimizer and batches.
 
-    Every rank returns the same result. An exception is a problem, too, and so is a RuntimeWarning,
-    but for those about memory budgets.
+    The process group is made if there is none, and what torch has compiled is reset. Every rank
+    returns the same result. An exception is a problem, too, and so is a RuntimeWarning, but for
+    those about memory budgets.
     """
     ensure_process_group()
     source = random.Random(seed)

@@ -62,7 +62,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard plan`: print the best configurations.
+    """Run `autoshard plan`: print the best configurations, as tables or with `--json` as JSON.
 
     Returns the exit status, 1 if no configuration fits. What can't be read or traced ends the
     process with status 2.

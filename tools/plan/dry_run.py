@@ -95,16 +95,17 @@ def trace(
     lowering: str,
     topology: Topology,
 ) -> dict[str, PricedGraph]:
-    """Trace the "forward" and "backward" graph of `model`, sharded and compiled, as `call` runs it.
+    """Trace the "forward" and "backward" graph of `model`, sharded and compiled, and run neither.
 
-    This process becomes rank 0 of `RANKS` that are not there.
+    This process becomes rank 0 of `RANKS` that are not there. Returns the graphs by kind.
+    Parameters are freed after forward.
     model: on the meta device; it is sharded, and of no use afterwards.
-    call: begins forward and backward of the compiled model that it is given.
+    call: begins forward and backward of the compiled model that it is given; it ends in forward.
     checkpointing: whether activations of each unit but the root are recomputed in backward.
     lowering: "inductor" or "eager".
     topology: costs of compute.
-    Raises RuntimeError if forward is not one graph with a backward, or in a process that has a
-    process group.
+    Raises RuntimeError if forward is not one graph with a backward, or in a process that has
+    another process group.
     """
     pretend_ranks(RANKS)
     for unit in find_units(model, None):
@@ -137,7 +138,9 @@ def compile_only(
 ) -> None:
     """Capture the forward of the sharded `model`, and give it to `compile_frame`; run none of it.
 
-    call: calls the compiled model that it is given; it ends there.
+    All that torch has compiled before is reset.
+    call: calls the compiled model that it is given; an exception ends it there, which is caught
+        here.
     Raises RuntimeError if forward is not one graph, or if `compile_frame` fails.
     """
     is_recorded = False
@@ -179,6 +182,7 @@ class _Recording(DryCompilation):
         self.graphs = graphs
 
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
+        """Add a prepared copy of `gm`, with prices, to `graphs`; return `gm` unchanged."""
         prices = Prices(self.topology, self.settings.lowering == "inductor")
         prepared = passes.run(gm, passes.preparation(self.table))
         self.graphs[graph] = PricedGraph(prepared.graph, graph, prices)
@@ -222,6 +226,10 @@ def grown(graphs: Mapping[str, PricedGraph], stacks: Iterable[Stack]) -> dict[st
 
 
 def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
+    """Return `problem` with the blocks that were cut out of `stacks`: copies of a middle block.
+
+    Blocks behind them get the numbers that they had before. Raises ValueError as `grown` does.
+    """
     for stack in stacks:
         # The last block keeps its place at the end, and in backward so do those next to it.
         added = stack.num_blocks - KEPT
@@ -236,7 +244,8 @@ def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
 def _middle(graph: str, added: int) -> Iterator[int]:
     """Yield the numbers of three traced blocks that follow each other in program order.
 
-    Neither the first nor the last block of the stack is among the first two of them.
+    They are numbers in the whole stack. Neither its first nor its last block is among the first
+    two.
     graph: "forward" or "backward".
     added: number of blocks that were cut out.
     """
@@ -272,7 +281,8 @@ def _numbered(stack: Stack, name: str, change: Callable[[int], int]) -> str:
 def mean_loss(output: Any) -> Tensor:
     """Scalar to differentiate: a model's own loss, or the sum of the means of its outputs.
 
-    Outputs that require no gradient are left out.
+    The model's own is `output.loss`. Means are in float32, of all tensors in `output`, nested ones
+    too, but for those that require no gradient. Raises RuntimeError if there is none.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):

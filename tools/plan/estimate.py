@@ -167,7 +167,8 @@ def estimate(
 ) -> Estimate:
     """Estimate time and memory of one step: forward, backward and the optimizer's.
 
-    The optimizer's memory counts for the peak, too. Nothing is raised if memory does not suffice.
+    Memory is that of whichever of the three needs most. The optimizer takes as long as memory takes
+    to read and write its states and parameters. Nothing is raised if memory does not suffice.
     searched: whether buckets are searched for, as a compilation does, or are one a unit, which is
         never better and much sooner done.
     """
@@ -215,8 +216,9 @@ def estimate(
 
 
 def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
-    """Search for buckets as a compilation without a budget does, within a device's memory.
+    """Search for buckets that need no more memory than one a unit, nor than the device has.
 
+    A compilation without a budget does the same.
     known: one bucket a unit, which is the result if nothing faster is found and it fits.
     device_bytes: what shards and optimizer states leave of the device's memory.
     """
@@ -238,6 +240,12 @@ class _Placed:
     def __init__(
         self, graph: Graph, step: StepGraphs, configuration: Configuration, topology: Topology
     ) -> None:
+        """Make the problem of `graph` with the gathers, memory and link costs of `configuration`.
+
+        Kept from forward to backward are the root's parameters, and all others too if the
+        configuration doesn't reshard, or has one shard; forward frees them only if backward has no
+        use for them. With one shard and no cast, nothing is gathered.
+        """
         problem = graph.problem
         others = step.graphs["backward" if problem.graph == "forward" else "forward"].problem
         self.activations = graph.activations

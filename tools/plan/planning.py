@@ -98,7 +98,8 @@ class PlanReport:
 def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices) -> PlanReport:
     """Estimate all configurations that `choices` leaves open, the best three with a search.
 
-    Fewer bytes beyond a device's memory are better, then less time for a sequence.
+    A model is traced once for each microbatch and way of checkpointing. Fewer bytes beyond a
+    device's memory are better, then less time for a sequence.
     Raises ValueError for a mesh that doesn't hold `gpus`, or a strategy that no mesh has;
     RuntimeError for a model whose forward is not one graph, and in a process that has a process
     group.
@@ -139,6 +140,7 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
 def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator[Configuration]:
     """Yield all configurations that `choices` leaves open, each once.
 
+    With one shard there is nothing to reshard, so that `reshards` is True alone.
     Raises ValueError for a mesh that doesn't hold `gpus`.
     """
     meshes = [choices.mesh] if choices.mesh else _meshes(topology, gpus)
@@ -156,7 +158,7 @@ def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator
 
 
 def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
-    """List meshes to try, (replicas, shards).
+    """List meshes to try, (replicas, shards), those of few shards first.
 
     Shards are over all ranks; over one node, two, four and so on, as long as that divides `gpus`;
     and over one rank, with replicas alone.
@@ -172,7 +174,7 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
 def _step(
     planned: PlannedModel, topology: Topology, micro_batch: int, recompute: bool
 ) -> StepGraphs:
-    """Trace a step of the whole model: few of its like blocks, of which one is then repeated.
+    """Trace a training step of `planned`: few of its like blocks, one of which stands for the rest.
 
     All are traced if blocks turn out not to be computed alike, or if there are barriers. As in
     `trace`, this process becomes one of ranks that are not there. Raises as `trace` does.
@@ -186,6 +188,7 @@ def _step(
     policy = policy_of(planned)
 
     def graphs(model: nn.Module) -> Any:
+        """Trace this step with `model`, which is sharded by it: "forward" and "backward"."""
         return trace(
             model,
             step_of(planned, model, micro_batch),
@@ -205,7 +208,7 @@ def _step(
 def step_of(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Callable[[Any], None]:
     """Return a function that runs forward and backward of the compiled `model` that it is given.
 
-    It has one batch, which is made here.
+    It has one batch, which is made here, and the loss of `mean_loss`.
     """
     batch = _batch(planned, model, micro_batch)
 
@@ -217,7 +220,10 @@ def step_of(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Callab
 
 
 def policy_of(planned: PlannedModel) -> MixedPrecisionPolicy:
-    """Mixed precision of `planned`: gathers and compute in `dtype`, reduces in `param_dtype`."""
+    """Mixed precision of `planned`: gathers and compute in `dtype`, reduces in `param_dtype`.
+
+    If both are the same dtype, it is a policy without dtypes.
+    """
     low, full = DTYPES[planned.dtype], DTYPES[planned.param_dtype]
     return MixedPrecisionPolicy(low, full) if low != full else MixedPrecisionPolicy()
 
@@ -230,6 +236,8 @@ def on_meta(planned: PlannedModel) -> nn.Module:
 
 
 def _parameters(model: nn.Module) -> Parameters:
+    """Sizes and dtypes of `model`'s parameters, and of those that require a gradient."""
+
     def members(params: Sequence[nn.Parameter]) -> tuple[Member, ...]:
         return tuple(Member(param.dtype, tuple(param.shape)) for param in params)
 
@@ -242,6 +250,11 @@ def _as_tuple(batch: Any) -> tuple[Any, ...]:
 
 
 def _batch(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Any:
+    """Make the batch of a step: that of `planned.batch`, or else zeros on the default device.
+
+    Zeros are token ids, i64[micro_batch, seq]; for a model with a `config`, a dict of them as
+    `input_ids` and `labels`, or of `pixel_values` and `labels` if it takes pictures.
+    """
     if planned.batch is not None:
         return planned.batch(micro_batch, planned.seq)
     ids = torch.zeros(micro_batch, planned.seq, dtype=torch.long)
@@ -259,9 +272,10 @@ def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> Plann
     """Read a model from the command line's options; it is not built yet.
 
     options: what is parsed, with the options of `add_workload`, `micro_batch`, `optimizer` and
-        `lowering`.
+        `lowering`. `model` is a Hugging Face configuration if such a file exists, or its name ends
+        in ".json", else a function's place.
     load: returns the function at "package.module:name".
-    Raises ValueError, naming the option, for what is not known.
+    Raises ValueError, naming the option, for what is not known, and as `from_hugging_face` does.
     """
     for name in ("dtype", "param_dtype"):
         if getattr(options, name) not in DTYPES:
@@ -290,8 +304,10 @@ def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> Plann
 def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
     """Return a function that builds the model of a `config.json`, of the class that it names.
 
-    If it names none that transformers has, the model is a causal language model.
-    Raises ValueError if the file is no configuration, or if transformers is not installed.
+    If it names none that transformers has, the model is a causal language model. `use_cache` is
+    turned off. The file is read here, not when the model is built.
+    Raises ValueError if there is no such file, if it is no configuration, or if transformers is not
+    installed.
     """
     if not path.exists():  # else it is taken for a name on the hub, and asked for there
         raise ValueError(f"{path} is no configuration of a Hugging Face model: no such file")
@@ -332,6 +348,10 @@ def read_gpus(text: str, topology: str | None) -> tuple[int, Topology]:
 
 
 def _topology_of(kind: str) -> str:
+    """Name of the topology for a kind of GPU, "h100" for "H100".
+
+    Raises ValueError for a kind of which none is known.
+    """
     name = default_topology(kind.upper())
     if name.partition("-")[0] != kind.lower():
         raise ValueError(f"no topology is known of {kind!r}: add --topology, a name or a file")

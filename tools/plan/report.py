@@ -19,6 +19,7 @@ CATEGORIES = tuple(field.name for field in dataclasses.fields(MemoryEstimate))
 def text(report: PlanReport, *, with_buckets: bool = False) -> str:
     """Format tables: the best configurations, then memory and time of the first.
 
+    A line before them says how many were tried, or that none fits, and by which category of memory.
     with_buckets: whether the buckets of the first follow, a line for those of a unit.
     """
     model, topology, best = report.model, report.topology, report.estimates[0]
@@ -47,6 +48,7 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
 
 
 def _configuration_rows(estimates: Sequence[Estimate]) -> Iterator[Sequence[str]]:
+    """Yield a head, and a row for each configuration: its settings, times in ms, peak memory."""
     yield "", "strategy", "mesh", "micro-batch", "checkpointing", "step ms", "exposed ms", "peak"
     for number, each in enumerate(estimates, start=1):
         about = each.configuration
@@ -63,6 +65,7 @@ def _configuration_rows(estimates: Sequence[Estimate]) -> Iterator[Sequence[str]
 
 
 def _memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
+    """Yield a head, a row for each category, and one for the peak: bytes and share of `limit`."""
     yield "memory at the peak", "bytes", "", "of the device"
     for name in (*CATEGORIES, "peak_bytes"):
         num_bytes = getattr(memory, name)
@@ -71,6 +74,7 @@ def _memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
 
 
 def _time_rows(best: Estimate) -> Iterator[Sequence[str]]:
+    """Yield a head, and rows with times in ms: of each searched graph, the optimizer, the step."""
     yield "time", "ms", "exposed ms", "lower bound ms", "gap", "bound by", "buckets"
     for kind, decision in best.decisions.items():
         timeline, bound = decision.timeline, decision.bound
@@ -113,6 +117,7 @@ def _bucket_rows(decision: Decision) -> Iterator[Sequence[str]]:
 
 
 def _columns(rows: Iterator[Sequence[str]]) -> list[str]:
+    """Format rows of equal length as lines, with cells padded so that they form columns."""
     cells = list(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
@@ -126,6 +131,7 @@ def _ms(microseconds: float) -> str:
 
 
 def _count(number: int) -> str:
+    """Format a number with its unit, "1.24 B", "M" or "k"; one below 1000 as it is."""
     for unit, power in (("B", 9), ("M", 6), ("k", 3)):
         if number >= 10**power:
             return f"{number / 10**power:.2f} {unit}"
@@ -133,7 +139,10 @@ def _count(number: int) -> str:
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
-    """Return the report as one object for JSON; times in microseconds, `planning_seconds` apart."""
+    """Return the report as one object for JSON: `memory` and `plans` are those of the best.
+
+    Times are in microseconds, but for `planning_seconds`.
+    """
     best = report.estimates[0]
     return {
         "model": report.model.name,
@@ -155,6 +164,7 @@ def _memory_json(memory: MemoryEstimate) -> dict[str, int]:
 
 
 def _configuration_json(found: Estimate) -> dict[str, Any]:
+    """Return settings, times in microseconds, and memory in bytes of a configuration."""
     about = found.configuration
     return {
         "strategy": about.strategy,
@@ -168,6 +178,7 @@ def _configuration_json(found: Estimate) -> dict[str, Any]:
 
 
 def _plan_json(kind: str, decision: Decision) -> dict[str, Any]:
+    """Return times in microseconds, peak memory in bytes and buckets of one graph's plan."""
     timeline, bound = decision.timeline, decision.bound
     return {
         "graph": kind,
@@ -184,7 +195,8 @@ def _plan_json(kind: str, decision: Decision) -> dict[str, Any]:
 def _buckets_json(run: Run) -> Iterator[dict[str, Any]]:
     """Yield one object for each collective of `run`'s bucket, in order.
 
-    That is one, or for a reduce with replicas two, the second of kind "all_reduce".
+    That is one, or for a reduce with replicas two, the second of kind "all_reduce". Exposed time is
+    that of both, given with the one that ends last.
     """
     bucket = run.bucket
     kinds = [bucket.kind, "all_reduce"]

@@ -40,7 +40,10 @@ def add_parser(commands: Any) -> None:
 
 
 def add_traced(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which step is traced, and how."""
+    """Add the options that say which step is traced, and how, to `parser`.
+
+    Of what `read_model` asks for, `optimizer` and `lowering` get values here, and are no options.
+    """
     add_workload(parser)
     parser.add_argument("--ranks", type=int, default=8, help="that are not there (default 8)")
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences a rank (default 1)")
@@ -51,7 +54,8 @@ def add_traced(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard trace`: print the plans, and write them to the folder of `--out`.
 
-    Returns the exit status. What can't be read or traced ends the process with status 2.
+    Returns the exit status, 0. What can't be read or traced ends the process with status 2. The
+    paths of plans that are written are printed.
     arguments: the command line; not used.
     """
     from autoshard.tools.trace.tracing import write
@@ -65,9 +69,11 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def traced(options: argparse.Namespace) -> list[Traced]:
-    """Trace the step that `options` describe.
+    """Trace the step that `options` describe, as `trace_model` does.
 
     What can't be read or traced is an error of the command line: it ends the process with status 2.
+    options: what is parsed, with `parser`; graphs after each pass go to the folder of `dump`, if
+        any.
     """
     from autoshard.tools.plan.planning import read_model
     from autoshard.tools.trace.tracing import trace_model

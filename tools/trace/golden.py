@@ -48,8 +48,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard golden`: print how the files differ, or write them with `--accept`.
 
-    Returns the exit status, 1 if the files differ. What can't be read or traced ends the process
-    with status 2.
+    Returns the exit status: 1 if the files differ, 0 once they are written. What can't be read or
+    traced ends the process with status 2.
     arguments: the command line; not used.
     """
     texts, folder = golden_texts(traced(options)), Path(options.dir)
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def golden_texts(found: Sequence[Traced]) -> dict[str, str]:
-    """Texts of golden files by name: "forward.txt" for instance, and "plans.txt" with all plans.
+    """Return the texts of golden files by name: "forward.txt", say, and "plans.txt" with all plans.
 
     Plans are without figures, which change with prices.
     """
@@ -71,7 +71,10 @@ def golden_texts(found: Sequence[Traced]) -> dict[str, str]:
 
 
 def accept(texts: dict[str, str], folder: Path) -> None:
-    """Write `texts` as the golden files in `folder`, and remove those of other graphs."""
+    """Write `texts` as the golden files in `folder`, which is made if need be.
+
+    Those of graphs that `texts` lacks ("forward.txt", "backward.txt", "inference.txt") are removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in _left_over(texts, folder):
         path.unlink()
@@ -94,7 +97,7 @@ def differences(texts: dict[str, str], folder: Path) -> Iterator[str]:
 
 
 def _left_over(texts: dict[str, str], folder: Path) -> list[Path]:
-    """Golden files of graphs that are not among `texts` any more."""
+    """List the golden files in `folder` of graphs that are not among `texts`; no other files."""
     known = [f"{kind}.txt" for kind in ("forward", "backward", "inference")]
     return [
         path

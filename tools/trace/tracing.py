@@ -113,7 +113,10 @@ class _Tracing(Compilation):
 
 
 def write(found: Sequence[Traced], folder: Path) -> list[Path]:
-    """Write plans as JSON, and timelines of plans with figures for Perfetto; return the paths."""
+    """Write plans as JSON, and timelines of plans with figures for Perfetto; return the paths.
+
+    Files are "forward.plan.json" and "forward.trace.json", say, in `folder`, made if need be.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for each in found:
