@@ -63,7 +63,7 @@ GRACE = 15.0
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs on a rank, relative to a parameter's largest element.
+    """Difference of parameters on a rank, relative to a parameter's largest element.
 
     position: of the first `parameter` that differs, by `relative`.
     most:     the one that differs most, by `worst`. AdamW divides a gradient by its size: of one
@@ -80,11 +80,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank found of one model in one way.
+    """Outcome of one model in one way, on a rank.
 
-    beside_aot: what the unsharded model in `aot_eager` differs by, where that was asked.
-    frames:     that Dynamo captured.
+    error:      what was raised, in a line; `trace` is its traceback.
+    difference: from the unsharded model; None if all parameters are equal bit for bit.
+    beside_aot: difference from the unsharded model in `aot_eager`, where that was asked.
+    frames:     number of those that Dynamo captured.
+    plans:      texts of plans.
     breaks:     reasons for graph breaks.
+    fell_back:  a warning that a model fell back, if there was one.
     """
 
     error: str | None = None
@@ -102,6 +106,14 @@ class Outcome:
 
 
 def run(name: str, way: str) -> Outcome:
+    """Train the model `name` in one way and unsharded, and compare: the outcome on this rank.
+
+    All ranks call this. Where the plain lowering differs on any of them, the unsharded model is
+    also trained in `aot_eager`, and compared. Dynamo and its counters are reset. Exceptions are
+    passed on.
+    way: EAGER, PLAIN or INDUCTOR, which is compared with the unsharded model in Inductor.
+    """
+
     def loss(model: Any, rank: int, step: int) -> Tensor:
         return architecture_loss(model, name, rank, step)
 
@@ -131,7 +143,10 @@ def run(name: str, way: str) -> Outcome:
 
 
 def in_one_line(name: str, loss: Any, way: str) -> nn.Module:
-    """As users do, without `strict`: what falls back is to be told, and to be right."""
+    """Train the model `name` compiled by `torch.compile` alone, without `strict`; return it.
+
+    So users do: what falls back is to give a warning, and to be right.
+    """
     torch.manual_seed(0)
     model = architecture(name)
     optimizer = adamw(model)
@@ -144,7 +159,10 @@ def in_one_line(name: str, loss: Any, way: str) -> nn.Module:
 
 
 def unsharded_graphs() -> Any:
-    """`aot_eager`, but that a view may copy, as in the plain lowering: see `lower_eagerly`."""
+    """Return a backend as `aot_eager`, but that a view may copy, as in the plain lowering.
+
+    See `lower_eagerly`.
+    """
     return aot_autograd(
         fw_compiler=lambda gm, _: lower_eagerly(gm),
         partition_fn=min_cut_rematerialization_partition,
@@ -152,13 +170,17 @@ def unsharded_graphs() -> Any:
 
 
 def any_rank(fact: bool) -> bool:
+    """Tell whether `fact` is true on any rank; all ranks call this."""
     number = torch.tensor(float(fact))
     dist.all_reduce(number)
     return number.item() > 0
 
 
 def compare(got: nn.Module, want: nn.Module) -> Difference | None:
-    """This rank's part of each parameter of `got` with the matching rows of `want`."""
+    """Compare this rank's part of each parameter of `got` with the matching rows of `want`.
+
+    Returns the first and the largest difference; None if all are equal bit for bit.
+    """
     theirs = dict(want.named_parameters())
     found: list[tuple[float, int, str]] = []
     for position, (name, param) in enumerate(got.named_parameters()):
@@ -172,7 +194,10 @@ def compare(got: nn.Module, want: nn.Module) -> Difference | None:
 
 
 def relative_difference(have: Tensor, expected: Tensor) -> float:
-    """To the largest of what is expected; infinite where one has a NaN."""
+    """Largest difference of two tensors, relative to the largest of what is expected.
+
+    It is infinite where one has a NaN, or where all that is expected is 0.
+    """
     absolute = (have.double() - expected.double()).abs().max().item()
     largest = expected.double().abs().max().item()
     relative = absolute / largest if largest else math.inf
@@ -183,7 +208,11 @@ def relative_difference(have: Tensor, expected: Tensor) -> float:
 
 
 def serve(rank: int, world: int, port: int, pipe: Any) -> None:
-    """Answer each (name, way) that comes with its outcome."""
+    """Run models in this process, and answer each (name, way) in `pipe` with its outcome.
+
+    An exception is an outcome, too. It returns when the other end is closed. The process becomes
+    `rank` of a gloo group of `world` ranks, which meet at `port` of this machine.
+    """
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # or it would ask torchrun's
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -210,7 +239,7 @@ def serve(rank: int, world: int, port: int, pipe: Any) -> None:
 
 
 def fails_unsharded(name: str, rank: int) -> bool:
-    """Whether torch can't compile the model, either: a step by itself, in `aot_eager`."""
+    """Tell whether torch can't compile the model, either: a forward, in `aot_eager`, raises."""
     torch._dynamo.reset()
     try:
         architecture_loss(torch.compile(architecture(name), backend="aot_eager"), name, rank, 0)
@@ -225,14 +254,18 @@ def in_a_line(error: BaseException) -> str:
 
 
 class Helper:
-    """This rank's process for models. All ranks call its methods together."""
+    """Process in which this rank's models run. All ranks call `ask` and `answers` together."""
 
     def __init__(self) -> None:
         self.process: Any = None
         self.pipe: Any = None
 
     def ask(self, name: str, way: str, limit: float) -> list[Outcome]:
-        """Of each rank; `limit` in seconds."""
+        """Have all ranks' processes run a model in one way; return each rank's outcome, in order.
+
+        A process is started if there is none, and stopped after a failure on any rank.
+        limit: in seconds, after which an outcome is an error.
+        """
         if self.process is None:
             self.start()
         outcomes = self.answers(name, way, limit)
@@ -241,6 +274,11 @@ class Helper:
         return outcomes
 
     def answers(self, name: str, way: str, limit: float) -> list[Outcome]:
+        """Send the processes a model, and wait for all answers; return them by rank.
+
+        After `limit` seconds, or `GRACE` seconds after a first failure, an error stands for those
+        that are missing.
+        """
         begun, mine = time.monotonic(), None
         failed_after: float | None = None
         self.pipe.send((name, way))
@@ -258,12 +296,14 @@ class Helper:
                 return [each or late for each in outcomes]
 
     def poll(self) -> Outcome | None:
+        """Return the process's answer if it comes within 0.2 s, or None; if it ended, an error."""
         try:
             return self.pipe.recv() if self.pipe.poll(0.2) else None
         except EOFError:
             return Outcome(error="the process ended")
 
     def start(self) -> None:
+        """Start this rank's process, which meets the others' at a port that rank 0 has found."""
         context = multiprocessing.get_context("spawn")
         port = exchange(free_port())[0]
         self.pipe, there = context.Pipe()
@@ -274,6 +314,7 @@ class Helper:
         there.close()
 
     def stop(self) -> None:
+        """Kill the process, if there is one, and wait for its end."""
         if self.process is not None:
             self.process.kill()
             self.process.join()
@@ -281,7 +322,7 @@ class Helper:
 
 
 def exchange(value: Any) -> list[Any]:
-    """What each rank gives."""
+    """Return what each rank gives, in the order of ranks; all ranks call this."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -291,7 +332,11 @@ def exchange(value: Any) -> list[Any]:
 
 
 def cell(outcomes: Sequence[Outcome]) -> str:
-    """Of all ranks' outcomes of one model in one way."""
+    """Format all ranks' outcomes of one model in one way: `SAME`, the difference, or an error.
+
+    Of errors, one that is no missing answer goes first. A fallback is added, with the difference
+    from `aot_eager` where that was asked. Texts are cut off.
+    """
     errors = [(rank, each.error) for rank, each in enumerate(outcomes) if each.error]
     if errors:
         # One that waited in vain for another says less than that other.
@@ -308,6 +353,7 @@ def cell(outcomes: Sequence[Outcome]) -> str:
 
 
 def difference_text(differences: Sequence[Difference | None]) -> str:
+    """Format the largest of all ranks' differences, and the first; `SAME` if all are None."""
     found = [each for each in differences if each is not None]
     if not found:
         return SAME
@@ -317,6 +363,7 @@ def difference_text(differences: Sequence[Difference | None]) -> str:
 
 
 def graphs(outcomes: Sequence[Outcome]) -> str:
+    """Format the numbers of frames, plans and graph breaks of rank 0."""
     here = outcomes[0]
     breaks = f", {count(len(here.breaks), 'break')}" if here.breaks else ""
     return f"{count(here.frames, 'frame')}, {count(len(here.plans), 'plan')}{breaks}"
@@ -327,7 +374,11 @@ def count(number: int, what: str) -> str:
 
 
 def row(helper: Helper, name: str, ways: Sequence[str], options: Any) -> tuple[str, bool]:
-    """The table's row of `name`, and whether all is equal; what else was asked for is printed."""
+    """Return the table's row of `name`, and whether all cells say `SAME`.
+
+    All ranks call this: the model is run in each way. With `details` in `options`, rank 0 prints
+    breaks, plans and tracebacks. Inductor has four times the limit.
+    """
     cells, captured = [], "-"
     for way in ways:
         limit = options.limit * (4 if way == INDUCTOR else 1)
@@ -342,6 +393,7 @@ def row(helper: Helper, name: str, ways: Sequence[str], options: Any) -> tuple[s
 
 
 def details(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield breaks and plans of rank 0, and the tracebacks of all."""
     yield from outcomes[0].breaks
     yield from outcomes[0].plans
     for each in outcomes:
@@ -349,6 +401,7 @@ def details(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def chosen(options: Any) -> list[str]:
+    """List the models to run: those named, or of a family, or all; of these every n-th."""
     names = options.names or [
         name
         for name, line in ARCHITECTURES.items()
@@ -359,6 +412,7 @@ def chosen(options: Any) -> list[str]:
 
 
 def main() -> None:
+    """Print the table, and end the process: rank 0 with 1 if a cell says anything but `SAME`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[[], *ARCHITECTURES], metavar="name")
     parser.add_argument("--family", choices=FAMILIES)

@@ -30,7 +30,11 @@ PLAIN, OURS = "torch.compile", "autoshard"
 
 
 def compile_here(contestant: str, layers: int) -> dict[str, float]:
-    """Seconds of each phase, by name, in this process."""
+    """Compile a Llama in this process; return seconds of each phase, by name.
+
+    They are as `_phases` gives them. For `OURS`, this becomes rank 0 of `RANKS` that are not there.
+    contestant: PLAIN or OURS.
+    """
     torch.manual_seed(0)
     model = llama(layers)
     if contestant == OURS:
@@ -47,7 +51,11 @@ def compile_here(contestant: str, layers: int) -> dict[str, float]:
 
 
 def _phases(whole: float, took: dict[str, float]) -> dict[str, float]:
-    """`took`: seconds by torch's own names, one phase inside another."""
+    """Split a step's seconds into phases, which add up to "whole", the first of them.
+
+    whole: seconds of forward and backward.
+    took: seconds by torch's own names, one phase inside another.
+    """
 
     def seconds(name: str) -> float:
         return took.get(name, 0.0)
@@ -66,7 +74,10 @@ def _phases(whole: float, took: dict[str, float]) -> dict[str, float]:
 
 
 def compile_in_a_process(contestant: str, layers: int, folder: str) -> dict[str, float]:
-    """`compile_here`, with Inductor's cache in `folder`."""
+    """Run `compile_here` in a new process, with Inductor's cache in `folder`.
+
+    Raises CalledProcessError if the process fails.
+    """
     command = [sys.executable, __file__, "--here", contestant, "--layers", str(layers)]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -75,7 +86,7 @@ def compile_in_a_process(contestant: str, layers: int, folder: str) -> dict[str,
 
 
 def main() -> None:
-    """Print a line for each contestant and state of the caches, and the ratios."""
+    """Print phases with cold and warm caches, medians over rounds, and ratios."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=1)

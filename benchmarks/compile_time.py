@@ -32,6 +32,7 @@ Clock = Counter[str]
 
 
 def llama(layers: int) -> nn.Module:
+    """Build a narrow Llama of that many layers, with random weights."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -45,9 +46,13 @@ def llama(layers: int) -> nn.Module:
 
 
 def timed(clock: Clock, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose seconds are added to `clock`."""
+    """Return `run`, made to add the seconds of each call to `clock[name]`, also if it raises.
+
+    What is returned has `name` as its name.
+    """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        """Call `run`, and add its seconds to `clock`."""
         begin = time.perf_counter()
         try:
             return run(*args, **kwargs)
@@ -59,7 +64,12 @@ def timed(clock: Clock, name: str, run: Callable[..., Any]) -> Callable[..., Any
 
 
 def compile_once(layers: int, lowering: str) -> tuple[float, Clock]:
-    """Seconds in all, and of our passes."""
+    """Compile a Llama of that many layers; return seconds of its first step, and of our passes.
+
+    A step is forward and backward. Dynamo is reset before, and Inductor's cache is empty. There has
+    to be a process group.
+    Returns the whole, and a clock by pass, with "joint" for all over the joint graph, and "all".
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = autoshard.shard(llama(layers))
@@ -86,7 +96,7 @@ def compile_once(layers: int, lowering: str) -> tuple[float, Clock]:
 
 
 def main() -> None:
-    """Print a line for each number of layers."""
+    """Print the seconds of a compilation and of our passes, a line for each number of layers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="*", default=[16, 32, 80, 126])
     parser.add_argument("--lowering", default="inductor")

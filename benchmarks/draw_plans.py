@@ -26,6 +26,10 @@ LINES = {"one bucket a unit": "#999999", "auto": "#1f77b4"}
 
 
 def timelines() -> dict[str, Timeline]:
+    """Simulate the backward with one bucket a unit and with the planner's, by the names of `LINES`.
+
+    The planner has as much memory as one bucket a unit needs.
+    """
     problem = make_problem(MODELS["8b"], REGIMES["balanced"], "backward", layers=LAYERS)
     unit = per_unit(problem)
     found = search(problem, budget_bytes=unit.peak_bytes).timeline
@@ -33,6 +37,7 @@ def timelines() -> dict[str, Timeline]:
 
 
 def lanes_of(name: str, found: Timeline) -> list[Lane]:
+    """Make two lanes of a timeline, in milliseconds: ops, and collectives on the link."""
     computed = [Bar(begin / 1e3, end / 1e3, COLORS["compute"]) for begin, end, *_ in found.compute]
     sent = [
         Bar(begin / 1e3, end / 1e3, COLORS[run.bucket.kind])
@@ -43,7 +48,10 @@ def lanes_of(name: str, found: Timeline) -> list[Lane]:
 
 
 def memory_of(found: Timeline, end_us: float) -> list[float]:
-    """GiB at equal distances, up to `end_us`; NaN once it is over."""
+    """Sample a timeline's memory in GiB at `SAMPLES` equal distances up to `end_us`.
+
+    A sample is NaN once the timeline is over.
+    """
     times = [time_us for time_us, _ in found.memory]
     samples = []
     for number in range(SAMPLES):
@@ -55,7 +63,7 @@ def memory_of(found: Timeline, end_us: float) -> list[float]:
 
 
 def main() -> None:
-    """Write both pictures."""
+    """Draw timelines and memory of both, and write the pictures that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("timeline", type=Path)
     parser.add_argument("memory", type=Path)

@@ -17,7 +17,10 @@ COLORS = {"forward and backward": "#4878a8", "optimizer": "#b8b8b8"}
 
 
 def lanes_of(results: list[dict[str, Any]]) -> list[Lane]:
-    """One for each model and contestant: medians of forward and backward, and of the optimizer."""
+    """Make a lane for each model and contestant: forward and backward, then the optimizer.
+
+    Bars are medians in milliseconds, one behind the other. results: as read from the JSON file.
+    """
     lanes = []
     for result in results:
         for name, entry in result["entries"].items():
@@ -30,6 +33,7 @@ def lanes_of(results: list[dict[str, Any]]) -> list[Lane]:
 
 
 def main() -> None:
+    """Read the measurements, and draw them to an SVG file; both are named on the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("measured")
     parser.add_argument("picture")

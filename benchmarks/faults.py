@@ -36,7 +36,10 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Kill:
-    """rank kills itself `delay_s` after `phase` has begun, in `step` or the first one after it."""
+    """Plan of a kill: `rank` kills itself `delay_s` seconds after `phase` has begun.
+
+    That is in `step`, or the first one after it which has that phase; "start" is before all steps.
+    """
 
     rank: int
     step: int
@@ -45,7 +48,13 @@ class Kill:
 
 
 def kills(count: int, seed: int, *, phases: tuple[str, ...], steps: int = STEPS) -> list[Kill]:
-    """One an attempt, in the order of steps, so that each attempt comes to its own."""
+    """Draw `count` kills, one an attempt, in the order of their steps: the same for the same seed.
+
+    Steps are in order so that each attempt comes to its own kill. One in the phase "save" is at the
+    next step that saves.
+    phases: names of `PHASES` to choose from.
+    steps: of the run; kills are drawn from all but the last `EVERY`.
+    """
     generator = random.Random(seed)
     found = []
     for step in sorted(generator.randrange(steps - EVERY) for _ in range(count)):
@@ -57,7 +66,14 @@ def kills(count: int, seed: int, *, phases: tuple[str, ...], steps: int = STEPS)
 
 
 def train(folder: Path, form: str, steps: int) -> None:
-    """One rank, one attempt."""
+    """Train as one rank, from the last checkpoint on; kill this process if that is planned.
+
+    Kills are read from `folder`, "kills.json", a kill an attempt. Rank 0 notes in "attempts.jsonl"
+    where the attempt began, and each checkpoint; at the end it writes the parameters and averages
+    of the optimizer, unsharded, to "final.pt". Runs under torchrun.
+    form: "compiled", with the plain lowering, or "eager".
+    steps: to train in all.
+    """
     import torch
     import torch.distributed as dist
 
@@ -103,6 +119,7 @@ def train(folder: Path, form: str, steps: int) -> None:
 
 
 def _net() -> Any:
+    """Build a small model with dropout, with random weights."""
     from torch import nn
 
     layers = [
@@ -112,6 +129,11 @@ def _net() -> Any:
 
 
 def _killer(kill: Kill | None, folder: Path) -> Callable[[str, int], None]:
+    """Return a function to call when a phase of a step begins, which kills this process as planned.
+
+    That is once, in a thread, after the delay of `kill`; never for None. The kill is noted before
+    in `folder`, "killed.txt".
+    """
     pending = [] if kill is None else [kill]
 
     def end() -> None:
@@ -120,6 +142,7 @@ def _killer(kill: Kill | None, folder: Path) -> Callable[[str, int], None]:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def begin(phase: str, step: int) -> None:
+        """Start the timer that kills, if `phase` is the planned one, in its step or after it."""
         if not pending or phase != pending[0].phase:
             return
         if phase != "start" and step < pending[0].step:
@@ -133,8 +156,14 @@ def _killer(kill: Kill | None, folder: Path) -> Callable[[str, int], None]:
 
 
 def run(folder: Path, form: str, planned: list[Kill], steps: int = STEPS) -> list[int]:
-    """Under torchrun, to the end; the steps from which attempts began. Raises RuntimeError with
-    the output where the run fails, or hangs."""
+    """Train under torchrun on two ranks to the end; return the steps from which attempts began.
+
+    folder: is made, with all files of the run; must not exist.
+    form: "eager" or "compiled".
+    planned: a kill for each attempt but the last.
+    Raises RuntimeError with the end of the output where the run fails or hangs; AssertionError
+    where not all kills took place, or as `check` does.
+    """
     folder.mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in planned]))
     command = [
@@ -164,8 +193,11 @@ def run(folder: Path, form: str, planned: list[Kill], steps: int = STEPS) -> lis
 
 
 def check(folder: Path) -> list[int]:
-    """From where attempts began. Raises AssertionError unless that is the last checkpoint that was
-    complete, or the one after it, over which a rank was killed."""
+    """Return the steps from which the attempts of a run in `folder` began, by its log.
+
+    Raises AssertionError if an attempt began elsewhere than from the last complete checkpoint or
+    the one after it, over which a rank may have been killed.
+    """
     latest, found = 0, []
     for line in map(json.loads, (folder / "attempts.jsonl").read_text().splitlines()):
         if "resumed" in line:
@@ -176,6 +208,10 @@ def check(folder: Path) -> list[int]:
 
 
 def main() -> None:
+    """Make the undisturbed run and those with kills, and print a line for each.
+
+    Ends with 1 at the first run whose final state differs. With `--train`, this is a rank of a run.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--save-kills", type=int, default=10)

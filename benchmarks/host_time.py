@@ -38,6 +38,7 @@ class Block(nn.Module):
     """Nine weights and two biases, as in a small Llama without its attention."""
 
     def __init__(self, dim: int, hidden: int) -> None:
+        """Make the layers, `dim` wide, with `hidden` in the MLP."""
         super().__init__()
         self.before = nn.LayerNorm(dim)
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
@@ -46,6 +47,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` plus what the layers make of it, of the same sizes."""
         h = self.before(x)
         x = x + self.o(torch.sigmoid(self.q(h)) * self.k(h) + self.v(h))
         h = self.between(x)
@@ -54,13 +56,17 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
+    """Blocks between an embedding of words and a head."""
+
     def __init__(self, blocks: int, dim: int = DIM, hidden: int = 4 * DIM) -> None:
+        """Make the modules, with as many blocks as `blocks` says."""
         super().__init__()
         self.embed = nn.Embedding(WORDS, dim)
         self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(blocks))
         self.head = nn.Linear(dim, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
+        """Return logits, [..., WORDS], of word numbers."""
         x = self.embed(words)
         for block in self.blocks:
             x = block(x)
@@ -77,6 +83,7 @@ def unsharded_compiled(model: Net) -> Any:
 
 
 def fsdp2(model: Net) -> Any:
+    """Shard `model` with FSDP2, each block a unit."""
     from torch.distributed import fsdp
 
     for block in model.blocks:
@@ -85,6 +92,7 @@ def fsdp2(model: Net) -> Any:
 
 
 def fsdp2_compiled(model: Net) -> Any:
+    """Shard `model` with FSDP2, each block a unit and compiled by itself."""
     sharded = fsdp2(model)
     for block in model.blocks:
         block.compile()
@@ -92,6 +100,7 @@ def fsdp2_compiled(model: Net) -> Any:
 
 
 def eager(model: Net) -> Any:
+    """Shard `model` with autoshard, each block a unit."""
     import autoshard
 
     for block in model.blocks:
@@ -100,6 +109,7 @@ def eager(model: Net) -> Any:
 
 
 def compiled(model: Net, bucketing: str = "auto") -> Any:
+    """Shard `model` with autoshard, each block a unit, and have it compiled as a whole."""
     sharded = eager(model)
     sharded.compile(backend="autoshard", options={"strict": True, "bucketing": bucketing})
     return sharded
@@ -110,6 +120,11 @@ def compiled_by_unit(model: Net) -> Any:
 
 
 def step_of(make: Callable[[Net], Any], blocks: int) -> Step:
+    """Return a step of a new model: forward, backward, and emptying gradients; no optimizer.
+
+    make: makes of a `Net` what is called.
+    blocks: of the model.
+    """
     torch.manual_seed(0)
     model = Net(blocks)
     call, words = make(model), torch.randint(0, WORDS, (1, 4))
@@ -124,7 +139,11 @@ def step_of(make: Callable[[Net], Any], blocks: int) -> Step:
 
 
 def reduce_of(blocks: int) -> Step:
-    """A reduce of four parameters, their gradients whole."""
+    """Return a step that reduces gradients of four parameters, one unit, and waits for them.
+
+    The gradients are unsharded; they are made here. The default process group is used.
+    blocks: not used.
+    """
     import autoshard
     from autoshard.runtime.unit.reduce import Reduction
 
@@ -133,6 +152,7 @@ def reduce_of(blocks: int) -> Step:
     grads = [torch.ones(32_764, 256) for _ in unit.params]
 
     def step() -> None:
+        """Launch one reduce of all gradients, and wait for it."""
         reduction = Reduction(
             unit, dict(zip(unit.params, grads, strict=True)), set(unit.params), torch.float32
         )
@@ -164,7 +184,11 @@ RATIOS = (
 
 
 def start(name: str, blocks: int) -> Step:
-    """Make the process group of a contestant; return its step, warmed up."""
+    """Make the process group of a contestant; return its step, warmed up.
+
+    Of the group's ranks no other exists. torch gets one thread, and all objects that there are now
+    are left out of garbage collection.
+    """
     from autoshard import _torch
 
     ranks, make = CONTESTANTS[name]
@@ -179,7 +203,11 @@ def start(name: str, blocks: int) -> Step:
 
 
 def serve(name: str, blocks: int, pipe: Connection) -> None:
-    """Answer each message with the CPU time of a step, in ms."""
+    """Time the contestant `name`, and send milliseconds through `pipe`, until a message is false.
+
+    First None is sent, once the step is warmed up. Then each true message is answered with the CPU
+    time of this process for a step, the mean of `STEPS`.
+    """
     step = start(name, blocks)
     pipe.send(None)
     while pipe.recv():
@@ -190,7 +218,10 @@ def serve(name: str, blocks: int, pipe: Connection) -> None:
 
 
 def measure(names: list[str], blocks: int, rounds: int) -> dict[str, float]:
-    """The least CPU time of each contestant's step, in ms; they take turns."""
+    """Return the least CPU time of each contestant's step over the rounds, in ms; they take turns.
+
+    Each runs in a process of its own, which this starts, and ends after the last round.
+    """
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     for name in names:
@@ -208,6 +239,7 @@ def measure(names: list[str], blocks: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Print the least CPU time of each contestant and `RATIOS`, or a profile with `--profile`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*", help=f"some of: {'; '.join(CONTESTANTS)}")
     parser.add_argument("--rounds", type=int, default=15)

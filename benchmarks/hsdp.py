@@ -42,9 +42,12 @@ MEMORY_BYTES_PER_MS = 1.555e9  # A100 40 GB, NVIDIA's data sheet
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration. Times are of an encoder and of a decoder layer, in milliseconds.
+    """Configuration that was measured, with times of its collectives in milliseconds.
 
+    Times are of an encoder and of a decoder layer.
     shards: ranks that share a parameter.
+    gather: its queue, and its times.
+    sums: reduce-scatter and perhaps all-reduce, likewise.
     """
 
     name: str
@@ -84,7 +87,10 @@ ROWS = (
 
 
 def step(row: Row, compute_ms: float) -> tuple[Timeline, Timeline]:
-    """Forward and backward. compute_ms: of both."""
+    """Simulate forward and backward of a row, with a bucket for each layer and no limit to memory.
+
+    compute_ms: of both together.
+    """
     links = {"gather": (_link(*row.gather),), "reduce": tuple(_link(*each) for each in row.sums)}
     costs = Costs(links, dict.fromkeys(links, row.shards), copy_us_per_byte=0.0)
     us_per_byte = 1e3 * compute_ms / 3 / sum(BYTES[layer] for layer in LAYERS)
@@ -93,12 +99,16 @@ def step(row: Row, compute_ms: float) -> tuple[Timeline, Timeline]:
 
 
 def _link(name: str, encoder_ms: float, decoder_ms: float) -> Link:
-    """A link on which the two layers take these times."""
+    """Make a link on which the two layers take these times, with a start-up and a time a byte."""
     slope = 1e3 * (decoder_ms - encoder_ms) / (BYTES["decoder"] - BYTES["encoder"])
     return Link(name, 1e3 * encoder_ms - slope * BYTES["encoder"], slope, member_us=0.0)
 
 
 def _graph(graph: str, layers: tuple[str, ...], us_per_byte: float, costs: Costs) -> Timeline:
+    """Simulate one graph: an op, a gather and, in backward, a reduce for each of `layers`.
+
+    us_per_byte: time of an op for each byte of its layer's parameters.
+    """
     end = len(layers)
     gathers = tuple(
         Item(layer, layer, "gather", BYTES[layer], ready=0, used=at, freed=at + 1)
@@ -120,14 +130,17 @@ def _graph(graph: str, layers: tuple[str, ...], us_per_byte: float, costs: Costs
 
 
 def step_ms(row: Row, compute_ms: float) -> float:
-    """A whole iteration: forward, backward, and Adam on the shards."""
+    """Milliseconds of a whole iteration: forward, backward, and Adam on the shards."""
     of_shards = sum(PARAMETERS[layer] for layer in LAYERS) / row.shards
     adam_ms = ADAM_BYTES * of_shards / MEMORY_BYTES_PER_MS
     return sum(each.time_us for each in step(row, compute_ms)) / 1e3 + adam_ms
 
 
 def fitted_compute_ms(row: Row) -> float:
-    """What makes `row` take what was measured."""
+    """Find the milliseconds of computation with which `row` takes what was measured.
+
+    They are between 0 and the time that was measured, found by bisection to a microsecond.
+    """
     low, high = 0.0, row.measured_ms
     while high - low > 1e-3:
         middle = (low + high) / 2
@@ -139,7 +152,10 @@ def fitted_compute_ms(row: Row) -> float:
 
 
 def draw(rows: dict[str, Row], compute_ms: float, path: Path) -> None:
-    """Write a picture of the rows' backwards, one below the other."""
+    """Draw the rows' backwards, one below the other, compute and both queues, as SVG to `path`.
+
+    rows: by the names that lanes get.
+    """
     colors = {"gather": "#7aa6d8", "reduce": "#8fc28b", "all_reduce": "#e0a458", "": "#b8b8b8"}
     lanes = []
     for name, row in rows.items():
@@ -158,7 +174,7 @@ def draw(rows: dict[str, Row], compute_ms: float, path: Path) -> None:
 
 
 def main() -> None:
-    """Print the table, and draw what explains it."""
+    """Print measured and predicted times of all rows, and draw two of them if `--svg` is given."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", type=int, default=2, help="the row that compute is found from")
     parser.add_argument("--svg", type=Path, help="where to draw the second and the third row")

@@ -27,20 +27,23 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter in order of use: rows and columns of a product, or the one size of a scale."""
+    """Parameter in order of use: rows and columns of a product, or the one size of a scale."""
 
     size: tuple[int, ...]
 
     @property
     def width(self) -> int:
-        """Of what goes in."""
+        """Width of what goes in."""
         return self.size[0]
 
 
 def inductor(problem: Problem, weights: Sequence[Weight], tokens: int, ranks: int) -> Timeline:
-    """The timeline of `problem` as Inductor buckets and orders it.
+    """Return the timeline of `problem` as Inductor buckets and orders it.
 
+    Without a process group, this process becomes rank 0 of `ranks` that are not there.
     weights: those of `problem.gathers`, in that order; each has an op in forward, two in backward.
+    tokens: rows that go into each product.
+    Raises ValueError if Inductor leaves a collective out.
     """
     if not torch.distributed.is_initialized():
         _torch.dist.pretend_ranks(ranks)
@@ -50,11 +53,15 @@ def inductor(problem: Problem, weights: Sequence[Weight], tokens: int, ranks: in
 
 
 class _Drawn:
-    """A problem as a graph. `op`: the number of a compute node, by its name."""
+    """Problem as a graph, with the numbers that its nodes have in the problem.
+
+    op: number of a compute node, by its name.
+    """
 
     def __init__(
         self, problem: Problem, weights: Sequence[Weight], tokens: int, ranks: int
     ) -> None:
+        """Draw the graph, with fake tensors in bf16 as its values."""
         self.problem, self.ranks = problem, ranks
         self.graph = fx.Graph()
         self.op: dict[str, int] = {}
@@ -65,6 +72,10 @@ class _Drawn:
             self._draw(weights, tokens)
 
     def _draw(self, weights: Sequence[Weight], tokens: int) -> None:
+        """Add all nodes in program order: inputs, then gather, ops and reduce of each weight.
+
+        Each collective is followed by its wait: Inductor moves them.
+        """
         shards = [self._input(f"shard_{n}", self._shard_numel(w)) for n, w in enumerate(weights)]
         is_backward = bool(self.problem.reduces)
         x = self._input("x", (tokens, weights[0].size[-1 if is_backward else 0]))
@@ -103,6 +114,7 @@ class _Drawn:
         self.graph.output((x, *results))
 
     def _shard_numel(self, weight: Weight) -> tuple[int]:
+        """Number of elements of a weight's shard, as sizes; a rest is left out."""
         numel = 1
         for size in weight.size:
             numel *= size
@@ -114,18 +126,20 @@ class _Drawn:
         return node
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
+        """Add a node that calls `target`, with its fake result as "val"; return it."""
         node = self.graph.call_function(target, args)
         values = fx.node.map_arg(args, lambda each: each.meta["val"])
         node.meta["val"] = target(*values)
         return node
 
     def _compute(self, target: Any, *args: Any) -> fx.Node:
+        """Add a node as `_call` does, and give it the next number in `op`; return it."""
         node = self._call(target, *args)
         self.op[node.name] = len(self.op)
         return node
 
     def _wide(self, x: fx.Node, tokens: int, width: int) -> fx.Node:
-        """`x` as wide as what comes next takes; costs nothing."""
+        """Return `x` cut or padded to `width` columns, by a node that costs nothing."""
         has = x.meta["val"].shape[1]
         if has > width:
             return self._call(aten.slice.Tensor, x, 1, 0, width)
@@ -137,25 +151,32 @@ def _forward(x: fx.Node, whole: fx.Node, weight: Weight) -> tuple[Any, ...]:
 
 
 def _backward(drawn: _Drawn, x: fx.Node, whole: fx.Node, weight: Weight) -> tuple[Any, ...]:
+    """Op and arguments of the gradient of what goes in; a transposition is added to the graph."""
     if len(weight.size) == 1:
         return aten.mul.Tensor, x, whole
     return aten.mm.default, x, drawn._call(aten.t.default, whole)
 
 
 def _gradient(drawn: _Drawn, saved: fx.Node, x: fx.Node, weight: Weight) -> tuple[Any, ...]:
+    """Op and arguments of a weight's gradient; another node may be added to the graph."""
     if len(weight.size) == 1:
         return aten.sum.dim_IntList, drawn._call(aten.mul.Tensor, saved, x), [0]
     return aten.mm.default, drawn._call(aten.t.default, saved), x
 
 
 def _schedule(drawn: _Drawn) -> fx.GraphModule:
-    """By Inductor, with our costs in milliseconds."""
+    """Have Inductor bucket and order the graph by our costs; return what it makes of it."""
     from torch._inductor.fx_passes import overlap_scheduling
 
     problem = drawn.problem
     links = problem.costs.links
 
     def estimate(node: fx.Node, size: int | None) -> float | None:
+        """Milliseconds of a node: a collective by its link, an op as in the problem, others 0.
+
+        Returns None for a wait.
+        size: bytes of a collective, unsharded; None for those of the node.
+        """
         if node.target is c10d.wait_tensor.default:
             return None
         if getattr(node.target, "namespace", "") == "_c10d_functional":
@@ -182,9 +203,10 @@ def _schedule(drawn: _Drawn) -> fx.GraphModule:
 
 
 def _read(drawn: _Drawn, gm: fx.GraphModule) -> Timeline:
-    """Buckets, launches and waits of a scheduled graph, timed. Compute may have another order.
+    """Return the timeline of a scheduled graph: its buckets, launches and waits, played through.
 
-    Raises ValueError if an item is in no bucket.
+    Compute may have another order than in the problem. Raises ValueError if an item is in no
+    bucket.
     """
     order = [drawn.op[node.name] for node in gm.graph.nodes if node.name in drawn.op]
     at = {number: position for position, number in enumerate(order)}

@@ -41,6 +41,7 @@ LOOSE = ("eager, bf16", "compiled with Inductor, bf16")
 
 
 def build() -> nn.Module:
+    """Build a small Llama, with the same random weights each time: torch is seeded."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -82,6 +83,7 @@ class Text:
     """Windows of source code, i64[windows, LENGTH]: as many as `steps` steps of all ranks see."""
 
     def __init__(self, steps: int) -> None:
+        """Cut the corpus into windows at equal distances; all ranks have all of them."""
         self.num_in_step = ROWS * dist.get_world_size()
         num_windows = steps * self.num_in_step
         corpus = read_corpus()
@@ -89,7 +91,10 @@ class Text:
         self.windows = corpus[starts[:, None] + torch.arange(LENGTH)].long()
 
     def batches(self, order: int) -> Sequence[Tensor]:
-        """This rank's batches. order: the seed of a permutation of all windows."""
+        """List this rank's batches, one a step, each i64[ROWS, LENGTH].
+
+        order: the seed of a permutation of all windows, the same on all ranks.
+        """
         generator = torch.Generator().manual_seed(order)
         shuffled = self.windows[torch.randperm(len(self.windows), generator=generator)]
         first = ROWS * dist.get_rank()
@@ -97,7 +102,10 @@ class Text:
 
 
 def train(shard: Callable[[Any], Any], batches: Sequence[Tensor]) -> list[float]:
-    """The loss of each step, its mean over ranks."""
+    """Train a new model as `shard` makes it; return the loss of each step, its mean over ranks.
+
+    All ranks call this. For `replicated`, gradients are averaged here. Dynamo is reset before.
+    """
     torch._dynamo.reset()
     model = shard(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -116,12 +124,16 @@ def train(shard: Callable[[Any], Any], batches: Sequence[Tensor]) -> list[float]
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Means over SMOOTH steps, from the first step that has as many behind it."""
+    """Means over `SMOOTH` steps, from the first step that has as many behind it.
+
+    There are `SMOOTH - 1` fewer of them than losses.
+    """
     windows = (losses[end - SMOOTH : end] for end in range(SMOOTH, len(losses) + 1))
     return list(map(statistics.fmean, windows))
 
 
 def main() -> None:
+    """Train all runs, print figures on rank 0, and end the process: with 1 if curves differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--picture", type=Path, help="an SVG file to write")
@@ -151,7 +163,11 @@ def main() -> None:
 
 
 def compare(curves: dict[str, list[float]], path: Path | None) -> list[str]:
-    """Print figures, write the picture; what is not as it must be, in words."""
+    """Compare the curves; return what is not as it must be, in words, empty if all is.
+
+    Figures are printed on rank 0, which writes the picture to `path`, if given.
+    curves: losses by run.
+    """
     failures = [f"{name} is not {REFERENCE}" for name in SAME if curves[name] != curves[REFERENCE]]
     for name in SAME:
         worst = max(abs(a - b) for a, b in zip(curves[name], curves[REFERENCE], strict=True))
@@ -180,7 +196,12 @@ def draw(
     off: dict[str, list[float]],
     path: Path,
 ) -> None:
-    """Write the picture of all curves, and of their differences."""
+    """Write the picture of all curves, and of their differences, to `path`.
+
+    smooth: smoothed losses, by run.
+    spread: largest less smallest of the runs with other orders, by step.
+    off: differences from the reference, by run.
+    """
 
     def line(name: str | None, values: list[float], color: str, **look: Any) -> Line:
         return Line(name, [float("nan")] * (SMOOTH - 1) + values, color, **look)
@@ -211,7 +232,7 @@ GREY, BLUE, ORANGE, GREEN = "#a9a9a9", "#1f5fa8", "#e07b00", "#3a8a4d"
 
 
 def marks(steps: int) -> list[int]:
-    """The first step, some between, the last."""
+    """List the first step, some between, and the last, counted from 0; for four steps or more."""
     return [0, steps // 4 - 1, steps // 2 - 1, 3 * steps // 4 - 1, steps - 1]
 
 

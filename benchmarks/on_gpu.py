@@ -29,7 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Part:
-    """wanted: what its figures are to be. minutes: after which it is ended."""
+    """Command of the report.
+
+    wanted: what its figures are to be.
+    minutes: after which it is ended.
+    """
 
     title: str
     wanted: str
@@ -38,7 +42,7 @@ class Part:
 
 
 def parts(traces: Path) -> list[Part]:
-    """In the order in which they are run: what is quick, and what all else rests on, first.
+    """List the commands in the order in which they are run: what all else rests on is first.
 
     traces: a folder for profiles.
     """
@@ -92,7 +96,11 @@ def parts(traces: Path) -> list[Part]:
 
 
 def run(part: Part) -> tuple[str, bool]:
-    """What it says, in Markdown, and whether it did all it should."""
+    """Run a part's command; return its output and time in Markdown, and whether it ended with 0.
+
+    It runs in the root folder, and is ended, with the processes that it has started, after its
+    minutes.
+    """
     started = time.monotonic()
     process = subprocess.Popen(
         part.command,
@@ -118,12 +126,12 @@ def run(part: Part) -> tuple[str, bool]:
 
 
 def _shown(command: Sequence[str]) -> str:
-    """To be typed."""
+    """Format a command so that it can be typed, with "python" for the interpreter."""
     return shlex.join(["python", *command[1:]])
 
 
 def heading() -> str:
-    """Where and when."""
+    """Heading of the report: the date, the GPU, versions, and the commit. Needs a GPU."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -135,6 +143,10 @@ def heading() -> str:
 
 
 def main() -> int:
+    """Run all parts and write the report, or list them; return the exit status, 1 if a part failed.
+
+    The report is written anew after each part. Without a GPU, or `--out`, the process ends with 2.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="the report, a Markdown file")
     parser.add_argument("--traces", type=Path, default=Path("gpu_traces"), help="for profiles")

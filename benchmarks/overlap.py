@@ -62,19 +62,25 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Link:
-    """name: for people, and for files."""
+    """Link to emulate: a latency, and a bandwidth in 1e9 bytes a second.
+
+    name: for people, and for files.
+    """
 
     name: str
     latency_us: float
     gb_per_s: float
 
     def alpha_and_slope(self, kind: str, world: int) -> tuple[float, float]:
-        """Microseconds of a "gather", "reduce" or "all_reduce", and more for each byte of it."""
+        """Microseconds that a collective takes to start, and more for each unsharded byte.
+
+        kind: "gather", "reduce" or "all_reduce".
+        """
         sent = (world - 1) / world * (2 if kind == "all_reduce" else 1)
         return self.latency_us, sent / (1e3 * self.gb_per_s)
 
     def plan_ms(self, plan: Plan, world: int) -> float:
-        """Of a plan's collectives, one after another."""
+        """Milliseconds of all collectives of a plan, one after another."""
         total = 0.0
         for bucket in plan.buckets:
             alpha_us, us_per_byte = self.alpha_and_slope(bucket.kind, world)
@@ -84,7 +90,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all contestants are given."""
+    """Conditions that all contestants share: a model, its batch, the ranks, and the rounds."""
 
     work: Workload
     setting: Setting
@@ -97,7 +103,10 @@ class Bench:
         return {key: value.to(self.setting.device) for key, value in batch.items()}
 
     def build(self, contestant: Contestant, **options: Any) -> Any:
-        """A model, compiled by a first step."""
+        """Build a model as `contestant` has it, and compile it by a first step; return it.
+
+        options: of autoshard's backend, besides those of the setting.
+        """
         torch.manual_seed(0)
         setting = dataclasses.replace(self.setting, options={**self.setting.options, **options})
         model = contestant(self.work.build().to(setting.device), setting)
@@ -105,11 +114,15 @@ class Bench:
         return model
 
     def step(self, model: Any) -> None:
+        """Run forward and backward on the one batch, and empty the gradients."""
         model(**self.batch).loss.backward()
         model.zero_grad()
 
     def measure(self, models: Mapping[str, Any]) -> dict[str, list[float]]:
-        """Milliseconds of steps, by contestant."""
+        """Return milliseconds of each model's steps, one a round, by name; models take turns.
+
+        `WARM_UP` more rounds come before.
+        """
         times: dict[str, list[float]] = {name: [] for name in models}
         for number in range(self.rounds + WARM_UP):
             for name, model in models.items():
@@ -123,12 +136,15 @@ class Bench:
 
 
 def unsharded(model: Any, setting: Setting) -> Any:
-    """Compiled, with parameters as they are once gathered: computation alone."""
+    """Compile the model, in the dtype of gathers and without sharding: computation alone."""
     return torch.compile(model.to(setting.dtype))
 
 
 def on_link(topology: Topology, link: Link, world: int) -> Topology:
-    """`topology`, calibrated on a link without any costs, with `link` in place of it."""
+    """Return `topology`, calibrated on a link without any costs, with `link` in place of it.
+
+    Its contention is that of as many bytes, over more time.
+    """
     measured = {f"{kind} {world}": link.alpha_and_slope(kind, world) for kind in KINDS}
     # What collectives take from computation is by the byte: over a slower link, less at a time.
     taken = (1 - 1 / topology.contention) * topology.measured[f"gather {world}"][1]
@@ -137,7 +153,7 @@ def on_link(topology: Topology, link: Link, world: int) -> Topology:
 
 
 def scaled(topology: Topology, factor: float) -> Topology:
-    """All computation takes `factor` times as long."""
+    """Return `topology` with all computation taking `factor` times as long."""
     return dataclasses.replace(
         topology,
         ops={key: factor * time_us for key, time_us in topology.ops.items()},
@@ -148,12 +164,16 @@ def scaled(topology: Topology, factor: float) -> Topology:
 
 
 def compute_ms(plans: Sequence[Plan]) -> float:
-    """Of the ops of plans that were made for a link without any costs."""
+    """Milliseconds of the ops of plans that were made for a link without any costs."""
     return sum(plan.lower_bound_us for plan in plans) / 1e3
 
 
 def report(bench: Bench, link: Link, times: Mapping[str, list[float]], model: Any) -> str:
-    """A line a contestant. model: ours, compiled for `link`."""
+    """Format a link's measurements: its figures, a line a contestant, and what was predicted.
+
+    times: milliseconds by contestant, with `ALONE` and `OURS` among them.
+    model: autoshard's, compiled for `link`.
+    """
     plans = autoshard.plans(model)
     alone_ms = statistics.median(times[ALONE])
     link_ms = sum(link.plan_ms(plan, bench.world) for plan in plans)
@@ -184,7 +204,10 @@ def report(bench: Bench, link: Link, times: Mapping[str, list[float]], model: An
 
 
 def trace(bench: Bench, link: Link, models: Mapping[str, Any], folder: Path) -> None:
-    """A step's profile of each contestant, and our plans' timelines with it, for Perfetto."""
+    """Profile a step of each contestant, and write it to `folder`, for Perfetto.
+
+    For autoshard, each plan's timeline is written, too, beside a profile of its graph.
+    """
     for name, model in models.items():
         stem = re.sub(r"\W+", "-", f"{link.name} {name}")
         with torch.profiler.profile() as profile:
@@ -196,7 +219,10 @@ def trace(bench: Bench, link: Link, models: Mapping[str, Any], folder: Path) -> 
 
 
 def _trace_plans(bench: Bench, model: Any, stem: Path) -> None:
-    """Predicted beside measured, a file a graph."""
+    """Write each plan's predicted timeline beside a profile of its graph, a file a graph.
+
+    stem: beginning of the files' paths. The model runs a step.
+    """
     profiled = {}
     with torch.profiler.profile() as profiled["forward"]:
         loss = model(**bench.batch).loss
@@ -212,8 +238,11 @@ def _trace_plans(bench: Bench, model: Any, stem: Path) -> None:
 
 
 def _export(profile: Any, path: Path) -> None:
-    """A GPU's link has its stream there. A CPU's collectives are in the lane of who launches them,
-    from then on: they get a lane, and begin there when the link is free."""
+    """Write a profile to `path` as a trace, in which the link has a lane of its own.
+
+    On a GPU that is the link's stream. On a CPU, collectives are events of the thread that launches
+    them, from then on: they are moved to a lane, and begin there when the link is free.
+    """
     profile.export_chrome_trace(str(path))
     if torch.cuda.is_available():
         return
@@ -228,12 +257,13 @@ def _export(profile: Any, path: Path) -> None:
 
 
 def check(bench: Bench, steps: int = 3) -> str:
-    """Eager steps, and compiled ones with the plain lowering, beside those of an unsharded model.
+    """Check that eager and compiled steps equal those of an unsharded model, bit for bit.
 
-    Its parameters are what the imagined ranks make of one rank's shards: these, over and over. So
-    this rank's rows of its gradients are those of the sharded model, bit for bit: compiled, if it
-    is compiled by `aot_eager`, which orders a backward's sums as any graph does.
-    Raises AssertionError, with the parameter, where they differ.
+    The latter's parameters are what the imagined ranks make of one rank's shards: these, over and
+    over. So this rank's rows of its gradients are those of the sharded model: compiled, with the
+    plain lowering, if it is compiled by `aot_eager`, which orders a backward's sums as any graph
+    does.
+    Returns a line that says so. Raises AssertionError, with the parameter, where they differ.
     """
     parts = []
     for form, contestant, backend in _FORMS:
@@ -264,6 +294,7 @@ _FORMS: tuple[tuple[str, Contestant, str | None], ...] = (
 
 
 def _repeat_shards(sharded: Any, whole: Any) -> None:
+    """Fill the parameters of `whole` with this rank's shards of `sharded`, over and over."""
     with torch.no_grad():
         for ours, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
             shard = ours.to_local()
@@ -272,6 +303,10 @@ def _repeat_shards(sharded: Any, whole: Any) -> None:
 
 
 def _compare_gradients(sharded: Any, whole: Any, where: str) -> None:
+    """Raise AssertionError if a gradient of `sharded` is not the matching rows of `whole`'s.
+
+    where: beginning of the message.
+    """
     named = zip(whole.named_parameters(), sharded.parameters(), strict=True)
     for (name, theirs), ours in named:
         grad = ours.grad.to_local()
@@ -281,7 +316,11 @@ def _compare_gradients(sharded: Any, whole: Any, where: str) -> None:
 
 
 def run(bench: Bench, latency_us: float, folder: Path, trace_folder: Path | None) -> None:
-    """Calibrate, measure, print."""
+    """Calibrate, then measure all contestants on a free link and on three others; print reports.
+
+    latency_us: of the three links; their bandwidths follow from what computation takes.
+    folder: for topologies. trace_folder: for profiles; None for none.
+    """
     contestants = {ALONE: unsharded, **{name: CONTESTANTS[name] for name in RIVALS}}
     models = {name: bench.build(each) for name, each in contestants.items()}
     plain = bench.work.build().to(bench.setting.device, bench.setting.dtype)
@@ -290,6 +329,10 @@ def run(bench: Bench, latency_us: float, folder: Path, trace_folder: Path | None
     )
 
     def measured(link: Link, topology: Topology) -> tuple[list[Plan], dict[str, list[float]]]:
+        """Compile ours for `link`, measure all on it, and print; return our plans, and times in ms.
+
+        The emulated link is then free again. topology: what is calibrated, without the link.
+        """
         path = folder / f"{link.name}.json"
         path.write_text(on_link(topology, link, bench.world).to_json())
         model = bench.build(autoshard_compiled, topology=str(path))
@@ -314,6 +357,7 @@ def run(bench: Bench, latency_us: float, folder: Path, trace_folder: Path | None
 
 
 def main() -> None:
+    """Print the reports of all links, or with `--check` whether steps are bit for bit equal."""
     device = current_device()
     is_gpu = device.type == "cuda"
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

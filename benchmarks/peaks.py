@@ -27,8 +27,12 @@ SHARDED = {name: each for name, each in CONTESTANTS.items() if name not in (ALON
 
 
 def table(result: StepTimes, ranks: int) -> str:
-    """MB of each contestant, a line each: allocated and reserved at the peak, and what it keeps
-    between steps."""
+    """Format megabytes of each contestant, a line each, below a heading.
+
+    These are: allocated at the peak, the same over that of `BASE`, which must be there, reserved at
+    the peak, and allocated between steps.
+    ranks: for the heading.
+    """
     base = result.entries[BASE].peak.allocated
     lines = [f"{result.name}, {ranks} ranks: MB at the peak, of {BASE}; reserved; between steps"]
     for name, entry in result.entries.items():
@@ -41,6 +45,7 @@ def table(result: StepTimes, ranks: int) -> str:
 
 
 def main() -> None:
+    """Print a table for each number of ranks and model; steps are run on rank 0 of each number."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--models", nargs="+", default=["small", "medium"])

@@ -43,7 +43,7 @@ class Model:
     layers: int
 
     def weights(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and sizes of one layer's parameters, in order of use."""
+        """List names and sizes of one layer's parameters, in order of use."""
         h, i, k = self.hidden, self.inner, self.keys
         return [
             ("norm1", (h,)),
@@ -83,7 +83,14 @@ REGIMES = {
 
 
 def make_problem(model: Model, regime: Regime, graph: str, *, layers: int | None = None) -> Problem:
-    """bf16 parameters; backward computes with each weight twice, and makes its gradient then."""
+    """Make the problem of one graph of a Llama in a regime, with bf16 parameters.
+
+    Forward has an op for each parameter; backward, in reverse, two, after which its gradient is
+    ready to be reduced. Norms take the start-up of an op alone. Only gathered and reduced bytes
+    count as memory.
+    graph: "forward" or "backward".
+    layers: as many; None for those of the model.
+    """
     uses = [
         (f"layers.{layer}.{name}", f"layers.{layer}", math.prod(size))
         for layer in range(model.layers if layers is None else layers)
@@ -113,19 +120,22 @@ def make_problem(model: Model, regime: Regime, graph: str, *, layers: int | None
 
 
 def only(layout: str) -> dict[str, tuple[str, ...]]:
-    """All buckets so."""
+    """Return layouts for `search` that have all buckets in `layout`."""
     return {"gather": (layout,), "reduce": (layout,)}
 
 
 def alone(problem: Problem, budget: float) -> Timeline:
-    """One bucket a parameter, launched and waited for as the planner does."""
+    """Simulate one packed bucket a parameter, launched and waited for as the planner does.
+
+    budget: in bytes.
+    """
     gathers = [make_bucket(problem, "gather", [item], PACKED) for item in problem.gathers]
     reduces = [make_bucket(problem, "reduce", [item], PACKED) for item in problem.reduces]
     return simulate(problem, gathers, reduces, budget_bytes=budget)
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, or with `--growth` how long planning takes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--budget-layers", type=float, help="gathered and in flight, in layers")
@@ -147,7 +157,7 @@ def main() -> None:
 
 
 def print_growth() -> None:
-    """What a process takes to plan 70B's layers, packed, more and more of them."""
+    """Print the seconds that planning takes, packed, for more and more of 70B's layers."""
     print("layers  forward s  backward s  together s  a layer ms")
     for layers in (40, 80, 160, 320):
         times = []
@@ -161,7 +171,12 @@ def print_growth() -> None:
 
 
 def row(model: str, regime: str, graph: str, budget_layers: float | None, *, inductor: bool) -> str:
-    """One line of the table."""
+    """Plan one graph in each way; return the line of the table, with times over the lower bound.
+
+    budget_layers: memory beyond the gradients' shards, in layers; None for what a bucket a unit
+        needs.
+    inductor: whether Inductor's own scheduler is added.
+    """
     problem = make_problem(MODELS[model], REGIMES[regime], graph)
     bound = lower_bound(problem)
     shards = sum(item.num_bytes for item in problem.reduces) // REGIMES[regime].ranks
@@ -191,7 +206,10 @@ def row(model: str, regime: str, graph: str, budget_layers: float | None, *, ind
 
 
 def scheduled_by_inductor(model: Model, regime: Regime, problem: Problem) -> Timeline:
-    """The timeline of what it makes of `problem`."""
+    """Return the timeline of what Inductor's own scheduler makes of `problem`.
+
+    model, regime: those that `problem` was made of, with all layers.
+    """
     from inductor_scheduler import Weight, inductor
 
     weights = [Weight(size) for _ in range(model.layers) for _, size in model.weights()]

@@ -67,7 +67,10 @@ class Lane:
 
 
 def picture(charts: Sequence[Chart], path: Path, *, steps: str = "step") -> None:
-    """Draw `charts` below each other, and write them to `path`; `steps` names their axis."""
+    """Draw `charts` below each other, and write them to `path` as SVG.
+
+    steps: label of their axis, which counts from 1.
+    """
     heights = [chart.height for chart in charts]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, sum(heights) + len(charts)), layout="constrained")
@@ -79,6 +82,7 @@ def picture(charts: Sequence[Chart], path: Path, *, steps: str = "step") -> None
 
 
 def _draw(chart: Chart, axis: Any) -> None:
+    """Plot the lines of `chart` into `axis`, with title, grid and legend."""
     for line in chart.lines:
         look = "-" if line.dashes is None else (0, line.dashes)
         numbers = range(1, len(line.values) + 1)
@@ -95,9 +99,10 @@ def _draw(chart: Chart, axis: Any) -> None:
 
 
 def timeline(lanes: Sequence[Lane], legend: Mapping[str, str], path: Path, *, unit: str) -> None:
-    """Draw `lanes` below each other, and write them to `path`.
+    """Draw `lanes` below each other, the first on top, and write them to `path` as SVG.
 
-    legend: what each color stands for. unit: of the bars' begin and end.
+    legend: colors, by what they stand for.
+    unit: of the bars' begin and end, as a label.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, LANE * len(lanes) + 1.0), layout="constrained")

@@ -46,12 +46,14 @@ CONTESTANTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def gpt2() -> nn.Module:
+    """Build a GPT-2 of 6 layers, without dropout, with random weights."""
     sizes = {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256, "vocab_size": 2048}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts))
 
 
 def vit() -> nn.Module:
+    """Build a vision transformer of 6 layers, for pictures of 64 by 64, with random weights."""
     config = ViTConfig(
         hidden_size=192,
         num_hidden_layers=6,
@@ -66,12 +68,14 @@ def vit() -> nn.Module:
 
 
 def text(rank: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    """Make the batch of a rank: random token ids, i64[4, 128], as inputs and labels."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(vocabulary, (4, 128), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
 def images(rank: int) -> dict[str, torch.Tensor]:
+    """Make the batch of a rank: random pictures, f32[8, 3, 64, 64], and labels, i64[8]."""
     generator = torch.Generator().manual_seed(rank)
     return {
         "pixel_values": torch.randn(8, 3, 64, 64, generator=generator),
@@ -87,7 +91,10 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, torch.Tenso
 
 
 def step_of(name: str) -> Callable[[], object]:
-    """A step of the whole model, neither sharded nor compiled."""
+    """Return a function that runs forward and backward of the model `name`, unsharded and eager.
+
+    The model and this rank's batch are made here. Gradients add up.
+    """
     build, batch_of = MODELS[name]
     model, batch = build(), batch_of(dist.get_rank())
     return lambda: model(**batch).loss.backward()
@@ -96,7 +103,14 @@ def step_of(name: str) -> Callable[[], object]:
 def measure(
     name: str, topology: str, lowering: str, rounds: int
 ) -> dict[str, tuple[float, float, float]]:
-    """By contestant: predicted forward, predicted backward, and measured milliseconds of both."""
+    """Run the model `name` with each contestant in turn; return predicted and measured times.
+
+    They are in milliseconds, by contestant: predicted forward, predicted backward, and the median
+    over rounds of both together, on the slowest rank. There is no optimizer. All ranks call this;
+    Dynamo is reset after it.
+    topology: a name or a file.
+    rounds: that are timed; three more come before.
+    """
     build, batch_of = MODELS[name]
     batch = batch_of(dist.get_rank())
     models = {}
@@ -130,6 +144,10 @@ def measure(
 
 
 def main() -> None:
+    """Calibrate, unless there is `--topology`, and print on rank 0 a line for each contestant.
+
+    The process group is made here, and destroyed.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--topology", help="a file of autoshard bench calibrate; else it is run")

@@ -34,7 +34,7 @@ LONG = (
 
 
 def read(measured: list[dict[str, Any]]) -> list[StepTimes]:
-    """What was written, as it was."""
+    """Make results of what `autoshard bench step` has written, parsed from JSON."""
     results = []
     for result in measured:
         entries = {}
@@ -50,12 +50,16 @@ def median_ms(result: StepTimes, name: str) -> float:
 
 
 def of_fastest(result: StepTimes, name: str) -> float:
-    """Of the fastest rival's median step."""
+    """Ratio of the median step of `name`, a key of `AGAINST`, to that of its fastest rival."""
     return median_ms(result, name) / min(median_ms(result, rival) for rival in AGAINST[name])
 
 
 def short(results: list[StepTimes]) -> Iterator[str]:
-    """A column a model: milliseconds, ratios, and memory."""
+    """Yield the lines of two tables with a column a model: milliseconds and ratios; then memory.
+
+    All results must have the contestants of the first, among them those of `AGAINST` and their
+    rivals.
+    """
     yield row(["ms", *(result.name for result in results)])
     yield rule(len(results) + 1)
     names = list(results[0].entries)
@@ -79,7 +83,7 @@ def short(results: list[StepTimes]) -> Iterator[str]:
 
 
 def long(results: list[StepTimes]) -> Iterator[str]:
-    """A line a model and contestant, with quartiles."""
+    """Yield the lines of a table with a line for each model and contestant, with quartiles."""
     yield row(LONG)
     yield rule(len(LONG))
     for result in results:
@@ -110,6 +114,7 @@ def rule(columns: int) -> str:
 
 
 def main() -> None:
+    """Print the tables of the file that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("measured")
     parser.add_argument("--long", action="store_true")

@@ -43,7 +43,8 @@ CYCLES = 10_000_000
 def start(world_size: int, *, latency_us: float, gb_per_s: float, rank: int = 0) -> None:
     """Make a default process group of that many ranks, of which only this one exists.
 
-    Raises RuntimeError where the backend can't be built.
+    Its link has this latency and bandwidth, in 1e9 bytes a second.
+    Raises RuntimeError where the backend can't be built, and ValueError as `set_link` does.
     """
     install()
     set_link(latency_us=latency_us, gb_per_s=gb_per_s)
@@ -53,6 +54,7 @@ def start(world_size: int, *, latency_us: float, gb_per_s: float, rank: int = 0)
 def install() -> None:
     """Register the backend, for `init_process_group("emulated_link")`; builds it once a machine.
 
+    Ranks of such a default group exchange no objects from then on: the others don't exist.
     Raises RuntimeError without a C++ compiler or ninja.
     """
     dist.Backend.register_backend(NAME, _built().make_link, devices=["cpu", "cuda"])
@@ -60,7 +62,12 @@ def install() -> None:
 
 
 def set_link(*, latency_us: float, gb_per_s: float) -> None:
-    """From the next collective on, in all groups. GB are 1e9 bytes."""
+    """Set latency and bandwidth from the next collective on, in all groups. GB are 1e9 bytes.
+
+    The first call builds the backend, and measures how fast this device copies.
+    Raises ValueError for a negative latency, or a bandwidth that is not above 0; RuntimeError where
+    the backend can't be built.
+    """
     if latency_us < 0 or gb_per_s <= 0:
         raise ValueError(
             f"a link of {latency_us} us and {gb_per_s} GB/s; expected 0 us or more, "
@@ -70,7 +77,10 @@ def set_link(*, latency_us: float, gb_per_s: float) -> None:
 
 
 def missing() -> str | None:
-    """What is to be installed before the backend can be built; None if nothing is."""
+    """Name what has to be installed before the backend can be built; None if nothing has.
+
+    That is the compiler of the variable `CXX`, or "c++", and ninja.
+    """
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         return f"a C++ compiler: there is no {compiler}"
@@ -81,6 +91,10 @@ def missing() -> str | None:
 
 @functools.cache
 def _built() -> Any:
+    """Build and load the extension, once a process; what is built stays on the machine.
+
+    Raises RuntimeError, naming what is missing, where it can't be built.
+    """
     lacking = missing()
     if lacking is not None:
         raise RuntimeError(f"the emulated link is built from C++, which needs {lacking}")
@@ -97,7 +111,7 @@ def _built() -> Any:
 
 @functools.cache
 def _copied_bytes_per_us() -> float:
-    """Bytes written by copies as a gather makes them, with nothing beside them."""
+    """Measure bytes that copies, as a gather makes them, write in a microsecond; once a process."""
     part = torch.ones(COPIED // COPIES // 4, device=current_device())
     whole = part.new_empty(COPIES, part.numel())
     times_us = [timed(lambda: whole.copy_(part.expand_as(whole)))[1] for _ in range(10)]
@@ -106,7 +120,10 @@ def _copied_bytes_per_us() -> float:
 
 @functools.cache
 def _cycles_per_us() -> float:
-    """Of the GPU's clock, while it is busy; 0 without a GPU."""
+    """Measure cycles of the GPU's clock in a microsecond, while it is busy; 0 without a GPU.
+
+    It is measured once a process.
+    """
     if not torch.cuda.is_available():
         return 0.0
     times_us = [timed(lambda: _torch.device.spin_gpu(CYCLES))[1] for _ in range(3)]

@@ -46,6 +46,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_calibrate(commands: Any) -> None:
+    """Add the command `autoshard bench calibrate` with its options to `commands`."""
     parser = add_command(
         commands,
         "calibrate",
@@ -63,6 +64,7 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _add_step(commands: Any) -> None:
+    """Add the command `autoshard bench step` with its options to `commands`."""
     parser = add_command(
         commands,
         "step",

@@ -96,6 +96,8 @@ def nodes_of() -> Iterator[list[OpResult]]:
     found: list[OpResult] = []
 
     class Nodes(fx.Interpreter):
+        """Interpreter that adds results to `found`, under the name of its graph, `kind`."""
+
         kind: str
 
         def run_node(self, n: fx.Node) -> Any:

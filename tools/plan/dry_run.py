@@ -146,6 +146,7 @@ def compile_only(
     is_recorded = False
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Give the frame to `compile_frame`, then raise `_Recorded`, for nothing is to run."""
         nonlocal is_recorded
         compile_frame(make_frame(gm, example_inputs))
         is_recorded = True
