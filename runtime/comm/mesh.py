@@ -306,7 +306,9 @@ def separate_group(axes: Axes) -> str:
     return str(_separate[group].group_name)
 
 
-_smaller: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
+_smaller: dict[tuple[DeviceMesh, int], tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
+"""Smaller meshes, each with a group of the mesh that it was made for: equal meshes may be made
+again after their groups were destroyed."""
 
 
 def smaller_axes(axes: Axes, ranks: int) -> Axes:
@@ -316,9 +318,10 @@ def smaller_axes(axes: Axes, ranks: int) -> Axes:
     ranks: a divisor of the number of ranks that shard.
     All ranks of the mesh call this together; a mesh is made once for each number of ranks.
     """
-    key = axes.mesh, ranks
-    if key not in _smaller:
+    key, group = (axes.mesh, ranks), axes.mesh.get_group(0)
+    known = _smaller.get(key)
+    if known is None or known[0]() is not group:
         grid = axes.mesh.mesh.reshape(-1, ranks)
-        names = ("outer", "inner")
-        _smaller[key] = DeviceMesh(axes.mesh.device_type, grid, mesh_dim_names=names)["inner"]
-    return Axes(_smaller[key], _smaller[key], None)
+        smaller = DeviceMesh(axes.mesh.device_type, grid, mesh_dim_names=("outer", "inner"))
+        known = _smaller[key] = weakref.ref(group), smaller["inner"]
+    return Axes(known[1], known[1], None)

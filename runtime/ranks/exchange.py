@@ -134,7 +134,14 @@ class _Sessions:
     """
 
     def __init__(self, store: Any) -> None:
-        self.store = Store(store, idle=self._note_collective)
+        noting = weakref.WeakMethod(self._note_collective)  # the client's thread ends with these
+
+        def note_collective(store: Any) -> None:
+            note = noting()
+            if note is not None:
+                note(store)
+
+        self.store = Store(store, idle=note_collective)
         self.own = uuid.uuid4().hex
         self.by_mesh: dict[str, str] = {}
         self._rank, self._thread = dist.get_rank(), threading.get_ident()

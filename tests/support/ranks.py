@@ -16,6 +16,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -72,6 +73,7 @@ class _Pool:
         context = forks() if world > 2 else multiprocessing.get_context("spawn")
         port = free_port()
         self._pipes, self._processes = [], []
+        self._has_groups = False  # a rank has more than the one over all ranks
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(world):
             here, there = context.Pipe()
@@ -93,7 +95,8 @@ class _Pool:
 
     def _call(self, file: str, name: str, parameters: dict[str, Any], timeout: float) -> list[str]:
         for pipe in self._pipes:
-            pipe.send((file, name, parameters))
+            pipe.send((file, name, parameters, self._has_groups))
+        self._has_groups = False
         failures = []
         waiting = dict(enumerate(self._pipes))
         end = time.monotonic() + timeout
@@ -107,7 +110,8 @@ class _Pool:
                 del waiting[rank]
                 try:
                     if ready:
-                        failure = pipe.recv()
+                        failure, has_groups = pipe.recv()
+                        self._has_groups |= has_groups
                     else:
                         failure = f"no answer within {limit:.0f} s\n{self._stack_of(rank)}"
                 except EOFError:
@@ -183,23 +187,42 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
     gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
     modules: dict[str, ModuleType] = {}
-    while True:
+    for number in itertools.count():
         try:
-            file, name, parameters = pipe.recv()
+            file, name, parameters, is_new_group = pipe.recv()
         except EOFError:
             return
         gc.collect(1)  # models of the test before: what waits in them is to be nobody's concern
         try:
             torch._dynamo.reset()
+            if is_new_group:
+                _renew_group(dist.PrefixStore(f"test {number}", store))
             torch.manual_seed(0)
             test = getattr(_load(file, modules), name)
             with warnings.catch_warnings():
                 warnings.simplefilter("error", RuntimeWarning)  # ours say that something fell back
                 getattr(test, "__wrapped__", test)(rank, **parameters)
-            pipe.send(None)
+            failure = None
         except BaseException:
-            pipe.send(traceback.format_exc())
+            failure = traceback.format_exc()
+        pipe.send((failure, len(dist.distributed_c10d._world.pg_map) > 1))
+
+
+def _renew_group(store: Any) -> None:
+    """Make the process group over all ranks anew, and end those that the last test made.
+
+    Each has threads that look for work a hundred times a second, also while nobody uses it.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    _clear_sharding_prop_cache()  # of meshes, which hold their groups
+    dist.destroy_process_group()
+    gc.collect()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
 def _load(file: str, modules: dict[str, ModuleType]) -> ModuleType:
