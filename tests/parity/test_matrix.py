@@ -27,11 +27,12 @@ from support.training import assert_same, average_gradients
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autoshard
 from autoshard import MixedPrecisionPolicy
+from autoshard.tools.parity.meshes import mesh_of
 
 STEPS = 10
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -129,7 +130,7 @@ def replicated(case: Case, rank: int, low: bool, steps: int) -> nn.Module:
 
     groups: list[Any] = [None]
     if dist.get_world_size() == 4:  # as HSDP sums: over the two that share a model, then the two
-        groups = [hybrid_mesh(2, 2).get_group(axis) for axis in ("shard", "replicate")]
+        groups = [mesh_of(2, 2).get_group(axis) for axis in ("shard", "replicate")]
 
     def average(model: nn.Module, is_last: bool | None) -> None:
         if is_last is None:
@@ -138,15 +139,10 @@ def replicated(case: Case, rank: int, low: bool, steps: int) -> nn.Module:
     return train(case, model, call, rank, steps, average)
 
 
-@functools.cache
-def hybrid_mesh(*size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard"))
-
-
 def read(strategy: str) -> tuple[str, DeviceMesh | None]:
     """Its name and its mesh."""
     name, _, size = strategy.partition(" ")
-    return name, hybrid_mesh(*map(int, size.split("x"))) if size else None
+    return name, mesh_of(*map(int, size.split("x"))) if size else None
 
 
 def shard(model: Any, strategy: str, policy: Any) -> Any:

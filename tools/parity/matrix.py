@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import random
 import types
 import warnings
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +26,7 @@ from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import replicate, shard
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from autoshard.tools.parity.compare import average_gradients, compare_local, told_by_all
+from autoshard.tools.parity.meshes import mesh_of
 
 STEPS = 3
 FLOOR = 0.02  # biases begin at zero, and hold little but rounding after few steps in bfloat16
@@ -210,8 +209,7 @@ def _shard(model: _Model, case: Case) -> Any:
         given["strategy"] = case.strategy
         if case.strategy.startswith("hybrid"):
             copies = case.copies if dist.get_world_size() % case.copies == 0 else 1
-            shape = (copies, dist.get_world_size() // copies)
-            given["mesh"] = _mesh(shape)
+            given["mesh"] = mesh_of(copies, dist.get_world_size() // copies)
         sharded = shard(model, **given)
     sharded.set_reshard_after_backward(not case.keeps)
     if case.divide_by is not None:
@@ -222,15 +220,6 @@ def _shard(model: _Model, case: Case) -> Any:
             bound = types.MethodType(method, shard_of_it)
             setattr(shard_of_it, f"fsdp_{name}_all_gather", bound)
     return sharded
-
-
-@functools.cache
-def _mesh(shape: tuple[int, int]) -> DeviceMesh:
-    """Return the mesh of (replicas, shards), the same one for all samples.
-
-    Each mesh has groups of its own, whose threads wake up a hundred times a second.
-    """
-    return init_device_mesh(device_type(), shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _in_two_parts(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
