@@ -123,7 +123,7 @@ class _Table:
         with `is_exact` False.
         """
         found, cap = [], 1
-        while cap < 2 * self.bytes[-1]:
+        while cap < max(2, 2 * self.bytes[-1]):
             ends = []
             start = 0
             for j in range(1, self.count + 1):

@@ -123,7 +123,7 @@ def _repeated(
         """
 
         def moved(position: int) -> int:
-            return position + (times if position == problem.num_ops else copy) * length
+            return position + (times if position >= problem.num_ops else copy) * length
 
         return dataclasses.replace(
             item,

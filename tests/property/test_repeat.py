@@ -21,6 +21,7 @@ class Model:
     gathers: (first op, one after the last) of a block's parameters; reduces: ops of its gradients.
     change: bytes that each block leaves behind, or frees.
     tied: whether the head's parameter is read once more in the tail.
+    kept: whether parameters of blocks outlive the graph.
     """
 
     head: tuple[float, ...]
@@ -31,6 +32,7 @@ class Model:
     reduces: tuple[int, ...]
     change: int
     tied: bool
+    kept: bool = False
 
     def problem(self, num_blocks: int) -> Problem:
         backward = self.change < 0
@@ -46,7 +48,8 @@ class Model:
         for place, number in enumerate(numbers):
             at, unit = len(self.head) + place * len(self.block), f"layers.{number}"
             for n, (used, freed) in enumerate(self.gathers):
-                gathers.append(Item(f"{unit}.{n}", unit, "gather", 5, 0, at + used, at + freed))
+                gone = end + 1 if self.kept else at + freed
+                gathers.append(Item(f"{unit}.{n}", unit, "gather", 5, 0, at + used, gone))
             for n, made in enumerate(self.reduces):
                 name = f"{unit}.{n}"
                 reduces.append(Item(name, unit, "reduce", 3, at + made + 1, end, end))
@@ -79,6 +82,7 @@ def models(draw: st.DrawFn) -> Model:
         reduces=tuple(sorted(reduces)),
         change=draw(st.sampled_from([-4, 0, 6])),
         tied=draw(st.booleans()),
+        kept=draw(st.booleans()),
     )
 
 

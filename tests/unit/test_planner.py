@@ -82,6 +82,15 @@ def test_a_collective_costs_a_call() -> None:
     assert best_buckets(problem, items, PACKED).time_us == 3 + 10 + 100
 
 
+def test_gathers_of_no_bytes() -> None:
+    """Of empty parameters: they are best together, too."""
+    link = Link("node", alpha_us=10.0, us_per_byte=1.0, member_us=0.0)
+    costs = Costs({"gather": (link,)}, {"gather": 2}, 0.0, call_us=3.0)
+    items = [Item(f"w{n}", "unit", "gather", 0, 0, 0, 1) for n in range(2)]
+    problem = Problem("forward", (100.0,), (0,), tuple(items), (), costs)
+    assert best_buckets(problem, items, PACKED).ends == (2,)
+
+
 def test_a_link_never_runs_dry() -> None:
     """Where it is what takes long, compute's waits for it among that: nothing else is added."""
     link = Link("node", alpha_us=100.0, us_per_byte=0.0, member_us=0.0)
