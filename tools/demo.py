@@ -30,12 +30,12 @@ VOCABULARY = 256  # bytes
 PARITY_STEPS = 3
 
 
-def main() -> None:
+def main() -> int:
     """Train the model as the command line says, print results, and check parity; on every rank.
 
     The process group is made if there is none. Rank 0 prints the loss and speed of each step, the
     bytes of its shards, the number of collectives in the last step, and the report of a parity run
-    of `PARITY_STEPS` steps with the plain lowering. Nothing is raised if parity fails.
+    of `PARITY_STEPS` steps with the plain lowering. Returns the exit status: 1 if parity fails.
     """
     options = _arguments()
     ensure_process_group()
@@ -82,6 +82,7 @@ def main() -> None:
     report = parity(build_model, batches, options={"lowering": "eager"})
     _say(report.text())
     dist.barrier()
+    return 0 if report.ok else 1
 
 
 def build_model() -> nn.Module:
@@ -162,5 +163,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
-    leave(0)
+    leave(main())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -266,10 +266,10 @@ RIVALS = ("FSDP1", "FSDP2", "FSDP2, blocks compiled", "SimpleFSDP scheme")
 """Contestants of other libraries that shard parameters: ours is compared with the fastest."""
 
 
-def read_contestants(names: Iterable[str]) -> dict[str, Contestant]:
+def read_contestants(names: Collection[str]) -> dict[str, Contestant]:
     """Look contestants up by name, in order; return them by name.
 
-    names: gone through twice. Raises ValueError, with all names, for an unknown one.
+    Raises ValueError, with all names, for an unknown one.
     """
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:

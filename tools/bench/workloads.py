@@ -7,7 +7,7 @@ and larger on a GPU.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +67,9 @@ SIZES: dict[str, dict[str, Sizes]] = {
 """Sizes of the models, by kind of device and name."""
 
 
-def read_workloads(names: Iterable[str], device: str) -> dict[str, Workload]:
+def read_workloads(names: Collection[str], device: str) -> dict[str, Workload]:
     """Look workloads up by name, with the sizes for `device`, "cuda" or any other.
 
-    names: gone through more than once.
     Raises ValueError, with all names, for an unknown name, and if transformers is not installed.
     """
     sizes = SIZES["cuda" if device == "cuda" else "cpu"]
