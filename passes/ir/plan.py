@@ -246,15 +246,17 @@ class Plan:
         """Read a plan that `to_json` has written.
 
         Raises ValueError for what is no plan: no JSON, a field that is missing, unknown or of
-        another type, a layout that a bucket can't have, an event of no bucket or at a negative
-        position, figures of other buckets.
+        another type, a layout that a bucket can't have, an event of no bucket or outside
+        of the graph, figures of other buckets.
         """
         plan = read_as(Plan, json.loads(text), "plan")
         for bucket in plan.buckets:
             if bucket.kind not in LAYOUTS or bucket.layout not in LAYOUTS[bucket.kind]:
                 raise ValueError(f"a {bucket.kind} can't be {bucket.layout!r} in a plan")
+            if len(read_members(bucket.members)) != len(bucket.names):
+                raise ValueError(f"a {bucket.kind} of {bucket.names} has members {bucket.members}")
         for event in plan.schedule:
-            if not 0 <= event.bucket < len(plan.buckets) or event.position < 0:
+            if not 0 <= event.bucket < len(plan.buckets) or not 0 <= event.position <= plan.num_ops:
                 raise ValueError(f"plan.schedule has {event}, of {len(plan.buckets)} buckets")
         if plan.figures is not None and len(plan.figures.buckets) != len(plan.buckets):
             raise ValueError(

@@ -72,7 +72,7 @@ class Issued:
         """
         names = [each for each in self.params if isinstance(each, str)] or names_at(self.params)
         shown = ", ".join(names[:SHOWN]) or show_members(self.members[:SHOWN])
-        more = max(len(names), len(self.members)) - SHOWN
+        more = len(names or self.members) - SHOWN  # members include flags
         number = "" if self.bucket is None else f" (bucket {self.bucket} of its graph)"
         kind = self.kind.replace("_", "-")
         return f"the {kind} of {shown}{f' and {more} more' if more > 0 else ''}{number}"

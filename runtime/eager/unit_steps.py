@@ -185,6 +185,7 @@ def reset(unit: Unit) -> None:
     if unit.kept is not None:
         unit.kept.drop()
     unit.kept, unit.is_unsharded_by_user = None, False
+    unit.describe()
     steps.carried = []
     unit.reducer.partial = {}
     for param in unit.params:

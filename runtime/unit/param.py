@@ -298,7 +298,8 @@ class ShardedParam:
     @property
     def reduce_axis(self) -> str:
         """Names of the axes of `reduce_group`."""
-        has_all = self.unit.reducer.syncs and self.unit.reducer.all_reduces
+        reducer = self.unit.reducer
+        has_all = reducer.syncs and reducer.all_reduces and not self.unit.is_unordered
         return self.axes.reduce_name if has_all else self.axes.shard_name
 
     @property
