@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -143,11 +143,12 @@ class Reduces:
 
     # ---- the end of backward
 
-    def launch_what_waits(self, units: Iterable[Unit]) -> None:
+    def launch_what_waits(self, units: Collection[Unit]) -> None:
         """Launch what backwards have left to reduce, or to all-reduce, of `units`.
 
-        Gradients of units that don't sync go on waiting. All that is in flight is left to
-        `finish_reduces` of the owner.
+        Gradients of units that don't sync go on waiting, sums for their all-reduce among them. A
+        launch may wait for earlier reduces and fill `.grad` of their parameters, as in `take`; what
+        is in flight at the end is left to `finish_reduces` of the owner. Raises as `take`.
         """
         for unit in units:
             self._hold_arrived(unit)
@@ -155,7 +156,7 @@ class Reduces:
         for reduction in self._in_flight:
             reduction.advance()
         for unit in units:
-            if unit.reducer.all_reduces:
+            if unit.reducer.syncs and unit.reducer.all_reduces:
                 self._launch_partial(unit)
         steps_of(self._owner).carried.extend(self._in_flight)
         self._in_flight = []

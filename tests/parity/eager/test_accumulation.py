@@ -333,6 +333,34 @@ def test_sums_that_wait_for_their_all_reduce(rank: int) -> None:
 
 
 @in_both_forms
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_sums_that_wait_for_their_all_reduce_and_no_sync(
+    rank: int, set_to_none: bool, form: str
+) -> None:
+    """One backward leaves its sums to all-reduce, the next one all of its gradients to reduce."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = autoshard.shard(build(), strategy="hybrid_shard", mesh=mesh)
+    model = in_form(model, form)
+    want = build()
+    optimizers = sgd(model), sgd(want)
+    for step in range(2):
+        model.set_requires_all_reduce(False)
+        net_loss(model, rank, 3 * step).backward()
+        model.set_requires_all_reduce(True)
+        with model.no_sync():
+            net_loss(model, rank, 3 * step + 1).backward()
+        net_loss(model, rank, 3 * step + 2).backward()
+        for batch in range(3):
+            net_loss(want, rank, 3 * step + batch).backward()
+        average_gradients(want)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert_same(model, want, rtol=1e-6)  # added up in another order
+
+
+@in_both_forms
 @on_ranks(2)
 def test_backward_of_some_inputs_leaves_what_waits(rank: int, form: str) -> None:
     model = in_form(autoshard.fully_shard(nn.Linear(2, 2)), form)
