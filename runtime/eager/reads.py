@@ -33,7 +33,8 @@ def registered(param: ShardedParam) -> Tensor:
     its unit lends (`Unit.lends`), from a forward to its backward. Gradients of a copy go to the
     unit's reduce; the step of an optimizer that holds one raises (`lend`). Inside a forward or a
     backward the parameter itself is given; likewise one that has a gradient, as code that clips
-    gradients, or looks at them, is to find it.
+    gradients, or looks at them, is to find it. Waits for a gather that `unshard(async_op=True)`
+    has launched. From `unshard()` to `reshard()` a unit does not lend.
     """
     unit = param.unit
     if open_step() is not None or _torch.autograd.in_backward() or param.param.grad is not None:

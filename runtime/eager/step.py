@@ -65,7 +65,11 @@ class Step:
     """
 
     def __init__(self, owner: Unit) -> None:
-        """Make a step that has gathered nothing; hooks are not pushed, and it is not opened."""
+        """Make a step that has gathered nothing; hooks are not pushed, and it is not opened.
+
+        Only if gradients are enabled now can it have a backward. It expects units in the order of
+        the owner's last forward.
+        """
         self.owner = owner
         self.has_hooks = False
         self.has_grad = torch.is_grad_enabled()

@@ -219,7 +219,9 @@ def _inductor_options(setting: Setting, whole_mb: float) -> dict[str, Any]:
     The scheduler needs the figures of a GPU. On a CPU, two buckets, of half the parameters each,
     were faster than one, which is Inductor's default, and than one a block: 430 ms for 528 and 494,
     of a Llama's forward and backward (`small` of `autoshard bench step`, two gloo ranks, torch
-    2.13). They hold all parameters at once.
+    2.13). They hold all parameters at once. Inductor counts a bucket's bytes in the dtype that is
+    gathered: in bf16 all parameters fit into one. Its reordering for peak memory, which would undo
+    the schedule, is off on both.
     whole_mb: megabytes of all parameters, unsharded.
     """
     if setting.device.type == "cuda":

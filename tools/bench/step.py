@@ -149,9 +149,10 @@ def _bench_model(
 ) -> StepTimes:
     """Measure one model: build it for each contestant, then have them take steps in turn.
 
-    All models are in memory at once. First steps are measured with an empty cache of Inductor's;
-    the first round measures memory, and the first `WARM_UP` rounds are not timed. All ranks call
-    this.
+    All models are in memory at once, and what torch has compiled before is reset. First steps,
+    without an optimizer's, are measured with an empty cache of Inductor's. `WARM_UP` rounds, which
+    are not timed, come before the `rounds`; the very first measures memory. Each also times the
+    collectives of `OURS` by themselves, if that is a contestant. All ranks call this.
     """
     device = current_device()
     setting = Setting(device, work.blocks, dtype, options)
