@@ -66,14 +66,16 @@ _RESULT = {"gather": "whole", "reduce": "grad"}
 
 
 def insert_collectives(gm: fx.GraphModule) -> fx.GraphModule:
-    """Insert the launches, waits and copies of the graph's plan, and remove the markers.
+    """Insert the launches, waits and copies of the graph's plan in place of markers and copies.
 
-    Each stands right before the compute node at its event's position; a reduce is packed right
-    before its launch, and a `before_gather` moves to right before the launch of its results. What
-    read a marker, or a copy, reads one of its wait's results instead.
+    Each stands right before the compute node, or the output, at its event's position; a reduce is
+    packed right before its launch, and a `before_gather` moves to right before the launch of its
+    results. What read a marker, or a copy that the plan places, reads one of its wait's results
+    instead, and these nodes are erased.
 
     A graph without a plan, or without markers, is left as it is. Fails with AssertionError if the
-    plan's buckets do not have exactly the graph's markers.
+    plan's buckets do not have exactly the graph's markers. Raises ValueError if `name_params` has
+    not run.
     Metadata: reads PLAN, and PARAM of the markers; writes SOURCE on what it inserts.
     Numerics: unchanged, bit for bit.
     """

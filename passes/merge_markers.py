@@ -91,7 +91,8 @@ def _merge_one_sum(graph: fx.Graph) -> bool:
     """Replace the first sum of two of a parameter's reduced gradients by a reduce of their sum.
 
     The summands are two `reduce_grad`, or two `hold_grad`, that only an `aten.add` without `alpha`
-    reads. Returns whether there was such a sum; one call merges one.
+    reads; both may be the same node. The merged one stands at the `add`, with the other arguments
+    of the first. Returns whether there was such a sum; one call merges one.
     """
     for add in graph.find_nodes(op="call_function", target=_ADD):
         left, right = add.args[:2]

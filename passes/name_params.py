@@ -35,9 +35,10 @@ from autoshard.passes.ir.meta import PARAM, SOURCE, ParamInfo
 def name_params(gm: fx.GraphModule, *, table: Sequence[ParamInfo]) -> fx.GraphModule:
     """Note the parameter of each marker, `hold_grad` and `before_gather`, and rename inputs.
 
-    An input that is a shard gets the parameter's name, as an identifier; an input that is the
-    runtime's table gets the name "table". A number is added to a name that is taken. No input is
-    renamed whose shard is computed from it, a view for instance.
+    An input that is a shard, copied to the device or not, gets the parameter's name, as an
+    identifier; an input that is the runtime's table gets the name "table". A number is added to a
+    name that is taken. An input from which a shard is computed, by a view for instance, keeps its
+    name.
 
     table: facts about the parameters, indexed by the last argument of markers.
     Metadata: writes PARAM and SOURCE on these nodes, and SOURCE on copies to the device.

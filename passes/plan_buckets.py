@@ -158,7 +158,8 @@ def _gather_events(drafts: list[Draft]) -> list[_Placed]:
 
     A unit's gathers are launched at the first use of the unit before, or when all their shards are
     there, if later; each is waited for at its own first use. Copies are launched one unit earlier,
-    and waited for right before the gather is launched.
+    and waited for right before the gather is launched. What would begin before the first unit's
+    first use begins as soon as the shards are there.
 
     drafts: in order of first use; neighbors of one unit and segment are launched together. An
         event's bucket is the draft's index.

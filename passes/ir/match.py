@@ -169,9 +169,9 @@ _GROUP_ARGUMENTS = ("group", "group_name", "process_group", "pg")
 def is_barrier(node: fx.Node) -> bool:
     """Tell whether no collective of a plan may be under way across `node`.
 
-    Barriers are ops with a registered effect, except checks and prints; ops that have an argument
-    for a process group, except ours and torch's functional collectives; and higher-order ops over a
-    graph that has a barrier.
+    Barriers are calls with a registered effect, except prints and effects of aten's ops, which are
+    checks, or of the profiler's; other ops that have an argument for a process group, except ours
+    and torch's functional collectives; and higher-order ops over a graph that has a barrier.
     """
     if node.op != "call_function":
         return False

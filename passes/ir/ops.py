@@ -142,7 +142,8 @@ def reduce_grad(
     """Make the fake output of the op that reduces a gradient, and waits for the reduce.
 
     The op is a marker: passes replace it by a launch and a wait. The output is this rank's shard of
-    the gradient, uninitialized.
+    the gradient, uninitialized, in the member's `shard_dtype` if it has one, and on the host if it
+    is `on_host`.
 
     grad: unsharded.
     table: the runtime's number of its table of parameters; without it, no user's setting applies.
@@ -164,8 +165,8 @@ def hold_grad(
     """Make the fake output of the op that has a gradient wait for a later backward: zeros.
 
     The op reduces nothing: it keeps `grad` until a later backward or the end of this one, and gives
-    zeros for this rank's shard. If `torch.autograd.grad` asks for this gradient, it does not wait:
-    it is reduced, and its shard given. Arguments: see `reduce_grad`.
+    zeros for this rank's shard, expanded from one element. If `torch.autograd.grad` asks for this
+    gradient, it does not wait: it is reduced, and its shard given. Arguments: see `reduce_grad`.
     """
     return nothing(grad, members, group)[0]
 
@@ -243,6 +244,8 @@ def pack_grads(
     outputs: str = "",
 ) -> Tensor:
     """Make the fake ticket of the op that copies gradients to the buffer to be sent: u8[1].
+
+    Where a unit's settings ask for more than a plain reduce, the op launches the reduces, too.
 
     grads: unsharded. The ticket, on the device of the first, is what `launch_reduce` takes.
     table, params: the runtime's table and the numbers of the parameters in it, by which the user's

@@ -175,10 +175,12 @@ class Plan:
     def text(self) -> str:
         """Format the plan as a table, one line a bucket; on all ranks alike, except for figures.
 
-        A line above the table counts gathers, reduces and ops; with figures, another one has time,
-        bound and peak. A row has the bucket's bytes, positions of its launch, wait and other events
-        that occur in the plan (not of "loaded" and "store"), and, with figures, microseconds hidden
-        and exposed. A column "layout" is there if a bucket is grouped. Ends with a newline.
+        A line above the table counts gathers, reduces and ops; with figures, another one has the
+        time, its ratio to the bound, the time exposed and the peak. A row has the bucket's number,
+        kind, axis, unit, count of parameters, unsharded bytes, positions of its launch, wait and
+        other events that occur in the plan (not of "loaded" and "store"), and, with figures,
+        microseconds hidden and exposed. A column "layout" is there if a bucket is grouped. Ends
+        with a newline.
         """
         gathers = sum(bucket.kind == "gather" for bucket in self.buckets)
         head = (
@@ -246,8 +248,9 @@ class Plan:
         """Read a plan that `to_json` has written.
 
         Raises ValueError for what is no plan: no JSON, a field that is missing, unknown or of
-        another type, a layout that a bucket can't have, an event of no bucket or outside
-        of the graph, figures of other buckets.
+        another type, a kind or a layout that a bucket can't have, members that can't be read or
+        are not as many as names, an event of no bucket or outside of the graph, figures of another
+        number of buckets. Whether each bucket is launched and waited for is not checked.
         """
         plan = read_as(Plan, json.loads(text), "plan")
         for bucket in plan.buckets:

@@ -135,7 +135,8 @@ def _show_op(target: Any) -> str:
 def _show_type(value: Any) -> str:
     """Format the type of a node's result: "f32[7]@cuda", "(f32[7], i64[1])", "sym(s0)", "int".
 
-    No device is shown for cpu and meta. What is no tensor, number, list or None is "object".
+    No device is shown for cpu and meta. What is no tensor, number, list or None is "object". Raises
+    KeyError for a dtype that `DTYPE_NAMES` lacks.
     """
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type in ("cpu", "meta") else f"@{value.device.type}"

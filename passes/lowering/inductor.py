@@ -51,8 +51,10 @@ class OrderError(RuntimeError):
 def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile `gm`, a planned graph, with Inductor, and return what its `inner_compile` returns.
 
-    In this compilation Inductor's passes that reorder are off, `KeepOrder` applies the planned
-    order before lowering, and buffers are reused only if all of them are on a host. The generated
+    In this compilation Inductor's passes that reorder, and a custom pass over joint graphs, are
+    off; `KeepOrder` takes the place of a custom pass after Inductor's own, and applies the planned
+    order; buffers are reused only if all of them are on a host; the layout that a convolution
+    prefers does not spread through autoshard's ops. Settings are restored at the end. The generated
     code is checked afterwards, if the graph has launches, waits or barriers.
 
     kwargs: those of `inner_compile`.
@@ -163,6 +165,10 @@ class KeepOrder(_torch.inductor.CustomGraphPass):
     """
 
     def __init__(self, planned: fx.Graph, plan: Plan | None) -> None:
+        """Hash the sizes that autoshard's ops in `planned` return, and `plan`, for `uuid`.
+
+        Neither is kept: the pass orders whatever graph it is called with.
+        """
         super().__init__()
         ours = filter(_is_ours, planned.nodes)
         sizes = [[tuple(each.shape) for each in tensors_of(node)] for node in ours]

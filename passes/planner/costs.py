@@ -63,7 +63,8 @@ class Costs:
     def is_shared(self, kind: str, num_members: int, layout: str) -> bool:
         """Tell whether members are copied to a shared buffer before a launch.
 
-        If so, a gather's members are also copied out of it after the wait.
+        They are in a packed bucket of several, and for a reduce of one, unless `divides`. If so, a
+        gather's members are also copied out of it after the wait.
         """
         if layout == GROUPED:
             return False

@@ -47,7 +47,10 @@ def worth_keeping(
 
 
 def _counts(most: int) -> Iterator[int]:
-    """Yield the numbers of units to try: from 1 on, larger by `GROWTH` each, and at last `most`."""
+    """Yield the numbers of units to try: from 1 on, larger by `GROWTH` each, and at last `most`.
+
+    Each is larger by 1 at least. Yields nothing if `most` is 0.
+    """
     count = 1
     while count < most:
         yield count

@@ -12,11 +12,11 @@ from autoshard.passes.planner.simulate import SimulatedBucket, Timeline, make_bu
 def per_unit(problem: Problem) -> Timeline:
     """Simulate one bucket a unit, gathered one bucket ahead, with one reduce in flight.
 
-    A gather is launched at the first use of the bucket before, or as soon after as its shards are
-    there, and waited for at its own first use. A reduce is launched as soon as its gradients are
-    there, and waited for right before the next reduce is launched, where its result is read first,
-    or at the end. A unit of several bucket classes or segments has a bucket for each. No budget is
-    kept to.
+    A gather is launched at the first use of the bucket before (the first one, at the start), or as
+    soon after as its shards are there, and waited for at its own first use. A reduce is launched as
+    soon as its gradients are there, and waited for right before the next reduce is launched, where
+    its result is read first, or at the end. A unit of several bucket classes or segments has a
+    bucket for each. No budget is kept to.
     """
     gathers, reduces = unit_buckets(problem)
     placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []

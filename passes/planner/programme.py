@@ -72,6 +72,12 @@ class _Table:
     """
 
     def __init__(self, problem: Problem, items: Sequence[Item], layout: str) -> None:
+        """Add up bytes, link times, copies and compute over `items`, at the costs of `problem`.
+
+        items: gathers of one bucket class, in order of first use; at least one.
+        layout: "packed" or "grouped", for all buckets.
+        Raises ValueError if the class has more than one link.
+        """
         costs, bucket_class = problem.costs, items[0].bucket_class
         (link,) = costs.links[bucket_class]
         self.count = len(items)

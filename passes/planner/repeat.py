@@ -118,8 +118,8 @@ def _repeated(
     def of_copy(item: Item, copy: int) -> Item:
         """Make the item of copy number `copy` of an item of the unit; 0 is the item itself.
 
-        Positions move with the copy, except a `ready` of 0, which stays, and the number of ops,
-        which becomes that of the longer graph. Copies from 1 on are renamed.
+        Positions move with the copy, except a `ready` of 0, which stays, and those at the graph's
+        end or behind it, which move with the end. Copies from 1 on are renamed, item and unit.
         """
 
         def moved(position: int) -> int:

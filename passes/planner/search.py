@@ -110,6 +110,13 @@ class _Space:
     def __init__(
         self, problem: Problem, budget_bytes: float, layouts: Mapping[str, Sequence[str]]
     ) -> None:
+        """Group the gathers and reduces of `problem` by segment and bucket class.
+
+        No bucket is made, and nothing simulated, yet.
+
+        budget_bytes: memory that decisions should keep to; one beyond it scores worse.
+        layouts: layouts that buckets may have, by kind, "gather" and "reduce".
+        """
         self.problem = problem
         self.budget = budget_bytes
         self.layouts = layouts
@@ -141,7 +148,7 @@ class _Space:
 
         Each is (group, number in its cut); one may be listed twice.
 
-        timeline: of `cuts`.
+        timeline: of `cuts`, simulated by this space: buckets are compared by identity.
         """
         exposed = {id(run.bucket) for run in timeline.runs if run.exposed_us > 0}
         found = []
@@ -272,8 +279,8 @@ class _Space:
     ) -> tuple[Cut, ...] | None:
         """Return `cuts` with one random change; None where the change that was drawn is impossible.
 
-        A bucket is merged with the next one, cut in two, given another layout, or up to three items
-        pass between it and the next one.
+        A bucket is merged with the next one, in its own layout, cut in two, given another layout if
+        it has several items, or up to three items pass between it and the next one.
 
         hot: buckets at which half of the changes are made; see the method `hot`.
         """

@@ -257,6 +257,10 @@ class _Simulation(ABC):
         gathers: Sequence[SimulatedBucket],
         reduces: Sequence[SimulatedBucket],
     ) -> None:
+        """Make an unlaunched `Run` for each bucket, numbered, gathers first; begin at time 0.
+
+        Nothing is simulated before `run`.
+        """
         self.problem = problem
         self.gathers = [Run(bucket) for bucket in gathers]
         self.reduces = [Run(bucket) for bucket in reduces]
@@ -366,11 +370,13 @@ class _Simulation(ABC):
             self._set_peak(at - before, num_bytes, gathered, live)
 
     def _add_note(self, num_bytes: int) -> None:
+        """Append (now, `num_bytes`) to `memory`; of entries with one time, the largest is kept."""
         if self.memory and self.memory[-1][0] == self.now:
             num_bytes = max(num_bytes, self.memory.pop()[1])
         self.memory.append((self.now, num_bytes))
 
     def _set_peak(self, position: int, num_bytes: int, gathered: int, live: int) -> None:
+        """Make `num_bytes` the peak; what is in no other category counts as unreduced gradients."""
         self.peak_bytes = num_bytes
         unreduced = num_bytes - gathered - self.reduced - live
         self.peak = Peak(position, gathered, unreduced, self.reduced, live)
@@ -444,6 +450,16 @@ class _Placing(_Simulation):
         budget_bytes: float,
         known: tuple[float, float] = (math.inf, math.inf),
     ) -> None:
+        """Begin at time 0, with the copies and link times of all buckets still to come.
+
+        Nothing is simulated before `run`, which raises _Worse if the timeline is sure to be worse
+        than `known`.
+
+        gathers: in order of first use; reduces: in order of readiness.
+        budget_bytes: memory that launches of gathers keep to, except at their first use.
+        known: bytes beyond the budget, and microseconds, to beat; times that differ by less than
+            `ROUNDING`, relative, are equal. By default, nothing is worse.
+        """
         super().__init__(problem, gathers, reduces)
         self.budget = budget_bytes
         self.largest_sum = max((each.shard_bytes for each in reduces), default=0)
@@ -595,6 +611,10 @@ class _Following(_Simulation):
         reduces: Sequence[SimulatedBucket],
         order: Order,
     ) -> None:
+        """Begin at time 0, with the events of `order` put by position, in their order.
+
+        Nothing is simulated before `run`.
+        """
         super().__init__(problem, gathers, reduces)
         self.at: dict[int, list[tuple[str, int]]] = {}
         for what, number, position in order:

@@ -61,6 +61,14 @@ class PricedGraph:
     """
 
     def __init__(self, graph: fx.Graph, kind: str, prices: Prices) -> None:
+        """Estimate the ops, markers and memory of `graph`, which is only read, at `prices`.
+
+        Fills all attributes: among them `problem`, `items`, `spans` and `live`. Nothing is run,
+        decided or simulated yet. Asks c10d for the sizes and ranks of the markers' groups.
+
+        kind: "forward", "backward" or "inference".
+        Raises ValueError if `name_params` has not run.
+        """
         ops = [node for node in graph.nodes if is_compute(node)]
         position = {node: number for number, node in enumerate(ops)}
         last = last_uses(graph, position, end=len(ops))
@@ -126,8 +134,8 @@ class PricedGraph:
 
         Positions of events are scaled to the number of ops here, and moved to where inputs and
         first uses in this graph allow. Returns None if the plan is for another kind of graph or for
-        other parameters (by number, dtype, unsharded size and axis), or if this graph does not
-        allow its order.
+        other parameters (by number, dtype, unsharded size and axis), if the markers of one of its
+        buckets have several groups here, or if this graph does not allow its order.
 
         plan: made for other shapes, or by another rank.
         """

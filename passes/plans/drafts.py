@@ -183,7 +183,7 @@ def markers_of(buckets: Sequence[Bucket], markers: Iterable[fx.Node]) -> list[li
     Returns a list for each bucket, in the order of its `params`; of several equal markers, buckets
     take one each, in order. Returns None if buckets and markers do not match one to one, or if
     those of a bucket have several groups: a plan for a backward that reduces over replicas does not
-    fit one whose sums wait for their all-reduce.
+    fit one whose sums wait for their all-reduce. Raises ValueError if `name_params` has not run.
     """
     waiting: dict[tuple[str, str, int, str], deque[fx.Node]] = defaultdict(deque)
     for marker in markers:
