@@ -169,7 +169,7 @@ def wait_for(works: list[Work], issued: Issued, number: int) -> None:
     for this thread.
     number: of the collective, among those that this rank has launched over its group.
     Raises RuntimeError, naming the collective and its ranks, if a work fails, as it does where
-    another rank is gone or late; observers are told nothing then.
+    another rank is gone or late, but an OutOfMemoryError as it is; observers are told nothing then.
     """
     thread = threading.get_ident()
     waiting[thread] = Waiting(issued, number, time.monotonic())
@@ -211,8 +211,9 @@ _observers: list[tuple[LaunchObserver, LaunchObserver]] = []
 def observe(
     launched: LaunchObserver, waited: LaunchObserver = lambda issued: None
 ) -> Iterator[None]:
-    """Tell observers of every collective while this context is open, eager or compiled.
+    """Tell observers of every gather, reduce and all-reduce while this context is open.
 
+    Eager ones and compiled ones; not what a user's `comm_hook` sends.
     launched: called with each collective right before its launch.
     waited: called with each collective after it has been waited for without an error.
     Both are called by whichever thread does so.
@@ -237,13 +238,13 @@ def launch_gather(
     """Start gathering `members`, all of one dtype, over `group`, from this rank's `shards`.
 
     Tells observers first. Raises RuntimeError, naming the collective, if its launch fails.
-    Shards of another dtype are cast. Only a single shard that is a full chunk of the right dtype is
-    sent from where it lies; others are copied to a send buffer first.
+    A group of one rank launches, too. Shards of another dtype are cast. Only a single shard that is
+    a full chunk of the right dtype is sent from where it lies; others are copied to a send buffer.
     shards: one for each member, (local rows, *rest).
     copies: whether to copy in any case, as a shard that may be written to before the wait needs.
     bucket: number of the bucket in its graph, for messages.
     comm: the unit's own all-gather, if it has one: it allocates the buffer that is received into,
-        a part of which is sent, so that shards are always copied.
+        a part of which is sent, so that shards are always copied; the result `is_lent`.
     """
     process_group = _torch.dist.resolve_group(group)
     world, rank = process_group.size(), process_group.rank()
@@ -362,12 +363,12 @@ def pack_grads(
     is_mean: whether `divisor` is the number of all ranks whose gradients are summed, and the
         collectives may divide in its place, if `transport.averages`. In no case may they divide
         sums of float16, which are divided in two steps (`packing.division`), nor may a `comm`.
-    is_last: whether no all-reduce follows. Then, if `transport.swaps`, only the other rank's part
-        is packed to be sent; this rank's part waits in `own`.
+    is_last: whether no all-reduce follows. Then, if `transport.swaps`, and without a `comm`, only
+        the other rank's part is packed to be sent; this rank's part waits in `own`.
     bucket, names: number of the bucket in its graph, and names of the parameters, for messages.
     flags: kept in the result for whoever waits for it.
-    comm: the unit's own reduce-scatter, if it has one, which allocates the buffer; `launch_reduce`
-        needs the same.
+    comm: the unit's own reduce-scatter, if it has one, which allocates the buffer unless `group` is
+        ""; `launch_reduce` needs the same.
     """
     world, rank, swaps, averages = 1, 0, False, False
     if group:
@@ -394,10 +395,11 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
     """Start the reduce-scatter of `packed`: each rank is to get its own part of the group's sums.
 
     Returns a copy of `packed` with the `work` to wait for; or `packed` itself if the group has one
-    rank: nothing is sent. Observers are told. The sums are averages already if `packed.averages`;
-    those of a swap (`packed.own`) are only added up by `split_reduced`.
+    rank: nothing is sent, nobody told. Observers are told first. The sums are averages already if
+    `packed.averages`; those of a swap (`packed.own`) are only added up by `split_reduced`.
     packed: from `pack_grads`.
-    comm: the one that `pack_grads` was given.
+    comm: the one that `pack_grads` was given; it allocates what is received into.
+    Raises RuntimeError, naming the collective, if its launch fails.
     """
     issued, send = packed.issued, packed.send
     if packed.world == 1:
@@ -420,9 +422,10 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     """Start summing, over `group` and in place, this rank's part of `reduced`.
 
-    Averages instead if `reduced.averages`. Tells observers. Returns a copy with the `work` to wait
-    for.
+    Averages instead if `reduced.averages`. Tells observers first. Returns a copy with the `work` to
+    wait for, whose `issued` is the all-reduce. A group of one rank launches, too.
     reduced: a reduce-scatter that has been waited for.
+    Raises RuntimeError, naming the collective, if its launch fails.
     """
     issued = replace(reduced.issued, kind="all_reduce", group=group)
     process_group = _torch.dist.resolve_group(group)
@@ -441,7 +444,8 @@ def run_hook(
 ) -> InFlight:
     """Have the user's hook sum and divide `grads` at once: nothing is left to wait for.
 
-    Observers are not told. Returns an `InFlight` without `work`, with what the hook wrote.
+    Observers are not told. Returns an `InFlight` without `work`, with what the hook wrote. All runs
+    in the caller's grad mode.
     grads: unsharded, one for each member; packed, cast and undivided, into one buffer. The list is
         emptied.
     comm_hook: (state, hook). Called as `hook(state, buffer, part)`, to fill `part`, this rank's;
@@ -491,8 +495,8 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
 def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:
     """Launch a collective: tell observers, count it, and return `begin(*arguments)`.
 
-    A RuntimeError of `begin` is raised with the collective named. If torch's Flight Recorder may be
-    on, the call goes through a function whose name describes the collective.
+    A RuntimeError of `begin` is raised with the collective named, which stays counted. If torch's
+    Flight Recorder may be on, the call goes through a function whose name describes the collective.
     """
     for launched, _ in _observers:
         launched(issued)
@@ -505,7 +509,10 @@ def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begu
 
 @functools.cache
 def _is_recorded() -> bool:
-    """Tell whether torch's Flight Recorder may be on: with NCCL it is unless it is switched off."""
+    """Tell whether torch's Flight Recorder may be on: with NCCL it is unless it is switched off.
+
+    A size in the environment decides, NCCL or not. Later calls give the first answer.
+    """
     size = os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"))
     return dist.is_nccl_available() if size is None else size != "0"
 

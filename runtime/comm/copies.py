@@ -105,7 +105,9 @@ def _copy(
 ) -> Copies:
     """Begin to copy `sources` to `results`: at once on a CPU, else on the stream of `direction`.
 
-    That stream first waits for what the current stream of `device` was given so far.
+    That stream first waits for what the current stream of `device` was given so far; the copies
+    become the newest of its `_Lane`. The host waits for memory that is not pinned. What is returned
+    has no event if the copies were made at once.
     """
     with torch.no_grad():
         if device.type == "cpu":

@@ -41,9 +41,9 @@ def default_mesh() -> DeviceMesh:
 def ensure_process_group() -> None:
     """Initialize the default process group if nobody did.
 
-    From torchrun's environment, with the GPU of LOCAL_RANK as the current device; or, without one,
-    of this rank alone. With NCCL for GPUs if there are any, and gloo. Whoever initialized it, the
-    group is destroyed when Python exits.
+    From torchrun's environment, after making the GPU of LOCAL_RANK the current device: the ranks
+    wait for each other. Or, without RANK and WORLD_SIZE, of this rank alone. With NCCL for GPUs if
+    there are any, and gloo. All groups are destroyed when Python exits, whoever initialized them.
     """
     _end_group_at_exit()
     if dist.is_initialized():
@@ -69,7 +69,7 @@ _ends_at_exit = False
 
 
 def _end_group_at_exit() -> None:
-    """Have Python destroy the default process group when it exits; only the first call registers.
+    """Have Python destroy the process groups when it exits; only the first call registers that.
 
     See `_end_process_group`.
     """
@@ -86,7 +86,7 @@ def _end_process_group() -> None:
     without an active exception"), after all its work is done: the thread lets go of the last
     collective's tensors while Python is taken apart. Collecting garbage lets go of the last
     references to the group, whose end waits for its threads. If something else holds the group
-    only `os._exit` is safe; our tools end by it.
+    only `os._exit` is safe; our tools end by it. Without a group, nothing is done or collected.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -166,7 +166,7 @@ class Axes:
 
     @property
     def shard_name(self) -> str:
-        """Name of the axis that parameters are cut over; "shard" if it has none."""
+        """Name of the axis that parameters are cut over; "shard" if it has none, or they aren't."""
         names = None if self.shard is None else self.shard.mesh_dim_names
         return names[0] if names else SHARD_AXIS
 
@@ -182,8 +182,8 @@ class Axes:
     def reduce_name(self) -> str:
         """Names of the axes that gradients are averaged over, joined: "shard+replicate".
 
-        An axis without a name counts as "shard" or "replicate". Left out are the former if
-        parameters are not cut, and the latter if it has one rank.
+        An axis without a name counts as "shard" or "replicate". The first is empty if parameters
+        are not cut ("+replicate"); the second is left out, with the "+", if it has one rank.
         """
         names = None if self.replicate is None else self.replicate.mesh_dim_names
         replicate = (names[0] if names else REPLICATE_AXIS) if self._has_copies else ""
@@ -295,8 +295,8 @@ _separate = weakref.WeakKeyDictionary()
 def separate_group(axes: Axes) -> str:
     """Return the name of a second process group over the ranks of `axes.shard`, for reduces.
 
-    The first call makes the group, and all of those ranks must make that call together; later calls
-    return the same one. "" if parameters are not cut, or over one rank.
+    The first call for these ranks' group makes it, and all of them must make that call together;
+    later calls return the same one. "" if parameters are not cut, or over one rank.
     """
     if axes.shard is None or axes.shard_world == 1:
         return ""
@@ -316,7 +316,8 @@ def smaller_axes(axes: Axes, ranks: int) -> Axes:
 
     They replicate over nothing.
     ranks: a divisor of the number of ranks that shard.
-    All ranks of the mesh call this together; a mesh is made once for each number of ranks.
+    All ranks of the mesh call this together: process groups are made, once for each mesh and number
+    of ranks, and again if the mesh's own group was destroyed since.
     """
     key, group = (axes.mesh, ranks), axes.mesh.get_group(0)
     known = _smaller.get(key)

@@ -87,7 +87,8 @@ def gather(
 
     receive: 1D, contiguous, with room for the pieces of all ranks in turn.
     send: 1D, this rank's piece, which may lie in its place in `receive`.
-    By messages where `sends_members`, else by torch's all-gathers, several of them in one call.
+    By messages where `sends_members`: this rank's own pieces are copied to their places at once.
+    Else by torch's all-gathers, several of them in one call where the backend has such a call.
     Returns works, all of which have to be waited for; tensors must live until then.
     """
     if _by_messages(group, receive[0].device):
@@ -132,9 +133,9 @@ def _op(is_mean: bool) -> Any:
 
 
 def bare_reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin only the transfer of a `reduce`, or of the `swap` in its place, for measuring.
+    """Begin a `reduce` for measuring; where `swaps`, only the two messages, without the addition.
 
-    receive, send: as for `reduce`; the results are of no use.
+    receive, send: as for `reduce`; in the second case the result is not the sum.
     """
     if swaps(group, send.device):
         return swap(receive, send[: receive.numel()], group)
@@ -162,6 +163,11 @@ class Exchange:
         receives: Sequence[tuple[int, Tensor]],
         own: Tensor | None = None,
     ) -> None:
+        """Launch the messages, receives before sends; nothing is waited for.
+
+        Messages and tensors are kept, by the group, until they have come and gone, even if this
+        object is dropped without a wait. Raises as gloo does if one can't be launched.
+        """
         self._own = own
         self._messages: _Messages | None = None
         self._channel = _channels.setdefault(group, _Channel())
@@ -182,6 +188,7 @@ class Exchange:
         self._channel.end(messages)
 
     def __del__(self) -> None:
+        """Leave messages that were not waited for to a later `wait` of the group."""
         if self._messages is not None:  # an exception came between launch and wait
             self._messages.is_abandoned = True
 

@@ -40,7 +40,7 @@ def answer(owner: ShardedParam, pieces: str, metadata: str) -> list[Tensor]:
 
     These are the tensors to send, then those in the metadata.
     pieces, metadata: of its `Request` when the graph was compiled.
-    Raises RuntimeError if its request is another one now.
+    Raises RuntimeError if its request is another one now; otherwise as `ask`.
     """
     request, tensors = ask(owner)
     if (request.pieces, request.metadata) != (pieces, metadata):
@@ -64,6 +64,13 @@ class Request:
     """
 
     def __init__(self, owner: ShardedParam, sent: Sent, tensors: list[Tensor]) -> None:
+        """Write a request down as text, with simple attributes that the shard of `owner` has now.
+
+        sent: what the shard sends; in its metadata a `_Tensor` stands for each tensor.
+        tensors: those to send, each as it is sent, then those of the metadata; none is kept.
+        Raises ValueError, naming `owner`, for a tensor on another device than the shard or of a
+        dtype without a name, or metadata whose text doesn't tell its value.
+        """
         unnamed = [x.dtype for x in tensors if x.dtype not in DTYPE_NAMES]
         elsewhere = [x.device for x in tensors if x.device != owner.shard.device]
         if unnamed or elsewhere:
@@ -155,7 +162,7 @@ def spell_out(
     number: of `owner` in the table of parameters.
     Raises ValueError if it can't be compiled: the shard is offloaded to the host, its request is
     another one each time or can't be written down, or what is made of the gathered tensors is a
-    tensor subclass, or of another dtype than the marker's.
+    tensor subclass, or of another dtype than the marker's. Otherwise raises as `ask`.
     """
     if owner.unit.settings.is_offloaded:
         raise ValueError(

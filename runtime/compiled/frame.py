@@ -91,7 +91,8 @@ class Frame:
     def with_more_inputs(self) -> Iterator[None]:
         """Add inputs to the graph in this context: parameters kept unsharded, and a table's number.
 
-        They come last; `inputs` gets fake examples of them. At the end all are removed again.
+        They come last; `inputs` gets fake examples of them. At the end all are removed again; but
+        `gm` is recompiled only when they are added.
         No variable of the user's is behind them; the function that `wrap` makes passes them. For
         the number see `tables.py`. A graph that reads no sharded parameter is left as it is.
         """
@@ -117,15 +118,16 @@ class Frame:
     def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap `compiled`, over local shards, in a function with the signature of Dynamo's graph.
 
-        The function passes shards, and the inputs of `with_more_inputs`. Before that it compares
-        with other ranks, if this is new, which graph runs next, or with `strict_order=False`
-        launches the gathers of all units of the model; and waits for the event that
-        `set_post_optim_event` was given. The backward of the results, as it begins, notes which of
-        them have no gradient. The function raises RuntimeError if other ranks run another graph, or
-        if a parameter is laid out otherwise than when the graph was compiled.
-        `compiled` itself is returned if the graph reads no sharded parameter.
+        The function passes shards, and the inputs of `with_more_inputs`: parameters kept unsharded
+        are gathered before, and waited for, if they are not there. First it compares with other
+        ranks, if this is new, which graph runs next, and waits for them, or with
+        `strict_order=False` launches the gathers of all units of the model; and has compute wait
+        for the event that `set_post_optim_event` was given. The backward of the results, as it
+        begins, notes which of them have no gradient. The function raises RuntimeError if other
+        ranks run another graph, or if a parameter is laid out otherwise than when the graph was
+        compiled. `compiled` itself is returned if the graph reads no sharded parameter.
 
-        name: of the graph, the same on every rank.
+        name: of the graph, the same on every rank. The frame's fields are read now, not at calls.
         """
         if not self.params:
             return compiled
@@ -140,10 +142,13 @@ class Frame:
         def call(*args: Any) -> Any:
             """Compare with other ranks which graph runs next, then run `compiled` over shards.
 
-            With `strict_order=False` the gathers of all units are launched instead of the former.
-            Before it runs, compute waits for the event of `set_post_optim_event`. Parameters kept
-            unsharded, and the table's number, are passed, too. The backward of the results, as it
-            begins, notes which of them have no gradient. Raises as `Frame.wrap` says.
+            Ranks wait for each other if this is new. With `strict_order=False` the gathers of all
+            units of the model are launched instead. Compute waits for the event of
+            `set_post_optim_event`. Parameters kept unsharded, and the table's number, are passed,
+            too: the former are gathered, and waited for, if they are not there. If there are none,
+            the open step's hooks on saved tensors are off while `compiled` runs. Units note the
+            forward, whose backward, as it begins, notes which results have no gradient. Raises as
+            `Frame.wrap` says.
             """
             values = list(args)
             table = tables.of([values[position] for position in in_table])
@@ -173,9 +178,9 @@ class Frame:
 def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) -> None:
     """Have the backward of `results` tell `table`, as it begins, which of them have no gradient.
 
-    It tells `step`, too, that backward begins. Results without a compiled backward are left alone.
-    Backward raises RuntimeError for a gradient that is a DTensor, unless one of the results is a
-    DTensor.
+    It tells `step`, too, that backward begins, which may launch gathers. Results without a compiled
+    backward are left alone. Backward raises RuntimeError for a gradient that is a DTensor, unless
+    one of the results is a DTensor.
     """
     node = _torch.aot.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
@@ -186,7 +191,8 @@ def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) 
     def note(grads: Sequence[Tensor | None]) -> None:
         """Set `table.unused_outputs`, as backward begins, to the outputs without one of `grads`.
 
-        Tells `step`. Raises RuntimeError for a DTensor, unless a result of forward is one.
+        First tells `step`, if there is one, that backward begins: it may launch gathers. Raises
+        RuntimeError for a DTensor, unless a result of forward is one.
         """
         if step is not None:
             step.begin_backward()
@@ -199,7 +205,11 @@ def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) 
 
 
 def sharded_parameters(example_inputs: Sequence[Any]) -> list[ShardedParam]:
-    """The sharded parameters among the inputs of a captured graph."""
+    """Sharded parameters among the inputs of a captured graph, in order.
+
+    A parameter that was put in the place of a sharded one since counts: that is refreshed here; see
+    `resolve`, whose errors it raises.
+    """
     found = (resolve(value) for value in example_inputs if isinstance(value, Tensor))
     return [param for param in found if param is not None]
 
@@ -208,8 +218,9 @@ def follow_replaced(example_inputs: Sequence[Any]) -> bool:
     """Have units take note of parameters among the inputs that were replaced or converted.
 
     Returns whether there are any. The graph was then traced with what stood there before (of
-    another dtype, or with ties undone), so that it has to be traced again. Raises as
-    `ShardedParam.refresh`: ValueError for a replacement that is not sharded alike.
+    another dtype, or with ties undone), so that it has to be traced again. Hooks that a broken-off
+    backward has set aside are put back, too. Raises as `ShardedParam.refresh`: ValueError for a
+    replacement that is not sharded alike, TypeError for half an all-gather extension.
     """
     changed = False
     for value in example_inputs:
@@ -227,7 +238,8 @@ def make_frame(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Frame:
 
     A marker is the op that gathers a parameter; parameters have numbers from 0, in the order of
     their first markers. Parameters that the graph uses as DTensors (in a user's own DTensor code)
-    are still taken as DTensors. Dynamo is kept from guarding layouts that the tables look at.
+    are still taken as DTensors. Dynamo is kept from guarding layouts that the tables look at. To
+    compile an all-gather extension its methods are called (`extensions.spell_out`).
     Raises ValueError for a marker of something else than a parameter, for a parameter that is
     written to, or read under no_grad and used with gradients, or whose all-gather extension can't
     be compiled.
@@ -320,8 +332,8 @@ def _number_markers(
     numbers: filled here: a parameter's number, in the order of their first markers.
     staying: filled here: numbers of parameters that the runtime keeps unsharded.
 
-    A marker of an extended parameter is replaced by what `extensions.spell_out` makes. Raises
-    ValueError as `make_frame` does.
+    A marker of an extended parameter is replaced by what `extensions.spell_out` makes. Subgraphs
+    are recompiled, `gm` is not. Raises ValueError as `make_frame` does.
     """
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _UNSHARD:
@@ -352,7 +364,11 @@ def _number_markers(
 
 
 def _spell_out(marker: fx.Node, param: ShardedParam, number: int) -> None:
-    """Replace `marker`, of an extended parameter, by a call that asks its shard what to gather."""
+    """Replace `marker`, of an extended parameter, by a call that asks its shard what to gather.
+
+    The extension's methods are called, to see whether that can be compiled; raises as
+    `extensions.spell_out` if not.
+    """
     asked = Unshard.of(marker)
     gather = extensions.spell_out(
         param, asked.members, asked.group, asked.is_kept, number, asked.options.show()
@@ -437,6 +453,7 @@ def _inside(user: fx.Node, node: fx.Node) -> list[fx.Node]:
 
 
 def _example_of_unsharded(param: ShardedParam) -> Tensor:
+    """Make an uninitialized unsharded `param`, in the dtype for its unit's mode (train or eval)."""
     in_full = param.unit.asks_for_full_precision
     member = param.unit.gathered_member(param, in_full_precision=in_full)
     return torch.empty(member.size, dtype=member.dtype, device=param.device)
@@ -445,9 +462,10 @@ def _example_of_unsharded(param: ShardedParam) -> Tensor:
 def _kept_unsharded(params: list[ShardedParam]) -> list[Tensor]:
     """Return `params` unsharded, in order: those that their units keep, and others gathered now.
 
-    Launches all gathers, then waits for them. Units note in which precision they compute. A unit
-    that is not configured to keep them lets go of them again: at once, as the graph holds what it
-    needs; or, in a checkpoint, at the end of the backward that runs the graph again.
+    Launches all gathers, then waits for them. Units note in which precision they compute. Units
+    then let go of them, but for those that keep them after backward, by `unshard()`, or with
+    `strict_order=False`: at once, as the graph holds what it needs; or, in a checkpoint, at the end
+    of the backward that runs the graph again.
     """
     units = list(dict.fromkeys(param.unit for param in params))
     for unit in units:
@@ -497,7 +515,8 @@ def _shards(
 ) -> Sequence[Tensor]:
     """Return what the graph takes for `params`, with a backward if one of them needs a gradient.
 
-    In the order of `params`; without a backward under no_grad. Raises as `_input_for`.
+    In the order of `params`; without a backward under no_grad. With one, `units` note the use of
+    their parameters. Raises as `_input_for`.
     """
     inputs = list(map(_input_for, params, extended))
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
@@ -509,7 +528,10 @@ def _shards(
 
 
 def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
-    """Dtype of the reduce, in which `.grad` is to stay; None if it gets the parameter's own."""
+    """Dtype of the reduce, in which `.grad` is to stay; None if it gets the parameter's own.
+
+    That of a forward which begins now, in this mode (train or eval).
+    """
     unit = sharded.unit
     if not unit.settings.mp.keep_low_precision_grads:
         return None
@@ -531,7 +553,9 @@ class _LocalShards(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return `inputs`, detached; differentiable are those whose parameter needs a gradient.
 
-        Each of `units` notes the use of its parameters, until backward has their gradients.
+        Each of `units` notes the use of its parameters, until backward has their gradients. Kept
+        for backward: which values the parameters have, and in which dtype `.grad` is to be, by the
+        mode (train or eval) of now.
         """
         ctx.table = table  # backward looks things up in it
         ctx.use = Use(table.members, ctx)
@@ -553,10 +577,15 @@ class _LocalShards(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Hand on the reduced `grads` of shards, as DTensors, or put them in `.grad` itself.
 
-        The latter where `.grad` is empty and the parameter has no hooks, so that None is handed on.
+        The latter where this backward accumulates there, `.grad` is empty (zeros that stood for a
+        gradient that waited are taken out), and the parameter has no hooks: None is handed on then.
         None is also handed on for a gradient that waits, or that no rank has, and hooks of that
-        parameter do not run. In units that `sends_unused`, trainable parameters without a `.grad`
-        get zeros. If gradients wait, the end of the running backward reduces those of the model.
+        parameter are set aside. In units that `sends_unused`, if some parameter of theirs got a
+        gradient, the trainable ones without a `.grad` get zeros. Low-precision gradients that are
+        to be kept set `grad_dtype`.
+        Notes that a backward has begun: `parameters()` gives shards again. If gradients wait, hooks
+        are aside, or with `strict_order=False`, the end of the running backward reduces what waits
+        in the model, and puts hooks back.
         Raises RuntimeError if a parameter was written to since forward.
         """
         ctx.use.end()

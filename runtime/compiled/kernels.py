@@ -81,7 +81,8 @@ def _reduce_grad(
 ) -> Tensor:
     """Reduce `grad`, wait, and return its shard: the ops of a bucket one after another.
 
-    On the host if the member says so.
+    The result is on the host if the member says so. Gradients that wait are added, users' settings
+    followed, and `is_withheld` set, as by `_pack_grads` and `_wait_reduce`.
     """
     told = ops.show_outputs([outputs]) if outputs else ""
     packed = _pack_grads([grad], members, group, 0, table, [param], told)
@@ -95,6 +96,7 @@ def _reduce_grad(
 
 @_implements(ops.cut)
 def _cut(whole: Tensor, members: str, group: str) -> Tensor:
+    """Copy out of `whole`, unsharded, the rows that this rank has in `group`."""
     (member,) = read_members(members)
     return part_of(whole, member, groups.shards(group), groups.shard_rank(group))
 
@@ -103,6 +105,7 @@ def _cut(whole: Tensor, members: str, group: str) -> Tensor:
 def _before_gather(
     shard: Tensor, pieces: str, metadata: str, param: int, *, table: Tensor | None = None
 ) -> list[Tensor]:
+    """Ask the shard of parameter `param` of the table for what to gather: `extensions.answer`."""
     (owner,) = look_up(table, [param])
     return extensions.answer(owner, pieces, metadata)
 
@@ -119,8 +122,8 @@ def _hold_grad(
 ) -> Tensor:
     """Let `grad` wait for a later backward, and return zeros for its shard; see `reduce.hold`.
 
-    If `torch.autograd.grad` asks for it, it is reduced instead, and its shard returned. It is
-    absent on this rank if the backward has a gradient for none of `outputs`.
+    If `torch.autograd.grad` asks for it, it is reduced instead, waited for, and its shard returned.
+    It is absent on this rank if the backward has a gradient for none of `outputs`. Needs a `table`.
     """
     known = table_at(table)
     assert known is not None
@@ -193,9 +196,9 @@ def _pack_grads(
 ) -> Tensor:
     """Pack a bucket's gradients into one buffer for one reduce; return a ticket for it.
 
-    Gradients accumulated for this reduce are added first. If a unit asks for more than a plain
-    reduce (`reduce.is_plain`), each unit's reduce is packed and launched here already, and the
-    ticket stands for these.
+    Gradients that wait for this reduce are added first. If a unit asks for more than a plain reduce
+    (`reduce.is_plain`), each unit's reduce is packed and launched here already, gradients that are
+    not to be reduced now are kept to wait, and the ticket stands for these (`UnitReductions`).
     table, params: where the graph's parameters are found, and the numbers of these in it; without a
         table nothing is known of them.
     outputs: which outputs of forward each gradient comes from: one that comes from unused ones
@@ -236,7 +239,8 @@ def _pack_grads(
 def _launch_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor:
     """Launch the reduce-scatter of what `_pack_grads` has packed; return a new ticket.
 
-    Launches nothing if each unit's reduce was launched there already.
+    Launches nothing if each unit's reduce was launched there already, or over one rank. Raises as
+    `_take`.
     """
     flight = _redeem(ticket)
     if isinstance(flight, InFlight):
@@ -249,7 +253,9 @@ def _all_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> Tensor
     """Launch the all-reduce of what `ticket` reduce-scatters; return a new ticket.
 
     On a device, the stream of all-reduces waits for the reduce-scatter, not compute; on a CPU the
-    host does. What the reduce-scatter reads is kept until the all-reduce is waited for.
+    host does. What the reduce-scatter reads is kept until the all-reduce is waited for. Reduces
+    that `_pack_grads` launched unit by unit go on as their units are configured: sums may be left
+    for a later all-reduce, and then none is launched. Raises as `_take`.
     """
     flight = _redeem(ticket)
     if isinstance(flight, UnitReductions):
@@ -266,7 +272,9 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
     """Wait for the reduce of `ticket`, and return this rank's shards of the mean gradients.
 
     Where a gradient may be absent on some ranks, sets `is_withheld` of its parameter: whether it is
-    on all. Raises as `_take`.
+    on all; if it is on this one, the host waits for a device to know. Where `_pack_grads` launched
+    reduces unit by unit, zeros stand for gradients that wait, and `is_withheld` is set, too; see
+    `UnitReductions.wait`. Raises as `_take`.
     """
     flight = _redeem(ticket)
     if isinstance(flight, UnitReductions):

@@ -26,8 +26,9 @@ from autoshard.runtime.unit.unit import Unit
 def is_plain(owners: Sequence[ShardedParam]) -> bool:
     """Tell whether gradients of `owners`, a bucket's, are all reduced now, together, to their mean.
 
-    They are not if a setting of the user's says otherwise for one of their units, or if a gradient
-    has to wait for another use of its parameter in this backward.
+    They are not if a setting of the user's says otherwise for one of their units, if sums of one
+    wait for a later all-reduce, or if a gradient has to wait for another use of its parameter in
+    this backward.
     """
     units = {owner.unit for owner in owners}
     if not all(unit.reducer.is_plain for unit in units):
@@ -47,10 +48,11 @@ def add_pending(owners: Sequence[ShardedParam], grads: list[Tensor], dtype: torc
     """Add to each of `grads` those of its owner that came before: the list is changed.
 
     They are taken out of the owner: those of this backward (`arriving`), and of earlier ones
-    (`pending`). Gradients of earlier backwards, which wait, are only added to a gradient that goes
-    to `.grad`.
+    (`pending`). The latter are only added to a gradient that goes to `.grad`, and dropped if that
+    was emptied or zeroed since. What a broken-off backward has left in `arriving` is dropped, too.
 
-    owners: the parameter of each gradient. dtype: in which sums are made.
+    owners: the parameter of each gradient; empty: nothing is added. dtype: in which sums are made.
+    Raises RuntimeError if `.grad` was written to otherwise since a gradient began to wait.
     """
     for index, owner in enumerate(owners):
         if owner.arriving is not None:
@@ -68,15 +70,17 @@ def hold(
 ) -> Tensor:
     """Let `grad` of `owner` wait for a later backward. Returns a shard of zeros in its place.
 
-    Sets `is_withheld` of `owner`, so that these zeros don't go to `.grad`. If `torch.autograd.grad`
-    asks for it, it does not wait: it is reduced, and its shard returned. A gradient that the
+    Sets `is_withheld` of `owner`, so that these zeros don't go to `.grad`; if that is empty, others
+    are put there, to stand for the gradient that waits. If `torch.autograd.grad` asks for it, it
+    does not wait: it is reduced, which is waited for, and its shard returned. A gradient that the
     running backward is not to accumulate is dropped.
 
     grad: unsharded; None if this rank has none.
     members, group: as of the op `hold_grad`.
     like: a tensor on the device of gradients.
-    Raises NotImplementedError for `torch.autograd.grad` with `strict_order=False`; without the
-    latter, RuntimeError if a parameter of the unit has a post-accumulate-grad hook.
+    Raises NotImplementedError for `torch.autograd.grad` with `strict_order=False`; RuntimeError if
+    a gradient is to wait, with `strict_order=True`, and a parameter of the unit has a
+    post-accumulate-grad hook, or if `.grad` was written to since one began to wait.
     """
     (member,) = read_members(members)
     if _is_handed_out(owner):
@@ -95,7 +99,9 @@ def _hold(owner: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> None:
     """Let `grad` wait for a later backward, or for further gradients of `owner` in this one.
 
     It is copied, or added to those that wait already, in `dtype`. None adds nothing; but with the
-    last of this backward, those that came before in it go on to wait for a later one.
+    last of this backward, those that came before in it go on to wait for a later one. An empty
+    `.grad` gets zeros for one that waits for a later backward; if `.grad` was emptied or zeroed
+    since others began to wait, they are dropped. Raises RuntimeError for other writes to `.grad`.
     """
     if _comes_again(owner):
         if grad is not None:
@@ -180,6 +186,16 @@ class UnitReductions:
         owners: Sequence[ShardedParam],
         dtype: torch.dtype,
     ) -> None:
+        """Launch the reduces of `grads`, one a unit, as the user's settings and this backward ask.
+
+        Gradients that came before and wait are added. Where the unit doesn't sync, or another use
+        of the parameter is still to bring a gradient, nothing is launched: gradients are kept to
+        wait (`_hold`), or dropped if the backward is not to accumulate them. Gradients that
+        `torch.autograd.grad` asks for are reduced in any case, by themselves. A user's `comm_hook`
+        runs to its end here; where parameters are not cut, the all-reduce is launched, too.
+        Raises RuntimeError if a unit lets gradients wait and has post-accumulate-grad hooks, or if
+        `.grad` was written to since a gradient began to wait.
+        """
         self._owners = owners
         self._reductions: list[Reduction] = []
         by_unit: dict[tuple[Unit, bool], dict[ShardedParam, Tensor | None]] = {}
@@ -220,7 +236,9 @@ class UnitReductions:
     ) -> None:
         """Launch the reduction of `grads`, with those that came before added; `wait` waits for it.
 
-        Gradients that the backward is not to accumulate are sent all the same, for nothing.
+        Gradients that the backward is not to accumulate are sent all the same, for nothing. A
+        user's `comm_hook` runs to its end here, and where parameters are not cut the all-reduce is
+        launched, too. Changes `grads`: the sums are put there.
         handed_out: whether they go to `torch.autograd.grad`: then nothing is added.
         """
         wanted = {owner for owner in grads if handed_out or _is_accumulated(owner)}
@@ -233,7 +251,10 @@ class UnitReductions:
         self._reductions.append(reduction)
 
     def advance(self) -> None:
-        """Go on to the all-reduces, if there are to be any."""
+        """Go on to the all-reduces, if there are replicas; or leave sums for a later all-reduce.
+
+        Waits for the reduce-scatters then: on a CPU the host, else the stream for all-reduces.
+        """
         for reduction in self._reductions:
             reduction.advance()
 
@@ -242,7 +263,9 @@ class UnitReductions:
 
         They have the dtype and the device that `members` say. Where a gradient still waits, or no
         rank has one, it is zeros, and `is_withheld` of its parameter is set. They are contiguous: a
-        compiler may count on the strides of what a graph waits for.
+        compiler may count on the strides of what a graph waits for. All-reduces still to come are
+        launched first, and users' `all_reduce_hook`s run. The host waits for a device only if this
+        rank lacks a gradient. To be called once.
 
         members, group: of the bucket. like: a tensor on the device of gradients.
         """

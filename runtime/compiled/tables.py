@@ -31,6 +31,10 @@ class Table:
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
+        """Give the table the process's next number, by which `table_at` finds it while it lives.
+
+        `params` are referred to weakly, in this order.
+        """
         self._params = [weakref.ref(param) for param in params]
         self._root: Callable[[], Unit | None] = lambda: None
         number = next(_numbers)
@@ -45,7 +49,10 @@ class Table:
 
     @property
     def root(self) -> Unit:
-        """Unit of the outermost sharded module that the parameters are in."""
+        """Unit of the outermost sharded module that the parameters are in, by the first of them.
+
+        Remembered for as long as it is a root.
+        """
         known = self._root()
         if known is None or not known.is_root:
             known = unit_of(root_of(self[0]))
@@ -94,8 +101,8 @@ class Tables:
     def of(self, params: Sequence[Tensor]) -> Table:
         """Return the table of these `nn.Parameter`s, made when they are first met.
 
-        Raises RuntimeError if one is not sharded, or laid out otherwise than the parameter that the
-        graph was compiled with: Dynamo doesn't look at that, see
+        When it is made, raises RuntimeError if one is not sharded, or laid out otherwise than the
+        parameter that the graph was compiled with: Dynamo doesn't look at that, see
         `_torch.dynamo.leave_layouts_unguarded`.
         """
         key = tuple(map(id, params))

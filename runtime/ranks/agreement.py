@@ -57,13 +57,13 @@ Agreed = set[tuple[str, tuple[str, ...]]]
 def agree(frame: str, outcome: CompileOutcome, mesh: DeviceMesh, agreed: Agreed) -> str | None:
     """Exchange outcomes with all ranks of `mesh`; return the error of the first rank that has one.
 
-    None if no rank has one. Ranks wait for each other, up to the group's timeout; at the first time
-    for a frame up to 10 minutes, if that is more. Nothing is exchanged if this rank is alone, or if
-    its outcome is in `agreed`.
+    None if no rank has one. Ranks wait for each other, up to the group's timeout; if the frame is
+    not in `agreed`, up to 10 minutes, if that is more. Nothing is exchanged if this rank is alone
+    (its own error is returned), or if its outcome has no error and is in `agreed`.
     frame: a name for what was compiled, the same on every rank.
     agreed: outcomes that need not be compared any more; this one is added if all ranks have it.
-    Raises PlansDiffer, naming the ranks, if they compiled different collectives, and RuntimeError
-    if a rank has other options, or does not answer in time.
+    Raises RuntimeError if a rank has other options, whatever its error, or as `exchange`, and
+    PlansDiffer, naming the ranks, if no rank has an error and they compiled different collectives.
     """
     if is_alone(mesh):
         return outcome.error
@@ -129,8 +129,9 @@ def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh)
 def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
     """Describe the first difference between `lines` here and on rank `other`, where they differ.
 
-    All ranks of `mesh` call this, after an exchange that showed that lines differ. If `other` does
-    not send its lines in time, the text says that. Raises DistError if the store is gone.
+    All ranks of `mesh` call this, after an exchange that showed that lines differ, and wait for
+    `other`, then some seconds for the rest. If `other` does not send its lines in time, the text
+    says that. Raises DistError if the store is gone.
     """
     text = read_from(other, f"differing/{topic}", json.dumps(list(lines)), mesh)
     if text is None:

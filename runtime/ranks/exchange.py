@@ -53,7 +53,8 @@ def exchange(
 ) -> dict[int, str]:
     """Exchange answers with all ranks of `mesh`; return those of all, by global rank.
 
-    All ranks call this with one `topic`, and wait for each other.
+    All ranks call this with one `topic`, and wait for each other. After an error that was caught,
+    this rank's answer is withdrawn, and its next call on `topic` is for the same round.
     failed, hint: what the message of an error begins and ends with.
     may_differ: whether the caller goes on if answers differ. Otherwise it is about to raise then,
         so this returns only once all ranks have read the answers (after LEAVING_S at most), as this
@@ -134,6 +135,11 @@ class _Sessions:
     """
 
     def __init__(self, store: Any) -> None:
+        """Start a client of `store`, with a thread that notes what the caller's thread waits for.
+
+        Takes this process's rank, and the thread that makes this, as those to note. No session is
+        agreed on yet.
+        """
         noting = weakref.WeakMethod(self._note_collective)  # the client's thread ends with these
 
         def note_collective(store: Any) -> None:
@@ -150,8 +156,8 @@ class _Sessions:
     def _note_collective(self, store: Any) -> None:
         """Note in `store` which collective this rank's thread has waited for, if for long.
 
-        Other ranks that wait in the store for this rank, in vain, read it. The note is cleared when
-        the wait is over.
+        Other ranks that wait in the store for this rank, in vain, read it. There is a note in each
+        session; it is cleared when the wait is over. Without any to make or clear, does nothing.
         """
         notice = collective_notice(self._rank, self._thread)
         if not notice and not self._has_noted:
@@ -175,7 +181,7 @@ class _Local(threading.local):
         return number
 
     def sessions_of(self, mesh: DeviceMesh) -> _Sessions:
-        """Return the sessions over the default store, made if there are none.
+        """Return the sessions over the default store; made, with a thread, if there are none.
 
         Also sets the time for the store to answer in to the timeout of collectives over `mesh`.
         """
@@ -226,7 +232,8 @@ def _answers(
     Returns them by rank, and the prefix of their keys in the store, where they stay until the next
     round of `topic`. At the first call for a mesh its session is agreed on. After an exception this
     rank's answer is gone from the store, and its next call on `topic` is in the same round.
-    Raises RuntimeError if some ranks don't answer in time, or wait elsewhere for this one.
+    Raises RuntimeError if some ranks don't answer in time, or wait elsewhere for this one, and
+    DistError if the store is gone.
     """
     sessions, rank = _local.sessions_of(mesh), dist.get_rank()
     store = sessions.store

@@ -54,7 +54,8 @@ class CollectiveOrder:
     def end(self) -> None:
         """Note that the phase is over, and remember its collectives for later steps.
 
-        Does nothing if it had none. Compares with other ranks if the end is new here, and raises
+        Those of the latest _KINDS different steps are remembered. If it had none, nothing is
+        compared or remembered. Compares with other ranks if the end is new here, and raises
         RuntimeError if the phase goes on for them, or if they don't come in time.
         """
         if self._taken:

@@ -38,6 +38,11 @@ class Store:
     """
 
     def __init__(self, store: Any, idle: Callable[[Any], None] = lambda store: None) -> None:
+        """Clone `store`, and start a daemon thread that asks the clone until this object is freed.
+
+        `limit_s` is 60 until it is set. The thread calls `idle` with the clone about once IDLE_S if
+        there is nothing to ask; what that raises is passed over.
+        """
         self.limit_s = 60.0
         self._store = store.clone()
         self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()

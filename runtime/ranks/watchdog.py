@@ -70,6 +70,11 @@ class Watchdog:
     """
 
     def __init__(self, after_s: float, store: Any, rank: int) -> None:
+        """Begin to observe collectives, and start a daemon thread that looks for late ones.
+
+        Those launched before are not seen, and what other ranks asked before is not answered. The
+        thread that makes this is the one whose line of code is reported. Asks `store`.
+        """
         self._after_s = after_s
         self._store, self._rank = store, rank
         self._main = threading.get_ident()
@@ -119,8 +124,8 @@ class Watchdog:
     def _waited(self, issued: Issued) -> None:
         """Close the entry of `issued`, which was waited for, if it has one.
 
-        On a device it stays open until that has passed an event, recorded now; not while a CUDA
-        graph is captured.
+        Where there is an accelerator it stays open until that has passed an event, recorded now on
+        the current stream; while a CUDA graph is captured, it is closed at once.
         """
         with self._lock:
             entry = self._open.get(id(issued))
@@ -269,7 +274,7 @@ def watchdog(after_s: float | None = 30.0) -> None:
 
     All ranks call this, after `init_process_group`: a rank without a watchdog does not answer.
     after_s: seconds that a collective may take; None only stops the watchdog. A new one takes the
-        place of the one that runs.
+        place of the one that runs, which is stopped first.
     The environment variable AUTOSHARD_WATCHDOG does the same for all models that are sharded later,
     and TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL does with 60 s.
     The thread asks a GPU for events, which a capture of a CUDA graph forbids to all threads, unless
@@ -291,9 +296,9 @@ def watchdog(after_s: float | None = 30.0) -> None:
 def watch_as_told() -> None:
     """Start a watchdog if the environment asks for one, and none is running.
 
-    AUTOSHARD_WATCHDOG asks by a number of seconds, 0 for none; without it TORCH_DISTRIBUTED_DEBUG
-    does, as INFO or DETAIL. Nothing starts without a process group, or over the fake backend.
-    Raises ValueError if AUTOSHARD_WATCHDOG is no number.
+    AUTOSHARD_WATCHDOG asks by a number of seconds, 0 or less for none; without it
+    TORCH_DISTRIBUTED_DEBUG does, as INFO or DETAIL. Nothing starts without a process group, or over
+    the fake backend. Raises ValueError if AUTOSHARD_WATCHDOG is no number.
     """
     told = os.environ.get(VARIABLE, "")
     is_debugged = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() in ("INFO", "DETAIL")
