@@ -40,7 +40,8 @@ def read_options(text: str) -> dict[str, Any]:
 def load(place: str) -> Any:
     """Import and return the function at `place`, "package.module:name".
 
-    Raises ValueError if the module can't be imported, or has no such name, or it can't be called.
+    Raises ValueError if the module can't be imported, or has no such name, or it can't be called;
+    what else the module raises, as it is imported, is passed on.
     """
     module, _, name = place.partition(":")
     try:

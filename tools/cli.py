@@ -41,7 +41,8 @@ def script() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that `arguments` name; return its exit status.
 
-    arguments: without the program's name; None: those of `sys.argv`. Wrong ones raise SystemExit.
+    arguments: without the program's name; None: those of `sys.argv`. Wrong ones, and `--help`,
+        raise SystemExit.
     """
     parser = argparse.ArgumentParser(prog="autoshard", description="Sharded training, compiled.")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -33,9 +33,11 @@ PARITY_STEPS = 3
 def main() -> int:
     """Train the model as the command line says, print results, and check parity; on every rank.
 
-    The process group is made if there is none. Rank 0 prints the loss and speed of each step, the
-    bytes of its shards, the number of collectives in the last step, and the report of a parity run
-    of `PARITY_STEPS` steps with the plain lowering. Returns the exit status: 1 if parity fails.
+    The process group is made if there is none, and torch's random generator is seeded. Rank 0
+    prints the loss, speed and peak memory of each step, the bytes of its shards, and the number of
+    collectives in the last step. Then what torch has compiled is reset, and rank 0 prints the
+    report of a parity run of `PARITY_STEPS` steps, from new weights, with the plain lowering.
+    Returns the exit status, after a barrier: 1 if parity fails.
     """
     options = _arguments()
     ensure_process_group()

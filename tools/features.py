@@ -439,8 +439,9 @@ def problems(rows: Collection[str], found: list[Claim]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Write or check docs/features.md; return the exit status, 1 if there are problems.
 
-    Problems are printed to standard error: those of `problems` and `fsdp2_problems`, with which the
-    file is written all the same; and, with `--check`, which writes nothing, a stale file.
+    The file is written if it would change. Problems are printed to standard error: those of
+    `problems` and `fsdp2_problems`, with which the file is written all the same; and, with
+    `--check`, which writes nothing, a stale file.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")

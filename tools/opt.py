@@ -40,7 +40,10 @@ OTHERWISE = 2  # ranks of a group of which nothing is said
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `autoshard opt`."""
+    """Add the command `autoshard opt`, with its options, to `commands`.
+
+    What is parsed has two attributes more: `run`, which runs the command, and `parser`.
+    """
     parser = add_command(
         commands,
         "opt",
@@ -64,8 +67,11 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard opt`: print the graph after the passes, then tags and its plan as comments.
 
-    Returns the exit status: 1 if a pass fails, with its error on standard error. An unknown pass,
-    or what can't be read, ends the process with status 2.
+    There is a plan only if a pass has made one. Process groups need not exist: they have the ranks
+    that `--ranks` says, or 2.
+    Returns the exit status: 1 if a pass leaves the graph broken or raises ValueError, with the
+    error on standard error; other errors of a pass are passed on. An unknown pass, or what can't be
+    read, ends the process with status 2.
     arguments: the command line; not used.
     """
     from autoshard import passes
@@ -117,8 +123,10 @@ def read(text: str) -> tuple[str, fx.GraphModule]:
 def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
     """List a `ParamInfo` for each of the graph's parameters, in the order of their numbers.
 
-    Their names are those of a line `# params: <name> ...` in `head`, the comments on top of the
-    graph; without that line, those that stand as comments beside the graph's markers, or "".
+    Parameters count as sharded, each in a unit named after its module, or "root". Their names are
+    those of a line `# params: <name> ...` in `head`, the comments on top of the graph, whether or
+    not the graph has as many; without that line, those that stand as comments beside the graph's
+    markers, or "".
     """
     from autoshard.passes.ir.match import is_gradient, is_marker, param_of
     from autoshard.passes.ir.meta import SOURCE
@@ -153,6 +161,9 @@ def every_pass(
     kept: Collection[int] = (),
 ) -> dict[str, tuple[Pass, ...]]:
     """Map names to passes: each pass by its own name; "joint" and "pipeline" to all of theirs.
+
+    A pass that both have is the one of "pipeline". No prices are known: buckets are not searched
+    for.
 
     table, graph, bucketing: arguments of `passes.pipeline`.
     kept: numbers of the parameters that `keep_gathered` keeps.

@@ -31,6 +31,9 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
 def leave(status: int) -> NoReturn:
     """End this process with exit status `status`; a rank at once, without Python's shutdown.
 
+    Standard output and error are flushed first. A process is a rank if `RANK` is set; another one
+    ends by SystemExit.
+
     A thread of gloo's may release a tensor of the last collective while the interpreter is shut
     down, which aborts the process (torch 2.11 to 2.15); and the end of a group may wait for ranks
     that are gone.

@@ -52,11 +52,14 @@ def calibrate(
 ) -> Topology:
     """Measure a topology, and have rank 0 write it to `path`; every rank reads and returns it.
 
-    All ranks call this, in a process group of at least two. What isn't measured here (memory, the
-    network) is taken from the named topology of the device.
+    All ranks call this, in a process group of at least two, and wait for each other; `path` is one
+    file to all of them. A `path` that this process has loaded as a topology before is not read
+    again. What isn't measured here (memory, the network) is taken from the named topology of the
+    device.
     sizes: bytes, unsharded, of the collectives that are timed.
     rounds: repetitions of each measurement.
-    steps: forward and backward of models, neither sharded nor compiled: their ops are timed.
+    steps: forward and backward of models, neither sharded nor compiled: their ops are timed. Each
+        is called once more than `rounds`.
     Raises ValueError with one rank; OSError, on rank 0, where `path` can't be written.
     """
     world = dist.get_world_size()
@@ -95,7 +98,8 @@ def calibrate(
 def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
     """Fit times to start-up + slope * size; return both, in microseconds and microseconds a byte.
 
-    Neither is below 0. The sum of squared relative errors is the least.
+    The sum of squared relative errors is the least, unless one of both would be below 0: it is then
+    0.
     sizes: in bytes, not all the same.
     """
     weights = [1 / time_us**2 for time_us in times_us]
@@ -113,8 +117,8 @@ def _collective_us(kind: str, num_bytes: int, device: torch.device, rounds: int)
     """Microseconds of a collective: mean over rounds of the least over ranks.
 
     There are twice as many rounds as `rounds` says; the longest tenth is left out. On a CPU,
-    compute goes on meanwhile. All ranks call this.
-    kind: "gather", "reduce" or "all_reduce".
+    compute goes on meanwhile, and a thread waits for the collective. All ranks call this.
+    kind: "gather", "reduce", of which the transfer alone is timed, or "all_reduce".
     num_bytes: of the collective, unsharded.
     """
     a = torch.ones(PRODUCT // 8, PRODUCT // 8, device=device)
@@ -225,7 +229,7 @@ def _tflops(known: Topology, device: torch.device, rounds: int) -> dict[str, flo
 
 
 def _op_us(device: torch.device, rounds: int) -> float:
-    """Microseconds of a smallest op, one of many in a row."""
+    """Microseconds of a smallest op, one of many in a row; all ranks call this."""
     x = torch.ones(16, device=device)
 
     def many() -> None:
@@ -246,6 +250,7 @@ class _Times(_torch.tensors.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run `func`, note its time, and return its result; the host waits for the GPU."""
         result, took_us = timed(lambda: func(*args, **(kwargs or {})))
         self.found.setdefault(op_key(func, (args, kwargs)), []).append(took_us)
         return result
@@ -274,14 +279,17 @@ def _mean(times: Sequence[float]) -> float:
 
 
 def _memory_gb_per_s(device: torch.device, rounds: int) -> float:
-    """GB/s, read and written, of copies to the same memory each time."""
+    """GB/s, read and written, of copies to the same memory each time; all ranks call this."""
     source = torch.ones(STREAMED // 4, device=device)
     target = torch.empty_like(source)
     return 2 * STREAMED / _median_us(lambda: target.copy_(source), rounds) / 1e3
 
 
 def _copy_gb_per_s(device: torch.device, rounds: int) -> float:
-    """GB/s, read and written, of copies to memory that is new each time, as a bucket's is."""
+    """GB/s, read and written, of copies to memory that is new each time, as a bucket's is.
+
+    All ranks call this.
+    """
     source = torch.ones(STREAMED // 4, device=device)
     return 2 * source.nbytes / _median_us(source.clone, rounds) / 1e3
 
@@ -289,6 +297,7 @@ def _copy_gb_per_s(device: torch.device, rounds: int) -> float:
 def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
     """Factor by which compute slows down while gathers run, from 1 to 10.
 
+    It is 1 if gathers take no time a byte.
     us_per_byte: of a gather.
     taken_us: time that a gather of each size in `BESIDE` takes away from compute.
     """
@@ -299,14 +308,15 @@ def _contention(us_per_byte: float, taken_us: Sequence[float]) -> float:
 
 
 def _median_us(run: Callable[[], object], rounds: int) -> float:
-    """Median over rounds of the microseconds of `run`; see `_times_us`."""
+    """Median over rounds of the microseconds of `run`; all ranks call this, see `_times_us`."""
     return float(statistics.median(_times_us(run, rounds)))
 
 
 def _times_us(run: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds of `run` in each round, on the rank where it took least.
+    """Microseconds of `run` in each round, on the rank where it took least; alike on every rank.
 
-    All ranks call this; every round begins with a barrier, and three more rounds come before.
+    All ranks call this. Every round begins with a barrier, and waits for the GPU before and after
+    `run`; three more rounds come before, which don't count.
     """
     times = []
     for _ in range(rounds + 3):

@@ -46,7 +46,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_calibrate(commands: Any) -> None:
-    """Add the command `autoshard bench calibrate` with its options to `commands`."""
+    """Add the command `autoshard bench calibrate`, with its options, to `commands`.
+
+    What is parsed has two attributes more: `run`, which runs the command, and `parser`.
+    """
     parser = add_command(
         commands,
         "calibrate",
@@ -64,7 +67,10 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _add_step(commands: Any) -> None:
-    """Add the command `autoshard bench step` with its options to `commands`."""
+    """Add the command `autoshard bench step`, with its options, to `commands`.
+
+    What is parsed has two attributes more: `run`, which runs the command, and `parser`.
+    """
     parser = add_command(
         commands,
         "step",
@@ -84,12 +90,13 @@ def _add_step(commands: Any) -> None:
 
 
 def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard bench calibrate`; start the ranks unless torchrun did.
+    """Run `autoshard bench calibrate`; start the ranks, and wait for them, unless torchrun did.
 
-    Writes the topology to `--out`; rank 0 prints it.
+    A rank makes the process group if there is none; rank 0 writes the topology to `--out`, and
+    prints it. Raises as `make_step` and `calibrate` do.
     arguments: the command line, with which ranks are started.
-    Returns the exit status. `--model` without `--batch`, or the other way round, ends the process
-    with status 2.
+    Returns the exit status: that of torchrun, or, on a rank, 0. `--model` without `--batch`, or the
+    other way round, ends the process with status 2.
     """
     if bool(options.model) != bool(options.batch):
         options.parser.error("--model needs --batch, and --batch needs --model")
@@ -109,8 +116,9 @@ def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
 def make_step(options: argparse.Namespace) -> Callable[[], object]:
     """Return a function that runs forward and backward of the unsharded model of `options`.
 
-    It has one batch, this rank's for step 0, and takes no optimizer step. The model is built here,
-    on this rank's device. Raises ValueError for a function that can't be loaded.
+    It has one batch, this rank's for step 0, which is made here and not moved, and takes no
+    optimizer step: gradients add up. The model is built here, and moved to this rank's device; no
+    seed is set. Raises ValueError for a function that can't be loaded.
     """
     from autoshard.runtime.comm.mesh import device_type
     from autoshard.tools.parity.compare import default_loss
@@ -122,12 +130,13 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
 
 
 def run_step(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard bench step`; start the ranks unless torchrun did.
+    """Run `autoshard bench step`; start the ranks, and wait for them, unless torchrun did.
 
-    Rank 0 prints each model's table when it is measured, and writes `--out`, if given, anew.
+    A rank makes the process group if there is none. Rank 0 prints versions, then each model's table
+    when it is measured, and writes `--out`, if given, anew each time.
     arguments: the command line, with which ranks are started.
-    Returns the exit status. Unknown names, options that can't be read, or no folder for `--out` end
-    the process with status 2.
+    Returns the exit status: that of torchrun, or, on a rank, 0. Unknown names, options that can't
+    be read, or no folder for `--out` end the process with status 2.
     """
     if options.out and not os.access(Path(options.out).parent, os.W_OK):
         options.parser.error(f"--out {options.out}: there is no such folder to write to")

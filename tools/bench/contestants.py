@@ -77,7 +77,11 @@ def ddp(model: Any, setting: Setting) -> Any:
 
 
 def fsdp1(model: Any, setting: Setting) -> Any:
-    """Shard the model with FullyShardedDataParallel, each module of a block's class a unit."""
+    """Shard the model with FullyShardedDataParallel, each module of a block's class a unit.
+
+    With a dtype other than float32, mixed precision reduces in float32. Warnings are ignored
+    meanwhile.
+    """
     mixed = fsdp.MixedPrecision(param_dtype=setting.dtype, reduce_dtype=torch.float32)
     kinds = {type(block) for block in setting.blocks(model)}
     with warnings.catch_warnings():
@@ -94,8 +98,9 @@ def fsdp1(model: Any, setting: Setting) -> Any:
 def fsdp2(model: Any, setting: Setting, *, keeps: bool = False) -> Any:
     """Shard the model with torch's `fully_shard`, a unit a block.
 
-    On a CPU, FSDP2 waits for each gather where it launches it, unless prefetch is configured: here
-    each unit prefetches the next one in forward.
+    With a dtype other than float32, mixed precision reduces in float32. On a CPU, FSDP2 waits for
+    each gather where it launches it, unless prefetch is configured: there, each unit is set to
+    prefetch the next one in forward, and gathers to run beside compute.
     keeps: whether blocks stay unsharded from forward to backward.
     """
     policy = fsdp.MixedPrecisionPolicy()
@@ -130,7 +135,7 @@ def autoshard_eager(model: Any, setting: Setting) -> Any:
     """Shard the model with autoshard's eager runtime, by those options that `shard()` takes.
 
     The mesh is that of all ranks, unless the options have one. A dtype other than float32 sets the
-    mixed precision, whatever the options say.
+    mixed precision, whatever the options say. Raises ValueError for a wrong option.
     """
     arguments = CompileOptions.read(setting.options).shard_arguments()
     if setting.is_mixed:
@@ -139,7 +144,10 @@ def autoshard_eager(model: Any, setting: Setting) -> Any:
 
 
 def autoshard_compiled(model: Any, setting: Setting) -> Any:
-    """Compile the whole model with autoshard's backend; what can't be compiled is an error."""
+    """Shard the model as `autoshard_eager`, and compile it whole with autoshard's backend.
+
+    The first call compiles; what can't be compiled is an error there.
+    """
     options = {**setting.options, "strict": True}
     return torch.compile(autoshard_eager(model, setting), backend="autoshard", options=options)
 
@@ -157,8 +165,9 @@ def autoshard_kept(model: Any, setting: Setting) -> Any:
 def simple_fsdp(model: Any, setting: Setting) -> Any:
     """Make parameters DTensors that are gathered where they are read, and compile the whole model.
 
-    Inductor buckets the collectives. Modules of `model` get classes with a property for each
-    parameter.
+    Inductor buckets the collectives. `model` is changed in place: its modules get new parameters,
+    which require gradients, and classes with a property for each. Rank 0's values are sent to all
+    ranks, which call this together. The first call compiles.
     """
     mesh = setting.mesh
     sharded: dict[int, nn.Parameter] = {}  # by the id of the whole one: ties stay
@@ -185,7 +194,7 @@ def _getter(name: str, dtype: torch.dtype) -> Callable[[Any], Tensor]:
     """Return a getter of parameter `name`, which gathers it in `dtype`, and again in backward."""
 
     def get(module: Any) -> Tensor:
-        """Return the unsharded parameter of `module`."""
+        """Gather the parameter of `module`, and return it unsharded; backward gathers it again."""
         whole: Tensor = checkpoint(
             functools.partial(_gather, dtype=dtype),
             module._parameters[name],

@@ -43,7 +43,7 @@ class Memory:
 
 
 def memory_now(device: torch.device, tensors: Iterable[Tensor] = ()) -> Memory:
-    """Memory in use: on a GPU what its allocator says, once its cache is emptied.
+    """Memory in use: on a GPU what its allocator says, once its cache is emptied, as it is here.
 
     On a CPU it is what `tensors` take on this rank, shared memory counted once; on a GPU they are
     not looked at.

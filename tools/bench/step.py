@@ -126,11 +126,12 @@ def bench_step(
 ) -> list[StepTimes]:
     """Train each of `workloads`, models by name, with all contestants, and return measurements.
 
-    All ranks call this, in a process group. What torch has compiled is reset for each model.
+    All ranks call this, in a process group. For each model, what torch has compiled is reset, and
+    its random generator is reseeded.
     rounds: steps of each contestant that are timed.
     dtype: of computation and gathers.
     options: of autoshard's backend, and of `shard()`.
-    tell: is given each model's result as soon as it is there.
+    tell: is given each model's result, on every rank, as soon as it is there.
     """
     found = []
     for name, work in workloads.items():
@@ -149,10 +150,12 @@ def _bench_model(
 ) -> StepTimes:
     """Measure one model: build it for each contestant, then have them take steps in turn.
 
-    All models are in memory at once, and what torch has compiled before is reset. First steps,
-    without an optimizer's, are measured with an empty cache of Inductor's. `WARM_UP` rounds, which
-    are not timed, come before the `rounds`; the very first measures memory. Each also times the
-    collectives of `OURS` by themselves, if that is a contestant. All ranks call this.
+    All models are in memory at once, each built after torch's generator is seeded with 0, with a
+    fused AdamW of its own; what torch has compiled before is reset. A rank's batch is always the
+    same. First steps, without an optimizer's, are measured with an empty cache of Inductor's.
+    `WARM_UP` rounds, which are not timed, come before the `rounds`; the very first measures memory.
+    Each also times the collectives of `OURS` by themselves, if that is a contestant. All ranks call
+    this.
     """
     device = current_device()
     setting = Setting(device, work.blocks, dtype, options)
@@ -215,7 +218,10 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _timed(run: Callable[[], None]) -> float:
-    """Milliseconds of `run` on the slowest rank, from a common start; all ranks call this."""
+    """Milliseconds of `run` on the slowest rank, from a common start; all ranks call this.
+
+    It begins with a barrier, waits for the GPU before and after, and ends with an all-reduce.
+    """
     dist.barrier()
     synchronize()
     started = time.perf_counter()
@@ -229,8 +235,9 @@ def _timed(run: Callable[[], None]) -> float:
 def _collectives_of(model: Any, dtype: torch.dtype) -> Callable[[], None]:
     """Return a function that runs the collectives of a compiled model's plans, one by one.
 
-    Each is waited for before the next. They run over all ranks, with buffers of their own, gathers
-    and reduce-scatters alone: what replicas sum is left out.
+    Each is waited for before the next. They run over all ranks, gathers and reduce-scatters alone:
+    what replicas sum is left out. The plans are those of graphs compiled so far; buffers for all of
+    them are allocated here.
     dtype: of the buffers.
     """
     group, world, device = _torch.dist.default_group(), dist.get_world_size(), current_device()

@@ -56,7 +56,11 @@ class Finding:
 
 
 def checkup() -> Iterator[Finding]:
-    """Yield findings on this process and its machine, without communication."""
+    """Yield findings on this process and its machine, without communication.
+
+    Environment variables are read first, and come last. CUDA is initialized if there is a GPU, and
+    the folder of Inductor's cache is made if it is missing.
+    """
     environment = list(_environment())  # torch writes some of it as it is asked
     yield from _versions()
     yield from _devices()
@@ -157,7 +161,8 @@ def _compiler() -> Finding:
 def _cache() -> Finding:
     """Find the folder of Inductor's cache: "FAIL" if it can't be written, "warn" if it is full.
 
-    It is full with less than `SMALL` bytes free on its disk.
+    It is made if it is missing, and a temporary file is put there. It is full with less than
+    `SMALL` bytes free on its disk.
     """
     try:
         folder = Path(_torch.inductor.cache_folder())
@@ -191,13 +196,14 @@ def self_test(limit_s: float = LIMIT_S) -> list[Finding]:
     """Test communication and a compiled step in a process group of its own; return the findings.
 
     Call it on all ranks, under torchrun, before there is a process group; each returns its own
-    findings. Each test may take `limit_s` seconds. Nothing is raised: a failure is a finding. The
-    group is destroyed after tests that pass; after one that fails the others are left out, and the
-    process should end by `leave` of `autoshard.tools.ranks`, as the group may wait for ranks that
-    are gone.
+    findings. Each wait for other ranks, before a test or in it, ends after `limit_s` seconds. A
+    failure is a finding, and is not raised. The group is destroyed after tests that pass; after one
+    that fails the others are left out, and the process should end by `leave` of
+    `autoshard.tools.ranks`, as the group may wait for ranks that are gone. A rank without a GPU,
+    where there are GPUs, returns that as its one finding, and makes no group.
 
     For the process this sets the limit of an agreement on compilation, `TORCH_NCCL_BLOCKING_WAIT`,
-    unless it is set, and the current GPU.
+    unless it is set, and the current GPU, and it reseeds torch's random generator.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_gpu = device_type() == "cuda"
@@ -269,7 +275,7 @@ def _meet(store: Any, test: str, rank: int, world: int, limit_s: float) -> None:
 def _gather() -> str:
     """Check an all-gather of few elements over all ranks; return a line that names the backend.
 
-    Raises RuntimeError if its result is wrong.
+    All ranks call this, and wait. Raises RuntimeError if its result is wrong.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     part = torch.full((4,), float(rank), device=current_device())
@@ -283,7 +289,7 @@ def _gather() -> str:
 def _reduce() -> str:
     """Check a reduce-scatter of few elements over all ranks; return a line for the report.
 
-    Raises RuntimeError if its result is wrong.
+    All ranks call this, and wait. Raises RuntimeError if its result is wrong.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(2.0 * world, device=current_device()) + rank
@@ -297,7 +303,11 @@ def _reduce() -> str:
 
 
 def _speed() -> str:
-    """Time an all-gather of `SENT` bytes, the fastest of four; return a line with ms and GB/s."""
+    """Time an all-gather of `SENT` bytes, unsharded; return a line with ms and GB/s.
+
+    The time is that of the fastest of four on this rank. All ranks call this; each gather begins
+    with a barrier, and is waited for.
+    """
     world = dist.get_world_size()
     part = torch.ones(SENT // 4 // world, device=current_device())
     whole = part.new_empty(part.numel() * world)
@@ -320,7 +330,7 @@ def _wait(works: Sequence[Work]) -> None:
 def _step() -> str:
     """Train a small model for a step, replicated, eagerly sharded and compiled; return the report.
 
-    All ranks call this.
+    The report is text. All ranks call this. Torch's random generator is reseeded.
     Raises RuntimeError if the results differ by more than `parity` allows.
     """
 

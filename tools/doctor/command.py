@@ -20,7 +20,10 @@ Exit status 1: something is amiss, and the line that begins with FAIL says what 
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `autoshard doctor`."""
+    """Add the command `autoshard doctor`, with its options, to `commands`.
+
+    What is parsed has two attributes more: `run`, which runs the command, and `parser`.
+    """
     parser = add_command(
         commands,
         "doctor",
@@ -40,7 +43,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     Unless torchrun has started the ranks, the tests are run by `--ranks` processes started here.
     Rank 0 prints all findings, the others what fails in the tests. `--only` leaves out one half.
     arguments: the command line; not used.
-    Returns the exit status: 1 if a finding is a "FAIL", which a "warn" is not.
+    Returns the exit status: 1 if a finding is a "FAIL", which a "warn" is not, or if the processes
+    started here fail. Sets what `self_test` sets for this process, if the tests run in it.
     """
     from autoshard.tools.doctor.checks import checkup, self_test
 

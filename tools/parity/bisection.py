@@ -67,7 +67,10 @@ class _Ops(_torch.tensors.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func`; add its result to `found`, unless the op only allocates memory."""
+        """Run `func`, and return its result, which is added to `found` as digests.
+
+        For that it is copied to the host, which waits. Left out are ops that only allocate memory.
+        """
         given = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in _UNWRITTEN:
             module = max(self._modules.parents - {"Global"}, key=len, default="no module")
@@ -90,8 +93,9 @@ def ops_of() -> Iterator[list[OpResult]]:
 def nodes_of() -> Iterator[list[OpResult]]:
     """Yield a list that gets the results of graphs that are compiled and run in this context.
 
-    Planned graphs run node by node, in place of what they were lowered to, also after the context.
-    Each node that computes something, views and collectives apart, has a result.
+    Planned graphs run node by node, in place of what they were lowered to, also after the context,
+    when they go on filling the list. None of them comes from a cache. Each node that computes
+    something, views and collectives apart, has a result, which is copied to the host for digests.
     """
     found: list[OpResult] = []
 
@@ -150,7 +154,10 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
     A graph goes wrong if its lowered code gives other values, on any rank, than its nodes one by
     one. The list gets a line for each such graph, the first time: the last node of the shortest
     beginning of the graph that goes wrong, found by bisection, for which beginnings are lowered.
-    What the lowered code gives is used all the same. All ranks run the same graphs.
+    What the lowered code gives is used all the same. Until a graph has gone wrong it is compared at
+    each call, also after the context: it is lowered again, and run twice more, with its
+    collectives. No graph comes from a cache. All ranks run the same graphs, and wait for each
+    other.
     rtol: the largest difference that counts as rounding, relative to a tensor's largest element.
     """
     found: list[str] = []
@@ -158,12 +165,19 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
     def watcher(
         gm: fx.GraphModule, kind: str, call: Lowered, lower: Callable[[fx.GraphModule], Lowered]
     ) -> Lowered:
-        """Return a function that calls `call`, once it has compared it with the nodes of `gm`."""
+        """Return a function that calls `call`, after a comparison of lowered code with nodes.
+
+        The comparisons end once `gm` has gone wrong, for which `found` gets one line.
+        """
         nodes = [node for node in gm.graph.nodes if _is_op(node)]
         is_found = False
 
         def differs(last: fx.Node, args: Sequence[Any]) -> bool:
-            """Tell whether `gm` up to `last`, lowered, goes wrong on any rank; all call this."""
+            """Tell whether `gm` up to `last`, lowered, goes wrong on any rank; all call this.
+
+            That part is lowered here, and runs twice, lowered and node by node, on copies of
+            `args`.
+            """
             part = _beginning(gm, last)
             want = fx.Interpreter(part).run(*_copied(args))
             got = lower(part)(_copied(args))
@@ -171,7 +185,10 @@ def miscompiled(rtol: float) -> Iterator[list[str]]:
             return _first_of_all_ranks((0, "") if worst > rtol else None) is not None
 
         def run(args: list[Any]) -> Any:
-            """Call `call`; before that, add a line to `found` if it goes wrong the first time."""
+            """Call `call`, and return its result; before that, look for where `gm` goes wrong.
+
+            That is done at each call until it does; then `found` gets a line, which names the node.
+            """
             nonlocal is_found
             kept = _copied(args)
             if not is_found and nodes and differs(nodes[-1], kept):
@@ -253,7 +270,7 @@ def _digests(value: Any) -> frozenset[str]:
 def _digest(tensor: Tensor) -> str:
     """Digest of a tensor's dtype, and of its elements in order, whatever its sizes.
 
-    A zero has one digest, with or without a minus.
+    Elements are copied to the host, which waits. A zero has one digest, with or without a minus.
     """
     plain = tensor.detach().cpu().contiguous().view(-1)
     plain = plain + 0 if plain.is_floating_point() else plain  # -0.0 is 0.0

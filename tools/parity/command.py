@@ -21,7 +21,10 @@ autoshard's own models, in random combinations of its options:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `autoshard parity`."""
+    """Add the command `autoshard parity`, with its options, to `commands`.
+
+    What is parsed has two attributes more: `run`, which runs the command, and `parser`.
+    """
     parser = add_command(
         commands,
         "parity",
@@ -52,11 +55,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard parity`; start the ranks unless torchrun did.
+    """Run `autoshard parity`; start the ranks, and wait for them, unless torchrun did.
 
+    On a rank, the process group is made if there is none, and rank 0 prints the report. With
+    `--matrix` or `--fuzz` samples are tried, and a model is not looked at.
     arguments: the command line, with which ranks are started.
-    Returns the exit status: 1 if a run differs by more than `--rtol`, or a sample fails. A command
-    line that asks for nothing to compare ends the process with status 2.
+    Returns the exit status: 1 if a run differs by more than `--rtol`, or a sample fails; that of
+    torchrun where ranks are started. A command line that asks for nothing to compare ends the
+    process with status 2.
     Raises ValueError, on a rank, for a function or options that can't be read.
     """
     draws = options.matrix or options.fuzz

@@ -141,12 +141,14 @@ def parity(
 ) -> ParityReport:
     """Train a model replicated, on the eager runtime, and compiled; compare after every step.
 
-    All ranks call this. The process group is made if there is none. Parameters of all steps are
-    kept until the end.
+    All ranks call this, and wait for each other. The process group is made if there is none.
+    Torch's random generator is reseeded in each run. Parameters of all steps are kept until the
+    end.
 
-    build_model: called once a run, under the same seed; the model is trained in float32 or whatever
-        it is built in.
-    batches: one a step, this rank's own. A dict is passed as keywords, a tuple as arguments.
+    build_model: called once a run, under the same seed; the model is moved to this rank's device,
+        and trained in float32 or whatever it is built in.
+    batches: one a step, this rank's own, on its device; each run gets copies. A dict is passed as
+        keywords, a tuple or list as arguments.
     loss: a scalar of (model, batch). By default the model's output: its `loss` if it has one,
         itself if it is a scalar, else the mean of its squares; of a tuple or list, the first.
     optimizer: makes one for a list of parameters; AdamW with lr 1e-3 by default.
@@ -211,8 +213,10 @@ class _Setup:
         """Train one run; after every step yield the model, the loss, and names of parameters.
 
         The names are those of parameters that had a gradient in the step. Each run builds its model
-        anew, from the same seed; the replicated one has the weights of rank 0. Gradients are
-        emptied before a step is yielded.
+        anew, from the same seed; the replicated one has the weights of rank 0, and its gradients
+        are averaged over the ranks. Then torch's random generator is seeded by rank. A batch is
+        copied before it is used. The optimizer has stepped, and gradients are emptied, before a
+        step is yielded. All ranks take the steps together.
         forward_begins, backward_ends: called in every step, before forward and after backward.
         """
         log.info("parity: %s run", name)
@@ -246,8 +250,8 @@ def _parted(setup: _Setup, comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Yield a line with the first op that differs, for each of `comparisons` that is not bitwise.
 
     With Inductor, comparisons within their `rtol` are left out. The runs are trained again, with
-    the plain lowering; if that shows nothing, and a run by Inductor differs, with Inductor. All
-    ranks call this.
+    the plain lowering; if that shows nothing, and a run by Inductor differs, with Inductor. If no
+    op is found, the line says so. All ranks call this.
     """
     from autoshard.tools.parity import bisection  # with all of the backend, which most never need
 
@@ -302,8 +306,8 @@ def told_by_all(problem: str | None) -> str | None:
 def default_loss(model: Any, batch: Any) -> Tensor:
     """Call `model` with `batch`, and return the loss of its output, a scalar.
 
-    That is the output's `loss` if it has one, itself if it is a scalar, else the mean of its
-    squares; of a tuple or list, the first counts.
+    That is the output's `loss` if it has one, or else the output; of a tuple or list, the first. If
+    that tensor is no scalar, the mean of its squares, in float32, is returned.
     batch: a dict is passed as keywords, a tuple or list as arguments.
     """
     if isinstance(batch, dict):
@@ -351,7 +355,8 @@ def _compare(runs: dict[str, _Run], run: str, against: str, rtol: float) -> Comp
     """Compare two of `runs`, this rank's shards with the matching rows; all ranks call this.
 
     Every rank returns the same. The first difference is that of the earliest step, then of the
-    lowest rank, then of the first parameter.
+    lowest rank, then of the first parameter. Gradients are compared only in whether there is one:
+    what any rank had in `run` alone is listed.
     """
     first: tuple[int, int, str, float, float] | None = None  # step, rank, parameter, abs, rel
     worst = 0.0

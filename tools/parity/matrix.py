@@ -98,7 +98,7 @@ class Case:
     gathered: str
 
     def text(self) -> str:
-        """Format the options that differ from the first of each choice."""
+        """Format the options that differ from the first of each choice, or "all defaults"."""
         parts = [
             f"{name}={value!r}"
             for name, value in dataclasses.asdict(self).items()
@@ -197,7 +197,9 @@ def _build(case: Case) -> _Model:
 def _shard(model: _Model, case: Case) -> Any:
     """Shard or replicate `model` as `case` says, in place, and return it.
 
-    Hybrid strategies have `copies` replicas, or one if the ranks don't divide.
+    Hybrid strategies have `copies` replicas, or one if the ranks don't divide. Also sets what
+    `case` says of parameters after backward, of the divide factor of layer 1, and of an all-gather
+    extension of one weight of layer 0. All ranks call this.
     """
     given: dict[str, Any] = {"mp_policy": PRECISIONS[case.precision]}
     given["offload_policy"] = CPUOffloadPolicy() if case.on_host else OffloadPolicy()
@@ -289,8 +291,9 @@ def _waiting(model: Any, case: Case, is_last: bool) -> Iterator[None]:
 def _train(model: _Model, call: Any, case: Case, *, replicated: bool = False) -> list[float]:
     """Train `model`, called as `call`, for `STEPS` steps; return losses of training and eval.
 
-    Losses are in order: of each batch, and of the forward in eval mode after each step, if `case`
-    has one. Layers are frozen in turns if it says so.
+    Losses are this rank's, in order: of each batch, and of the forward in eval mode after each
+    step, if `case` has one. Gradients of three batches add up in a step if `case` accumulates.
+    Layers are frozen and unfrozen in turns if it says so. All ranks call this.
     replicated: whether the model is whole on each rank, and gradients are averaged here.
     """
     optimizer = _optimizer(model, case)
@@ -336,8 +339,10 @@ class CaseOutcome:
 def try_case(seed: int) -> CaseOutcome:
     """Train the case of `seed`, eagerly and compiled, and compare; all ranks call this.
 
-    The process group is made if there is none, and what torch has compiled is reset. Every rank
-    returns the same result. An exception, or a RuntimeWarning, is a problem, too.
+    It is also compared with replicated training, where the case changes no values. The process
+    group is made if there is none, what torch has compiled is reset, and its random generator
+    reseeded. Every rank returns the same result. An exception, or a RuntimeWarning, is a problem,
+    too.
     """
     ensure_process_group()
     case = draw(seed)
@@ -356,8 +361,10 @@ def try_case(seed: int) -> CaseOutcome:
 def _compare_runs(case: Case) -> str | None:
     """Train `case` in each form; describe how parameters or losses differ on this rank, or None.
 
-    Compiled training is compared with eager; and that, where the case changes no values, with the
-    replicated model. Losses count only where both have to be equal bit for bit. All ranks call
+    Compiled training, of the model or of its layers alone, is compared with eager; and that, where
+    the case changes no values, with the replicated model. Losses count only where compiled and
+    eager have to be equal bit for bit; where they don't, and precision is low, a further run in
+    float32 says how much is rounding. Each run reseeds torch's random generator. All ranks call
     this.
     """
     eager = _shard(_build(case), case)

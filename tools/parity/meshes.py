@@ -16,7 +16,9 @@ _meshes = weakref.WeakKeyDictionary()
 def mesh_of(*shape: int) -> DeviceMesh:
     """Return the mesh of (replicas, shards), the same one as long as the process group lives.
 
-    Each mesh has groups of its own, whose threads wake up a hundred times a second.
+    The first call for a shape makes the mesh, and its process groups: all ranks make that call
+    together. Axes are named "replicate" and "shard". Raises AssertionError without a default
+    process group. Each mesh has groups of its own, whose threads wake up a hundred times a second.
     """
     assert dist.group.WORLD is not None
     made = _meshes.setdefault(dist.group.WORLD, {})

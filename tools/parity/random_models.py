@@ -53,7 +53,10 @@ class _Wide(nn.Module):
     """Two linear layers, to another width and back, which ranks can't share evenly."""
 
     def __init__(self, source: random.Random) -> None:
-        """Draw the inner width, the activation, and whether there are biases."""
+        """Draw the inner width, the activation, and, for each layer, whether it has a bias.
+
+        Torch's default generator draws the weights.
+        """
         super().__init__()
         inner = source.choice((1, 3, 7, 8, 16))
         self.up = nn.Linear(WIDTH, inner, bias=source.random() < 0.7)
@@ -69,7 +72,10 @@ class _Attention(nn.Module):
     """Causal attention of one to three heads."""
 
     def __init__(self, source: random.Random) -> None:
-        """Draw the number of heads."""
+        """Draw the number of heads from `source`; make two linear layers.
+
+        Torch's default generator draws the weights.
+        """
         super().__init__()
         self.heads = source.choice((1, 2, 3))
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -88,7 +94,10 @@ class _Shapes(nn.Module):
     """Parameters outside of layers: of one element, of three dimensions, used in some rows."""
 
     def __init__(self, source: random.Random) -> None:
-        """Draw the first dimension of `mix`; make all parameters."""
+        """Draw the first dimension of `mix` from `source`; make all parameters.
+
+        `gain` is 1; torch's default generator draws the values of the others.
+        """
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
         self.shift = nn.Parameter(torch.randn(1))
@@ -104,6 +113,7 @@ class _Convolution(nn.Module):
     """Convolution over positions, in one to three groups."""
 
     def __init__(self, source: random.Random) -> None:
+        """Draw the number of groups from `source`. Torch's default generator draws the weights."""
         super().__init__()
         groups = source.choice((1, 2, 3))
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=groups)
@@ -117,7 +127,10 @@ class _Several(nn.Module):
     """Modules in a dict, of which one is never used, and one by a flag; and a frozen module."""
 
     def __init__(self, source: random.Random) -> None:
-        """Make the modules, and draw whether "b" is used."""
+        """Make the modules, and draw from `source` whether "b" is used.
+
+        Torch's default generator draws the weights.
+        """
         super().__init__()
         self.parts = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("a", "b", "c")})
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -170,7 +183,9 @@ class _Branch(nn.Module):
     def __init__(self, source: random.Random, depth: int) -> None:
         """Draw modules, up to three, some of which are branches of less depth, and the flags.
 
-        is_unit: whether the branch is to be a unit.
+        The flags: whether the input is added, whether gradients are checkpointed, and `is_unit`,
+        whether the branch is to be a unit. Torch's default generator draws the weights.
+        depth: of the branches inside; at 0 there are none.
         """
         super().__init__()
         self.inner = nn.ModuleList(
@@ -184,7 +199,10 @@ class _Branch(nn.Module):
         self.is_unit = source.random() < 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the modules on `x`, in a checkpoint if so drawn, and add `x` if so drawn."""
+        """Run the modules on `x`, in a checkpoint if so drawn, and add `x` if so drawn.
+
+        There is no checkpoint where gradients are not computed.
+        """
         if self.is_checkpointed and torch.is_grad_enabled():
             y: Tensor = checkpoint(self._run, x, use_reentrant=False)
         else:
@@ -204,7 +222,11 @@ class _Model(nn.Module):
     """
 
     def __init__(self, source: random.Random) -> None:
-        """Draw branches, an unused module, ties, a branch used twice, and frozen parameters."""
+        """Draw branches, an unused module, a tie, a branch used twice, and frozen parameters.
+
+        The tie is of head and embedding; only parameters of the first branch may be frozen.
+        Torch's default generator draws the weights.
+        """
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
         self.branches = nn.ModuleList(_Branch(source, 2) for _ in range(source.randint(1, 4)))
@@ -237,9 +259,9 @@ def try_model(seed: int) -> Sample:
 
     seed: draws the model, and options, strategy, optimizer and batches.
 
-    The process group is made if there is none, and what torch has compiled is reset. Every rank
-    returns the same result. An exception is a problem, too, and so is a RuntimeWarning, but for
-    those about memory budgets.
+    The process group is made if there is none, what torch has compiled is reset, and its random
+    generator reseeded. Every rank returns the same result. An exception is a problem, too, and so
+    is a RuntimeWarning, but for those about memory budgets.
     """
     ensure_process_group()
     source = random.Random(seed)

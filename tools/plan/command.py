@@ -20,7 +20,10 @@ checkpointing) is tried, and the three best configurations are shown. Exit statu
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `autoshard plan`."""
+    """Add the command `autoshard plan`, with its options, to `commands`.
+
+    What is parsed has two attributes more: `run`, which runs the command, and `parser`.
+    """
     parser = add_command(
         commands,
         "plan",

@@ -97,9 +97,9 @@ def trace(
 ) -> dict[str, PricedGraph]:
     """Trace the "forward" and "backward" graph of `model`, sharded and compiled, and run neither.
 
-    This process becomes rank 0 of `RANKS` that are not there. Returns the graphs by kind.
-    Parameters are freed after forward.
-    model: on the meta device; it is sharded, and of no use afterwards.
+    This process becomes rank 0 of `RANKS` that are not there, and what torch has compiled before is
+    reset. Returns the graphs by kind. All parameters, the root's too, are freed after forward.
+    model: on the meta device; it is changed and sharded, and of no use afterwards.
     call: begins forward and backward of the compiled model that it is given; it ends in forward.
     checkpointing: whether activations of each unit but the root are recomputed in backward.
     lowering: "inductor" or "eager".
@@ -124,7 +124,7 @@ def trace(
 def shard_without_weights(model: nn.Module, **given: Any) -> None:
     """Apply `fully_shard` to all units of `model`, which is on the meta device, and to itself.
 
-    Shards have memory on the CPU that nothing writes to.
+    Shards and buffers get memory on the CPU, which is not written to. Raises as `fully_shard` does.
     given: arguments of `fully_shard`.
     """
     for unit in find_units(model, None):
@@ -138,7 +138,7 @@ def compile_only(
 ) -> None:
     """Capture the forward of the sharded `model`, and give it to `compile_frame`; run none of it.
 
-    All that torch has compiled before is reset.
+    All that torch has compiled before is reset. Does nothing more if `call` never runs the model.
     call: calls the compiled model that it is given; an exception ends it there, which is caught
         here.
     Raises RuntimeError if forward is not one graph, or if `compile_frame` fails.

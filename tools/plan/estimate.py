@@ -82,7 +82,10 @@ class MemoryEstimate:
         return sum(dataclasses.astuple(self))
 
     def first_beyond(self, limit: int) -> str | None:
-        """First category, in the order of fields, at which their sum is over `limit`; or None."""
+        """First category, in the order of fields, whose sum with those before it is over `limit`.
+
+        None if all of them together are not.
+        """
         sums = itertools.accumulate(dataclasses.astuple(self))
         return next(
             (
@@ -168,7 +171,8 @@ def estimate(
     """Estimate time and memory of one step: forward, backward and the optimizer's.
 
     Memory is that of whichever of the three needs most. The optimizer takes as long as memory takes
-    to read and write its states and parameters. Nothing is raised if memory does not suffice.
+    to read gradients, and to read and write its states and parameters; it needs gradients of all
+    trained shards, and twice the largest such shard. Nothing is raised if memory does not suffice.
     searched: whether buckets are searched for, as a compilation does, or are one a unit, which is
         never better and much sooner done.
     """
@@ -218,7 +222,7 @@ def estimate(
 def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
     """Search for buckets that need no more memory than one a unit, nor than the device has.
 
-    A compilation without a budget does the same.
+    A compilation without a budget does the same. What is found may need more if nothing fits.
     known: one bucket a unit, which is the result if nothing faster is found and it fits.
     device_bytes: what shards and optimizer states leave of the device's memory.
     """

@@ -98,8 +98,9 @@ class PlanReport:
 def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices) -> PlanReport:
     """Estimate all configurations that `choices` leaves open, the best three with a search.
 
-    A model is traced once for each microbatch and way of checkpointing. Fewer bytes beyond a
-    device's memory are better, then less time for a sequence.
+    The model is built and traced anew for each microbatch and way of checkpointing, for which this
+    process becomes one of ranks that are not there, and what torch has compiled is reset. Fewer
+    bytes beyond a device's memory are better, then less time for a sequence.
     Raises ValueError for a mesh that doesn't hold `gpus`, or a strategy that no mesh has;
     RuntimeError for a model whose forward is not one graph, and in a process that has a process
     group.
@@ -176,8 +177,9 @@ def _step(
 ) -> StepGraphs:
     """Trace a training step of `planned`: few of its like blocks, one of which stands for the rest.
 
-    All are traced if blocks turn out not to be computed alike, or if there are barriers. As in
-    `trace`, this process becomes one of ranks that are not there. Raises as `trace` does.
+    The model is built again, and all are traced, if blocks turn out not to be computed alike, or if
+    there are barriers. As in `trace`, this process becomes one of ranks that are not there, and
+    what torch has compiled is reset. Raises as `trace` does.
 
     topology: costs of compute; its links are not used.
     recompute: whether activations of units are recomputed in backward.
@@ -302,10 +304,11 @@ def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> Plann
 
 
 def from_hugging_face(path: Path) -> Callable[[], nn.Module]:
-    """Return a function that builds the model of a `config.json`, of the class that it names.
+    """Return a function that builds the model of a `config.json`, of the class that it names first.
 
-    If it names none that transformers has, the model is a causal language model. `use_cache` is
-    turned off. The file is read here, not when the model is built.
+    If it names none, or transformers has no such class, the model is a causal language model.
+    `use_cache` is turned off. The file is read here, not when the model is built. Weights are not
+    loaded.
     Raises ValueError if there is no such file, if it is no configuration, or if transformers is not
     installed.
     """

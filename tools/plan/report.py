@@ -19,7 +19,8 @@ CATEGORIES = tuple(field.name for field in dataclasses.fields(MemoryEstimate))
 def text(report: PlanReport, *, with_buckets: bool = False) -> str:
     """Format tables: the best configurations, then memory and time of the first.
 
-    A line before them says how many were tried, or that none fits, and by which category of memory.
+    Lines before them describe the model and the cluster, and say how many were tried, or that none
+    fits, and by which category of memory.
     with_buckets: whether the buckets of the first follow, a line for those of a unit.
     """
     model, topology, best = report.model, report.topology, report.estimates[0]

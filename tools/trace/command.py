@@ -24,7 +24,10 @@ No GPU is used, no weights are made, and nothing is run. Options: lowering, buck
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `autoshard trace`."""
+    """Add the command `autoshard trace`, with its options, to `commands`.
+
+    What is parsed has two attributes more: `run`, which runs the command, and `parser`.
+    """
     parser = add_command(
         commands,
         "trace",
@@ -52,10 +55,11 @@ def add_traced(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard trace`: print the plans, and write them to the folder of `--out`.
+    """Run `autoshard trace`: print the plans, and write them to the folder of `--out`, if given.
 
-    Returns the exit status, 0. What can't be read or traced ends the process with status 2. The
-    paths of plans that are written are printed.
+    Timelines are written with them, where plans have figures, and the paths are printed. With
+    `--dump` graphs are written after each pass. This process becomes a rank of ranks that are not
+    there. Returns the exit status, 0. What can't be read or traced ends the process with status 2.
     arguments: the command line; not used.
     """
     from autoshard.tools.trace.tracing import write
@@ -69,8 +73,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def traced(options: argparse.Namespace) -> list[Traced]:
-    """Trace the step that `options` describe, as `trace_model` does.
+    """Trace the step that `options` describe, as `trace_model` does; run none of it.
 
+    This process becomes rank 0 of ranks that are not there, and what torch has compiled is reset.
     What can't be read or traced is an error of the command line: it ends the process with status 2.
     options: what is parsed, with `parser`; graphs after each pass go to the folder of `dump`, if
         any.

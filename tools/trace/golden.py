@@ -30,7 +30,10 @@ the model's graphs and plans differ from them. Exit status 1: they do.
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `autoshard golden`."""
+    """Add the command `autoshard golden`, with its options, to `commands`.
+
+    What is parsed has two attributes more: `run`, which runs the command, and `parser`.
+    """
     parser = add_command(
         commands,
         "golden",
@@ -46,10 +49,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `autoshard golden`: print how the files differ, or write them with `--accept`.
+    """Run `autoshard golden`: print how the files differ, or that they don't.
 
-    Returns the exit status: 1 if the files differ, 0 once they are written. What can't be read or
-    traced ends the process with status 2.
+    With `--accept` they are written first, as `accept` does, so that they don't differ. The step is
+    traced as `autoshard trace` does. Returns the exit status: 1 if files differ. What can't be read
+    or traced ends the process with status 2.
     arguments: the command line; not used.
     """
     texts, folder = golden_texts(traced(options)), Path(options.dir)

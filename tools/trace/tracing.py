@@ -51,8 +51,9 @@ def trace_model(
 ) -> list[Traced]:
     """Trace the forward and the backward graph of a step on rank 0 of `ranks`; run neither.
 
-    It leaves a process group of that many ranks, of which no other is there. Units are those of
-    `shard()`. Returns the graphs that have a collective.
+    It leaves a process group of that many ranks, of which no other is there, and resets what torch
+    has compiled. Units are those of `shard()`. Logs the plans. Returns the graphs that have a
+    collective.
     micro_batch: sequences of a rank.
     options: as the backend takes them, those of TAKEN; `dump` writes a file a pass. Without a
         topology, "auto" is one bucket a unit.
@@ -107,6 +108,7 @@ class _Tracing(Compilation):
         return lower_eagerly(gm)
 
     def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
+        """Log `plan`, as a compilation does; add it, and the text of `gm`, to `traced`."""
         super()._tell(plan, gm)
         assert gm is not None
         self.traced.append(Traced(plan.graph, render(gm.graph, axes=self.axes), plan))
@@ -115,7 +117,8 @@ class _Tracing(Compilation):
 def write(found: Sequence[Traced], folder: Path) -> list[Path]:
     """Write plans as JSON, and timelines of plans with figures for Perfetto; return the paths.
 
-    Files are "forward.plan.json" and "forward.trace.json", say, in `folder`, made if need be.
+    Files are "forward.plan.json" and "forward.trace.json", say, in `folder`, made if need be;
+    earlier ones are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
