@@ -79,6 +79,7 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
 def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
     """Yield the pairs of `named`, with a parameter's unsharded copy in its place if it has one now.
 
+    May wait for a gather that was launched before.
     named: what `nn.Module.named_parameters()` yields. `reads.registered` says which parameters have
         a copy. Parameters of no unit, and all inside `as_sharded()`, are yielded as they are.
     """
@@ -108,6 +109,7 @@ def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """List (name, parameter) in `module` and below, each parameter once.
 
     Sharded parameters are DTensors, as optimizers train them, also where copies are given out.
+    Inside `full_params()` plain ones stand in their places, and are listed.
     """
     with as_sharded():
         return list(module.named_parameters())
@@ -139,7 +141,8 @@ def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
 def _make_class(original: type, names: tuple[str, ...], mixins: tuple[type, ...]) -> type:
     """Make a subclass of `mixins` and `original` with a property for each of the `names`.
 
-    It has the name of `original`, follows conversions and loads, and refuses deepcopy and pickle.
+    It has the name of `original`, and methods of its own for conversions and loads (`_make_apply`,
+    `_make_load`); deepcopy and pickle of a module raise TypeError.
     The forward of an `nn.RNNBase` reads its weights by the properties, not from a list kept before.
     """
     namespace: dict[str, Any] = {name: _make_property(name) for name in names}
@@ -168,10 +171,11 @@ def _make_apply(original: type) -> Callable[..., nn.Module]:
     def apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert `module` as `original._apply(module, convert, recurse)` does, and return it.
 
-        Its units then learn the new dtype (`ShardedParam.refresh`), before a forward is traced.
-        Where `convert` returns each own shard itself, as in a forward that converts to the dtype
-        that is there, only buffers and children are converted: torch would put new tensors into
-        parameters that autograd knows already.
+        Its own sharded parameters then learn the new dtype (`ShardedParam.refresh`), before a
+        forward is traced. `convert` is first tried on its own shards. If it returns each of them
+        itself, as in a forward that converts to the dtype that is there, or if there are none, only
+        buffers and children are converted: torch would put new tensors into parameters that
+        autograd knows already.
         """
         if _changes_nothing(module, convert):
             if recurse:
@@ -239,7 +243,8 @@ def _make_property(name: str) -> property:
 
     Under torch.compile a read gives a marker, `autoshard::unshard` of the local shard. Eagerly it
     gives the unsharded parameter in forward and backward, in methods and after `unshard()`, else
-    the DTensor. There is no setter.
+    the DTensor. There is no setter. Dynamo is told not to compile the getter by itself: it is only
+    traced inside of other code.
     """
 
     def read(module: Any) -> Any:
@@ -292,12 +297,13 @@ def _read_eagerly(module: nn.Module, name: str) -> Any:
 def _read(module: nn.Module, name: str) -> Any:
     """Read parameter `name` of `module` eagerly: unsharded, or the DTensor.
 
-    It is unsharded, gathered if need be and waited for, in a forward, in a part of forward that a
-    checkpoint runs again in backward, and from `unshard()` to `reshard()`. Likewise in another
-    method of the model, or in a module that is called by itself: the read then opens a step for
-    that. Anywhere else it is the DTensor, and the read is noted for hints. What was put in its
-    place and is no DTensor is returned as it is. Raises AttributeError if the parameter was
-    deleted.
+    It is unsharded, gathered if need be and waited for, in a forward, in a backward, as where a
+    checkpoint runs forward again, and from `unshard()` to `reshard()`. Likewise in another method
+    of the model, or in a module that is called by itself: the read then opens a step for that. A
+    gather may wait for other ranks, and launch those of the units that come next. Anywhere else it
+    is the DTensor, and the read is noted for hints. What was put in its place and is no DTensor is
+    returned as it is. Raises AttributeError if the parameter was deleted, RuntimeError if other
+    ranks gather another unit now.
     """
     try:
         param = module._parameters[name]
@@ -328,7 +334,8 @@ def _read(module: nn.Module, name: str) -> Any:
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Begin a forward of `module`, a head, and return (args, kwargs), cast as its unit asks.
 
-    Under torch.compile it only casts.
+    Eagerly, it opens a step if none is open, and casts buffers (`_enter`); inside `full_params()`
+    it begins and casts nothing. Under torch.compile it only casts the inputs.
     """
     if torch.compiler.is_compiling():
         unit: Unit = module.__dict__[UNIT]
@@ -339,7 +346,9 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     """End a forward of `module`, a head, and return `output`, cast as its unit asks.
 
-    Under torch.compile it only casts.
+    Eagerly, unsharded parameters are dropped unless kept for backward, and the outermost forward
+    closes the step and puts hooks on its output (`_leave`, which also says what is raised); inside
+    `full_params()` nothing is done. Under torch.compile it only casts.
     """
     if torch.compiler.is_compiling():
         unit: Unit = module.__dict__[UNIT]
@@ -351,8 +360,9 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Begin an eager forward of `module`, a head; returns `(args, kwargs)`, cast as its unit asks.
 
-    Opens a step if none is open, notes in which precision the unit computes, and casts buffers of
-    its modules. Steps of methods that have returned are closed first.
+    Opens a step if none is open, with hooks on what autograd saves, and with `strict_order=False`
+    launches the gathers of all units then. Notes in which precision the unit computes, and casts
+    buffers of its modules. Steps of methods that have returned are closed first.
     Inside `full_params()` nothing begins, and nothing is cast; RuntimeError is raised if gradients
     would be made.
     """
@@ -371,10 +381,12 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _leave(module: nn.Module, output: Any) -> Any:
     """End what `_enter` began, also after an exception; returns `output`, cast as the unit asks.
 
-    torch's error about a DTensor and a plain tensor gets a hint as a note. Hooks on the output of
-    the outermost forward have backward refuse gradients that are DTensors, and see
-    `watch_backward`. Inside `full_params()` it returns `output` as it is.
-    Raises RuntimeError if an unsharded parameter was written to, or if other ranks gather more.
+    Unsharded parameters are dropped unless kept for backward; the outermost forward closes the
+    step, which may wait for other ranks. torch's error about a DTensor and a plain tensor gets a
+    hint as a note. Hooks on the output of the outermost forward have backward refuse gradients that
+    are DTensors, and see `watch_backward`. Inside `full_params()` it returns `output` as it is.
+    Raises RuntimeError, but not after an exception, if an unsharded parameter was written to, or if
+    other ranks gather more.
     """
     if module in unsharded_heads:
         return output

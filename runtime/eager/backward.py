@@ -42,8 +42,8 @@ class Backward:
     def gather(self, unit: Unit) -> Unsharded:
         """Gather `unit`, which is wanted now, wait for it, and prefetch what is wanted next.
 
-        Before that, backward ends (`end`) for units that it has used and doesn't reduce. With
-        `prefetches_after_backward` nothing is prefetched here.
+        Before that, `end` is called for each unit that the running backward has used and will not
+        reduce. With `prefetches_after_backward` nothing is prefetched here.
         """
         task = _torch.autograd.graph_task()
         # A unit that is not reduced has no end of its own: the next gather is it.
@@ -61,8 +61,9 @@ class Backward:
     def _launch(self, unit: Unit) -> None:
         """Start gathering `unit`, unless it is gathered or on its way.
 
-        Unsharded parameters that the unit keeps are taken instead. If `keep_parts` has kept parts,
-        these are gathered, not the shards.
+        Unsharded parameters that the unit keeps are taken instead, unless shards were written to
+        since. If `keep_parts` has kept parts, these are gathered, not the shards, once. The host
+        may wait for `limiter`; raises as the constructor of `Unsharded`.
         """
         if unit not in self.gathered:
             kept = take_kept(unit)
@@ -79,7 +80,9 @@ class Backward:
     def prefetch(self, unit: Unit | None) -> None:
         """Launch the gathers that backward needs after `unit`, or, for None, first.
 
-        A unit that only a checkpoint runs again keeps what was gathered: that step finds it there.
+        Units that are gathered, or on their way, are not gathered again; nor those that neither
+        backward nor a checkpoint wants. A unit that only a checkpoint runs again keeps what was
+        gathered (`Unit.kept`): that step finds it there.
         """
         for each in self._ahead(unit):
             if each in self.needed:
@@ -90,9 +93,10 @@ class Backward:
     def _ahead(self, unit: Unit | None) -> Sequence[Unit]:
         """List the units to prefetch at `unit`, or, for None, as backward begins.
 
-        They are those the user has set for it (for None, for the owner), or the next ones that
-        backward wants, in the reverse of forward's order: at most `backward_prefetch`, and none
-        with `unshard_in_backward=False`.
+        They are those the user has set for it (for None, for the owner), wanted or not. If none are
+        set, they are the next ones that backward wants, in the reverse of forward's order, at most
+        `backward_prefetch`; units with `unshard_in_backward=False` are passed over, and after a
+        unit that is one of these, or is not wanted itself, none come.
         """
         wanted = self.needed | self.run_again
         coming = [
@@ -110,7 +114,7 @@ class Backward:
         """Keep this rank's part of `whole`, cut over fewer ranks, from which backward gathers.
 
         Only for a unit that reshards to fewer ranks than it is sharded over, that backward needs,
-        and of which nothing is kept yet; for another one nothing is done.
+        and of which nothing is kept yet; for another one nothing is done. Waits for the gather.
 
         whole: unsharded parameters, which forward is about to drop.
         """
@@ -119,7 +123,10 @@ class Backward:
             self._parts[unit] = whole.cut(smaller)
 
     def reshard(self, unit: Unit) -> None:
-        """Drop what was gathered of `unit`, unless backward is using it."""
+        """Drop what was gathered of `unit`, unless backward is using it; waits if it is in flight.
+
+        Parts that were kept of it stay.
+        """
         if unit not in self._read:
             whole = self.gathered.pop(unit, None)
             if whole is not None:
@@ -128,7 +135,8 @@ class Backward:
     def end(self, unit: Unit) -> None:
         """End backward for `unit`: drop its unsharded parameters, or have the unit keep them.
 
-        The unit keeps them if it is configured so, or after `unshard()`.
+        The unit keeps them if it is configured so, or after `unshard()`. A gather in flight that is
+        dropped is waited for. Nothing is done if none were gathered.
         """
         whole = self.gathered.pop(unit, None)
         self._read.pop(unit, None)
@@ -142,7 +150,8 @@ class Backward:
     def drop_fetched_ahead(self) -> None:
         """Drop units that were prefetched for a checkpoint, and not run again after all.
 
-        Not after `unshard()`, nor of units that stay unsharded after forward.
+        Gathers in flight are waited for. Units that `unshard()` keeps are left, and those that stay
+        unsharded after forward.
         """
         for unit in self.run_again:
             if unit.kept is not None and not unit.is_unsharded_by_user and unit.reshards:
@@ -150,7 +159,10 @@ class Backward:
                 unit.kept = None
 
     def abandon(self) -> None:
-        """Drop all unsharded parameters after an exception, waiting for gathers in flight."""
+        """Drop all unsharded parameters after an exception, waiting for gathers in flight.
+
+        What backward still wants, and parts that were kept for it, stay noted.
+        """
         for whole in self.gathered.values():
             whole.drop()
         self.gathered, self._read = {}, {}

@@ -35,9 +35,10 @@ class Forward:
     def gather(self, unit: Unit) -> Unsharded:
         """Gather `unit` for its first read, wait for it, and prefetch the units that follow.
 
-        What was prefetched of `unit` before its shards were written to is gathered anew. Its
-        storages are added to `sources`; inside a checkpoint it is noted as one that backward runs
-        again. With `strict_order=False` nothing is prefetched.
+        What was prefetched of `unit` before its shards were written to is gathered anew; what the
+        unit keeps is taken, not gathered. Its storages are added to `sources`; inside a checkpoint
+        it is noted as one that backward runs again. With `strict_order=False` nothing is
+        prefetched.
         """
         ahead = self.gathered.get(unit)
         if ahead is not None and ahead.is_stale:  # written to since, as a momentum encoder is
@@ -55,8 +56,8 @@ class Forward:
     def _prefetch(self, unit: Unit) -> None:
         """Launch the gathers of the units that the user put after `unit`, or that are read next.
 
-        The latter, `forward_prefetch` of them, are known from the step before, and not launched if
-        this forward had them before.
+        The latter, `forward_prefetch` of them at most, are known from the step before, and not
+        launched if this forward had them before; of a unit that was not read there, none are.
         """
         given = unit.settings.next_in_forward
         ahead = following(unit, given, self._expected, unit.settings.forward_prefetch)
@@ -67,7 +68,8 @@ class Forward:
     def _launch(self, unit: Unit) -> None:
         """Start gathering `unit`, unless it is gathered or on its way.
 
-        Unsharded parameters that the unit keeps are taken instead.
+        Unsharded parameters that the unit keeps are taken instead, unless shards were written to
+        since. The host may wait for `limiter`; raises as the constructor of `Unsharded`.
         """
         if unit not in self.gathered:
             self.gathered[unit] = take_kept(unit) or Unsharded(unit)
@@ -104,9 +106,9 @@ class Forward:
 
         The unit keeps them after `unshard()`, and for a checkpoint that runs it again if it doesn't
         reshard after forward. Of a unit that reshards to fewer ranks, backward keeps this rank's
-        part.
+        part if it needs the unit. A gather in flight, prefetched and not read, is waited for.
 
-        check: raise RuntimeError if one of them was written to.
+        check: raise RuntimeError, even if they are to be kept, if one of them was written to.
         """
         whole = self.gathered.pop(unit, None)
         self.read.discard(unit)

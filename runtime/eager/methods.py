@@ -38,7 +38,8 @@ class MethodForward:
     def step_for(self, unit: Unit) -> steps.Step:
         """Return the step that reads of `unit` belong to now.
 
-        If the step so far is over for `unit` (`Step.is_over_for`), it is closed and replaced.
+        If the step so far is over for `unit` (`Step.is_over_for`), it is closed and replaced;
+        closing may wait and raise, as `Step.close`.
         """
         if self.step.is_over_for(unit):
             self.close()
@@ -46,7 +47,7 @@ class MethodForward:
         return self.step
 
     def close(self) -> None:
-        """End the forward: only what backward needs stays."""
+        """End the forward: only what backward needs stays. Waits and raises as `Step.close`."""
         self.step.opened_in = None
         self.step.close()
 
@@ -57,9 +58,9 @@ _open: list[MethodForward] = []
 def began_before(root: nn.Module) -> bool:
     """Open a step for a running forward of `root` that began before `root` was sharded, if any.
 
-    Returns whether there is such a forward, in which reads gather from now on. There is when Dynamo
-    gave up on the root's forward, and called the backend for a function further in. False, too, if
-    `root` heads no unit.
+    Returns whether there is such a forward, in which reads gather from now on, until its outermost
+    method returns. There is when Dynamo gave up on the root's forward, and called the backend for a
+    function further in. False, too, if `root` heads no unit.
     """
     frame: FrameType | None = sys._getframe()
     outermost = None
@@ -75,7 +76,11 @@ def began_before(root: nn.Module) -> bool:
 
 
 def _open_in(root: nn.Module, frame: FrameType) -> steps.Step:
-    """Open a step for what `frame` reads of `root`, which heads a unit, until `frame` returns."""
+    """Open a step for what `frame` reads of `root`, which heads a unit, and return the step.
+
+    It is noted in `_open`, and closed by the first `close_returned` after `frame` has returned. No
+    hooks are pushed on what autograd saves.
+    """
     unit = unit_of(root)
     assert unit is not None
     units = frozenset(filter(None, map(unit_of, root.modules())))
@@ -150,14 +155,18 @@ def step_open_for(unit: Unit) -> steps.Step | None:
     """Return the step that reads of `unit` belong to, if a `MethodForward` of its model is running.
 
     Else None. Steps of forwards that have returned are closed first; a step that is over for `unit`
-    is replaced (`MethodForward.step_for`).
+    is closed, and replaced (`MethodForward.step_for`). Closing may wait and raise, as `Step.close`.
     """
     close_returned()
     return next((late.step_for(unit) for late in _open if unit in late.units), None)
 
 
 def close_returned() -> None:
-    """Close the steps of each `MethodForward` whose frame is no longer on this thread's stack."""
+    """Close the steps of each `MethodForward` whose frame is no longer on this thread's stack.
+
+    Their unsharded parameters are dropped but for what backward needs. Waits and raises as
+    `Step.close`.
+    """
     if not _open:
         return
     frames = set()

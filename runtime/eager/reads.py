@@ -15,8 +15,9 @@ from autoshard.runtime.unit.unsharded import is_kept, keep
 def read_unsharded(param: ShardedParam) -> Tensor:
     """Return the unsharded parameter, outside of forward, between `unshard()` and `reshard()`.
 
-    Waits for its unit's gather, which is launched anew if shards were written to. Gradients go to
-    the unit's reduce.
+    Waits for its unit's gather, which is launched here if the unit keeps nothing, or shards were
+    written to since. Gradients, if enabled now, go to the unit's reduce. Reads share a step, which
+    is made anew when grad mode has changed.
     """
     unit = param.unit
     kept = keep(unit)

@@ -28,8 +28,8 @@ class Reduces:
 
         A gradient waits if this backward brings more of the same parameter, until the last is in.
         All wait for a later backward if the unit doesn't sync (`no_sync()`), and for the end of
-        this one with `strict_order=False`. A launch may wait for earlier reduces, and fill `.grad`
-        of their parameters.
+        this one with `strict_order=False`: an empty `.grad` gets zeros meanwhile. A launch may wait
+        for other ranks and for earlier reduces, and fill `.grad` of their parameters.
 
         grads: unsharded; the dict is emptied, so that each is freed when it is copied.
         wanted: parameters whose `.grad` the running backward is to fill. Gradients of others are
@@ -71,6 +71,8 @@ class Reduces:
     def reduce_apart(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> Tensors:
         """Reduce gradients of `unit`, wait for them, and fill no `.grad`.
 
+        Gradients that wait from earlier backwards are neither added nor sent. May wait for other
+        ranks first.
         grads: unsharded; the dict is emptied.
         Returns this rank's part of the mean gradients, each in its parameter's dtype, of those
         `wanted` that have a gradient on any rank (of all `wanted` if the unit `sends_unused`).
@@ -86,7 +88,8 @@ class Reduces:
     def _launch(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
         """Launch the reduce of `grads`, with wanted gradients that waited added to them.
 
-        grads: the dict is emptied. May wait for earlier reduces, as `_start` does.
+        grads: the dict is emptied. May wait for other ranks, and for earlier reduces, whose `.grad`
+        is filled then, as `_start` does. Raises as `take`.
         """
         for param in wanted & grads.keys():
             grads[param] = reduce.take_pending(param, grads[param], _reduced_dtype(param))
@@ -122,9 +125,9 @@ class Reduces:
     def _start(self, reduction: Reduction) -> None:
         """Launch `reduction`, after waiting for the oldest ones if too many are in flight.
 
-        Those in flight go on to their all-reduce first. The ones waited for are added to `.grad`;
-        if they go to pinned host memory, their copies begin, and `finish_reduces` of the owner does
-        the rest.
+        Those in flight go on to their all-reduce first. The ones waited for are added to `.grad`,
+        and hooks run (`reduce.accumulate`); if they go to pinned host memory, their copies begin,
+        and `finish_reduces` of the owner does the rest.
         """
         queue = self._in_flight
         for earlier in queue:
@@ -146,7 +149,8 @@ class Reduces:
     def launch_what_waits(self, units: Collection[Unit]) -> None:
         """Launch what backwards have left to reduce, or to all-reduce, of `units`.
 
-        Gradients of units that don't sync go on waiting, sums for their all-reduce among them. A
+        Gradients of units that don't sync go on waiting, sums for their all-reduce among them. With
+        `strict_order=False` all trainable parameters of the others are sent, waiting or not. A
         launch may wait for earlier reduces and fill `.grad` of their parameters, as in `take`; what
         is in flight at the end is left to `finish_reduces` of the owner. Raises as `take`.
         """
@@ -164,7 +168,8 @@ class Reduces:
     def _hold_arrived(self, unit: Unit) -> None:
         """Move sums of gradients of `unit` that are not complete to those that wait for a reduce.
 
-        This backward did not bring the last gradient of their parameters.
+        This backward did not bring the last gradient of their parameters. An empty `.grad` gets
+        zeros (`reduce.hold`). What a broken-off backward has left is dropped.
         """
         for param in unit.params:
             if param.arriving is None:
@@ -178,8 +183,9 @@ class Reduces:
         """Launch the reduce of gradients of `unit` that backwards have left to wait, if it syncs.
 
         All its trainable parameters are sent, with zeros for those of which none waits, and
-        backward's unsharded parameters of it are dropped. If none waits, nothing is sent; but with
-        `strict_order=False` all is, with zeros for what no backward of this rank has reached.
+        backward ends for the unit (`Backward.end`). If none waits, nothing is sent; but with
+        `strict_order=False` all is, with zeros for what no backward of this rank has reached. Waits
+        and raises as `_launch`.
         """
         if not unit.reducer.syncs:
             return
@@ -190,10 +196,11 @@ class Reduces:
                 self._launch(unit, dict.fromkeys(trainable), set(trainable))
 
     def _launch_partial(self, unit: Unit) -> None:
-        """Launch the all-reduce of gradients of `unit` that were only reduce-scattered before.
+        """Launch reduces for gradients of `unit` that were only reduce-scattered before.
 
-        They are added to a reduce-scatter of zeros, one for each dtype. Nothing is sent if there
-        are none.
+        They are reduces of zeros, one for each dtype: once the reduce-scatter is done, what waits
+        is added and all-reduced with it (`Reduction.advance`). Nothing is sent if none waits. May
+        wait for other ranks and for earlier reduces (`_start`).
         Raises RuntimeError if other ranks launch another collective now.
         """
         left: dict[torch.dtype, list[ShardedParam]] = {}

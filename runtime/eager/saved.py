@@ -45,7 +45,10 @@ class Sources:
         self._by_storage: dict[int, Source] = {}
 
     def add(self, whole: Unsharded) -> None:
-        """Add the storages of `whole`, but for those of shards themselves (in a world of one)."""
+        """Add the storages of `whole`, waiting for its gather.
+
+        Not those of shards themselves, as in a world of one, nor empty ones.
+        """
         for param, tensors in whole.sources().items():
             own = {_torch.tensors.storage_id(each) for each in _plain_tensors(param.shard)}
             for index, tensor in enumerate(tensors):
@@ -79,6 +82,7 @@ class Held:
     """
 
     def __init__(self, step: Step, unit: Unit, memory: Tensor) -> None:
+        """Hold `memory`, of `unit`, and add this object to what `reshard()` of the unit frees."""
         self.memory: Tensor | None = memory
         self._step, self._unit = step, unit
         steps_of(unit).held.add(self)
@@ -118,6 +122,7 @@ class _SavedView(_Regathered):
     def unpack(self) -> Tensor:
         """Make the view again, of held memory, or else of a new gather, which is waited for.
 
+        The first of a unit launches that gather, and those that come next (`Step.gather_again`).
         Raises RuntimeError if the parameter, or the held memory, was written to since.
         """
         param = self.source.param

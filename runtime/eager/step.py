@@ -108,8 +108,9 @@ class Step:
     def is_over_for(self, unit: Unit) -> bool:
         """Tell whether the next read of `unit` in a method needs another step than this one.
 
-        It does after a backward of this step, if gradients are enabled now and were not when the
-        step began, or if the unit's parameters were written to since this step has read them.
+        It does in three cases: a backward of this step has ended; gradients are enabled now and
+        were not when the step began; or the unit's parameters were written to since this step has
+        read them.
         """
         if self.has_ended or (torch.is_grad_enabled() and not self.has_grad):
             return True
@@ -124,9 +125,10 @@ class Step:
     def attach(self, param: ShardedParam, data: Tensor) -> Tensor:
         """Return `data`, gathered for `param`, with its gradient going to the unit's reduce.
 
-        Also under no_grad, if the step began with gradients. In a step without, or for a frozen
-        parameter, it gets none. `data` of a parameter that was a tensor-parallel DTensor are
-        wrapped as such a DTensor again.
+        Also under no_grad, if the step began with gradients; the first such call for a unit makes
+        its tokens, which count as a use of it (`Unit.uses`). In a step without, or for a frozen
+        parameter, `data` get no gradient. `data` of a parameter that was a tensor-parallel DTensor
+        are wrapped as such a DTensor again.
         """
         if not (self.has_grad and param.param.requires_grad):
             return data if param.tp is None else param.tp.wrap(data)
@@ -136,12 +138,14 @@ class Step:
             return attached if param.tp is None else param.tp.wrap(attached)
 
     def _in_forward(self, unit: Unit) -> Unsharded:
-        """Return what forward has of `unit`; the first read gathers it.
+        """Return what forward has of `unit`; its first read gathers it, waits, and prefetches.
 
-        The first read of a step also compares the forward with other ranks', and has compute wait
-        for the event of `set_post_optim_event`. With `strict_order=False` the first gathers all
-        units of the model. In a checkpoint that runs again, what backward needs after `unit` is
-        prefetched.
+        With that read this step becomes the unit's latest one, which forgets updates by hooks
+        (`_list`). Ranks compare the gather, and wait for each other if it is new. The first read of
+        a step also compares the forward with other ranks', and has compute wait for the event of
+        `set_post_optim_event`. With `strict_order=False` a unit that is not kept has all units of
+        the model gathered, but not in backward. In a checkpoint that runs again, what backward
+        needs after `unit` is prefetched.
         Raises RuntimeError if other ranks gather another unit now, or run another forward.
         """
         forward = self.forward
@@ -165,8 +169,8 @@ class Step:
     def _note_forward(self) -> None:
         """Raise RuntimeError unless all ranks begin this forward of the owner now.
 
-        Waits for them if it is new after the forward before. With `strict_order=False` nothing is
-        compared.
+        Waits for them if it is new after the forward before. The owner then counts as having had no
+        backward since. With `strict_order=False` nothing is done.
         """
         if self.owner.is_unordered:
             return  # compiled code or a checkpoint, which others may not run, comes here, too
@@ -176,7 +180,7 @@ class Step:
         forward_order.take(event, self.owner.axes.mesh)
 
     def _list(self, unit: Unit) -> None:
-        """Note that this step, as the latest one, gathers `unit`.
+        """Append `unit` to forward's order, and make this step the unit's latest one.
 
         Also forget which of its parameters a hook has updated.
         """
@@ -192,8 +196,9 @@ class Step:
     def leave(self, unit: Unit, *, failed: bool) -> None:
         """End a forward of one of `unit`'s modules; after the last one, drop unsharded parameters.
 
-        The last one has run when each module of the unit has. Nothing is dropped here if the unit
-        keeps its parameters for backward, or with `strict_order=False`.
+        The last one has run when each module of the unit has. Nothing is dropped here with
+        `strict_order=False`, or if a backward may follow and the unit does not reshard after
+        forward. After `unshard()` the unit keeps what is dropped (`Forward.drop`).
 
         failed: whether an exception ended it. If not, RuntimeError is raised for an unsharded
             parameter that is dropped and was written to.
@@ -211,6 +216,8 @@ class Step:
 
         Notes what was gathered, in order, for the prefetch of the next forward. After a forward
         with gradients, `parameters()` gives unsharded copies of units that lend (`Unit.lends`).
+        Waits for prefetched gathers that nobody has read, and for other ranks if the end is new
+        here; with `strict_order=False` ranks compare nothing.
         failed: whether an exception ended it: then the order of collectives so far is forgotten. If
             not, RuntimeError is raised for an unsharded parameter that was written to, or if other
             ranks gather more.
@@ -272,8 +279,8 @@ class Step:
         """Return `unit` gathered for backward, or for what a checkpoint runs again.
 
         The first call gathers it, waits, and prefetches what backward wants next; `finish_backward`
-        then runs at the end of the running backward. Raises RuntimeError if other ranks launch
-        another collective now.
+        then runs at the end of the running backward. Waits for other ranks if the gather is new.
+        Raises RuntimeError if other ranks launch another collective now.
         """
         if self.backward.has_read(unit):
             return self.backward.gathered[unit]
@@ -282,14 +289,20 @@ class Step:
         return self.backward.gather(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Drop what was gathered of `unit` for backward, unless forward or backward is using it."""
+        """Drop what was gathered of `unit` for backward, unless forward or backward is using it.
+
+        A gather in flight is waited for.
+        """
         if unit not in self.forward.read:
             self.backward.reshard(unit)
 
     def reduce(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> None:
         """Launch the reduce of `unit`, of which every gradient is in, and drop its parameters.
 
-        Gradients that wait for others, or for a later backward, are kept instead: `Reduces.take`.
+        The unit may be configured to keep them (`Backward.end`). Gradients that wait for others, or
+        for a later backward, are kept instead of sent: `Reduces.take`, which may also wait for
+        earlier reduces and fill their `.grad`. With `prefetches_after_backward` what backward wants
+        next is gathered. `parameters()` gives no unsharded copies from now on.
         Hooks on the wanted parameters are set aside until `.grad` is filled, which the end of this
         backward sees to (`finish_backward`).
 
@@ -314,11 +327,12 @@ class Step:
     def reduce_now(self, unit: Unit, grads: Grads, wanted: set[ShardedParam]) -> Tensors:
         """Reduce gradients of `unit` for `torch.autograd.grad`, wait, and fill no `.grad`.
 
-        The unit's unsharded parameters are dropped then. grads: as of `reduce`.
+        Backward then ends for the unit (`Backward.end`), and `finish_backward` runs at the end of
+        the running backward. grads: as of `reduce`.
         wanted: parameters whose gradients are to be returned.
         Returns this rank's part of the mean gradients, but none for parameters without a gradient
         on any rank, unless the unit `sends_unused`. Raises NotImplementedError with
-        `strict_order=False`.
+        `strict_order=False`, and otherwise as `Reduces.reduce_apart`.
         """
         unit.check_may_return()
         self._queue_callback()
@@ -345,7 +359,8 @@ class Step:
         """End the backward: launch what is left to reduce, and drop what was gathered for it.
 
         Also puts hooks on parameters back, closes a method's forward that is still open, and has
-        `parameters()` give sharded ones again after `unshard()`.
+        `parameters()` give sharded ones again after `unshard()`. What units are configured to keep
+        is not dropped (`Backward.end`). Waits for other ranks if a launch, or the end, is new.
         With `strict_order=False` only the first step to end in a backward does so, and none in a
         backward that runs inside another one.
 
@@ -423,8 +438,9 @@ def finalize(owner: Unit) -> None:
     """Launch, outside of backward, what is left to reduce in `owner`'s model.
 
     `finish_reduces` waits for that. Unsharded parameters that were kept for another backward are
-    dropped, unless `set_reshard_after_backward(False)` or `unshard()` keeps them. Raises
-    RuntimeError inside a forward or a backward.
+    dropped, unless `set_reshard_after_backward(False)` or `unshard()` keeps them. Hooks that were
+    set aside are put back. A launch may wait for earlier reduces and fill `.grad`. Raises
+    RuntimeError inside a forward or a backward, and as `Step.finish_backward`.
     """
     if open_step() is not None or _torch.autograd.in_backward():
         raise RuntimeError("finalize_backward was called inside a forward or a backward")
@@ -457,7 +473,11 @@ def step_in_backward(unit: Unit) -> Step:
 
 
 def abandon_open_step() -> None:
-    """Abandon this thread's open step, if any, after an exception that no hook saw."""
+    """Abandon this thread's open step, if any, after an exception that no hook saw.
+
+    Its hooks on saved tensors are popped, and what it has gathered or launched is dropped
+    (`Step.abandon`).
+    """
     step = open_step()
     if step is not None:
         step.pop_hooks()
@@ -477,9 +497,9 @@ def _caller() -> FrameType | None:
 def enter(unit: Unit) -> None:
     """Begin the forward of a module of `unit`: open a step if none is open in this thread.
 
-    A new step hooks what autograd saves (`push_hooks`); with `strict_order=False` it launches the
-    gathers of all units. An open step of the same unit whose forward has broken off unnoticed is
-    abandoned first.
+    A new step hooks what autograd saves (`push_hooks`), and has a backward only if gradients are
+    enabled now; with `strict_order=False` it launches the gathers of all units. An open step of the
+    same unit whose forward has broken off unnoticed is abandoned first.
     """
     step = open_step()
     if step is not None and step.owner is unit and not step.is_on_the_stack():
@@ -509,7 +529,9 @@ def failure_of(unit: Unit) -> BaseException | None:
 def leave(unit: Unit) -> None:
     """End the forward of a module of `unit`, and close the step if this forward opened it.
 
-    Also run for exceptions. Does nothing if `unit` is not running in an open step.
+    Unsharded parameters are dropped unless kept for backward (`Step.leave`); closing may wait for
+    other ranks (`Step.close`). Also run for exceptions. Does nothing if `unit` is not running in an
+    open step.
     Raises RuntimeError, unless an exception ended the forward, if an unsharded parameter was
     written to, or if other ranks gather more.
     """

@@ -51,7 +51,8 @@ class Tokens:
     def __init__(self, step: Step, unit: Unit) -> None:
         """Make tokens of the unit's trainable parameters, of which there is one at least.
 
-        They lead to the parameters in autograd's graph, and are noted as a use in `Unit.uses`.
+        They lead to the parameters in autograd's graph, so gradients must be enabled now, and are
+        noted as a use in `Unit.uses`.
         """
         trainable = [param for param in unit.params if param.param.requires_grad]
         grads: Grads = {}
@@ -194,8 +195,9 @@ class _Reduce(torch.autograd.Function):
     def backward(ctx: Any, _anchor: Tensor) -> tuple[Any, ...]:
         """Reduce the gradients that `_Collect` has taken, whose dict is emptied.
 
-        For `torch.autograd.grad` it waits, and returns this rank's part as DTensors. Else it
-        launches (`Step.reduce`), and returns None for each parameter.
+        For `torch.autograd.grad` it waits, and returns this rank's part as DTensors, None for
+        parameters that were not asked for or have a gradient on no rank. Else it launches
+        (`Step.reduce`, which may wait, and raises), and returns None for each parameter.
         """
         leaves, trainable = [node for node, _ in ctx.next_functions], list(ctx.grads)
         returned = _select(trainable, map(_torch.autograd.returns_gradient, leaves))

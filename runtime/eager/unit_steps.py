@@ -73,7 +73,8 @@ def take_in_order(owner: Unit, phase: str, event: str) -> None:
     """Note that `event` is about to be launched in a `phase` of a step that `owner` owns.
 
     Waits for other ranks if the event is new there. event: the collective in words. Raises
-    RuntimeError if other ranks launch another one; with `strict_order=False` nothing is compared.
+    RuntimeError if other ranks launch another one, or don't come in time. With `strict_order=False`
+    nothing is done.
     """
     if not owner.is_unordered:
         order_of(owner, phase).take(event)
@@ -141,8 +142,9 @@ def wait_for_optimizer(owner: Unit) -> None:
 def reshard(unit: Unit) -> None:
     """Drop unsharded parameters of `unit`, those kept from forward for backward, too.
 
-    Not those that a running forward or backward reads. Ends what `unshard()` began. Backward
-    gathers them again. Raises RuntimeError if one of them was written to.
+    Not those that a running forward or backward reads. Ends what `unshard()` began, and the lending
+    of copies by `parameters()`. Backward gathers them again. Gathers in flight are waited for, and
+    markers updated (`Unit.describe`). Raises RuntimeError if one of them was written to.
     """
     steps = steps_of(unit)
     unit.is_unsharded_by_user = False
@@ -163,7 +165,8 @@ def reshard(unit: Unit) -> None:
 def finish_reduces(owner: Unit) -> None:
     """Wait for reduces that backwards of `owner`'s steps have launched, and fill `.grad`.
 
-    Runs hooks on the parameters, as `reduce.accumulate` does.
+    Runs hooks on the parameters, as `reduce.accumulate` does. The host waits for gradients that go
+    to it.
     """
     carried = steps_of(owner).carried
     for reduction in carried:
@@ -175,8 +178,9 @@ def finish_reduces(owner: Unit) -> None:
 def reset(unit: Unit) -> None:
     """Forget `unit`'s unsharded parameters, latest step, and gradients on their way to `.grad`.
 
-    For a fresh start after an exception. Ends what `unshard()` began. `.grad` itself stays, but for
-    zeros that stand for gradients that wait.
+    For a fresh start after an exception. Waits for gathers in flight. Ends what `unshard()` began;
+    markers are updated, and ranks compare the collectives of the latest step's owner anew. `.grad`
+    itself stays, but for zeros that stand for gradients that wait.
     """
     steps = steps_of(unit)
     if steps.last_step is not None:

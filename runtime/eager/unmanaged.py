@@ -80,7 +80,10 @@ def _watch(param: nn.Parameter, owner: str) -> None:
 
 
 def _is_taken_by_torch(param: nn.Parameter) -> bool:
-    """Tell whether torch's own `replicate` or `fully_shard` averages the gradient of `param`."""
+    """Tell whether torch's own `replicate` or `fully_shard` averages the gradient of `param`.
+
+    Looks through all objects of the process for modules that were given to one of them.
+    """
     modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
     around = [each for each in modules if _torch.fsdp.contracts(each) and unit_of(each) is None]
     return any(each is param for module in around for each in module.parameters())

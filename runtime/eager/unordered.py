@@ -40,7 +40,7 @@ def gather_all(root: Unit) -> None:
     """Launch the gathers of all units of `root`'s model; the units keep what is gathered.
 
     A unit that keeps its parameters unsharded already is not gathered again, unless its shards were
-    written to since.
+    written to since. If `root` is an inner unit, only it and units inside it are gathered.
     """
     for unit in units_below(root):
         keep(unit)
@@ -49,8 +49,9 @@ def gather_all(root: Unit) -> None:
 def drop_all(units: Iterable[Unit]) -> None:
     """Drop what `gather_all` has gathered of `units`, unless `unshard()` has asked for it.
 
-    Units without `strict_order=False` are left alone. Raises RuntimeError if an unsharded parameter
-    was written to.
+    Units without `strict_order=False` are left alone. Gathers in flight are waited for. Raises
+    RuntimeError at the first unit of which an unsharded parameter was written to: it and those
+    after it are not dropped.
     """
     for unit in units:
         if unit.is_unordered and unit.kept is not None and not unit.is_unsharded_by_user:

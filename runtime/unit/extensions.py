@@ -73,10 +73,13 @@ def before_gather(param: ShardedParam, unit: Unit, shard: Tensor) -> Sent:
     """Ask `shard`, on the device, what to send for it: call its `fsdp_pre_all_gather`.
 
     Where shards are uneven, the tensors to send are padded to equal rows, but for scalars.
-    unit: of `param`; the method is given its mesh and mixed-precision policy.
-    Raises TypeError if the method takes other than 1 or 5 arguments or returns no tensors,
-    ValueError if shards are uneven and a tensor has neither the rows of this rank's shard nor those
-    of a full one, and NotImplementedError if the unit reshards to fewer ranks after forward.
+    unit: of `param`. A method of one argument is given its mesh; one of five the mesh, the
+        unsharded size and stride, the first module that has `param`, and the mixed-precision
+        policy.
+    Raises TypeError if the method takes another number of arguments, or its first result is no
+    tuple or list of tensors, ValueError if shards are uneven and a tensor has neither the rows of
+    this rank's shard nor those of a full one, and NotImplementedError if the unit reshards to fewer
+    ranks after forward.
     """
     smaller = unit.settings.smaller
     if smaller is not None:
@@ -114,7 +117,8 @@ def after_gather(
     sent: what `before_gather` returned.
     gathered: one tensor for each input of `sent`.
     dtype: in which forward computes with the parameter.
-    Returns the parameter, of its true size, and the tensors whose memory it occupies.
+    Returns the parameter, and the tensors whose memory it occupies. If the method gives another
+    size than the true one (padded, or flat), the parameter is a contiguous view of its beginning.
     """
     outputs = tuple(
         each.view(source.dtype).view(-1, *source.shape[1:])

@@ -141,8 +141,10 @@ class Layout:
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
     """Layout of a parameter whose local tensor, `member`, is cut over `axes`.
 
-    tp: the layout that it had as a DTensor before; None if it was none. Then the layout is over the
-        axes of both meshes, `tp.data_axes` left out, and its size is that of the DTensor.
+    tp: the layout that it had as a DTensor before; None if it was none. With one, the result is
+        over the axes of both meshes, `axes` first and `tp.data_axes` left out; its size is that of
+        the DTensor. A dim that `tp` cuts already gets strided shards over `axes`.
+    Raises RuntimeError if the two meshes are no slices of one.
     """
     tp = None if tp is None else tp.without(tp.data_axes)
     if tp is None:
@@ -193,7 +195,10 @@ class ShardedParam:
     registrations: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Give the parameter a number of its own; nothing waits, and markers say nothing yet."""
+        """Give the parameter a number of its own; nothing waits, and markers say nothing yet.
+
+        Its group, number of ranks and device are those of `axes`. It has no `unit` yet.
+        """
         # What the getter hands to the marker under torch.compile: constants to guard on. See
         # `describe()`.
         self.marker_arguments: MarkerArguments = ("", "", False, "")
@@ -233,7 +238,7 @@ class ShardedParam:
         """Update its markers' arguments, also in modules, to how its unit gathers and reduces now.
 
         Markers are what a read under torch.compile leaves in the graph. To be called after each
-        change of that. Also sets `is_extended` and `follows_mode`.
+        change of that, once it has a unit. Also sets `is_extended` and `follows_mode`.
         Raises TypeError if its shard has only one of the two methods of an extension.
         """
         self.is_extended = is_extended(self.name, self.shard)
@@ -255,8 +260,11 @@ class ShardedParam:
     def _description(self, *, in_full_precision: bool) -> MarkerArguments:
         """Make the arguments of a marker, for a forward in full precision or in `param_dtype`.
 
-        Returns (the member as it is gathered, the group, whether it stays unsharded until backward,
-        how its gradient is reduced); the last is "" if that is alike, without options.
+        Returns (the member as it is gathered, the group of the gather, whether it stays unsharded
+        until backward, how its gradient is reduced). The last is text of `UnshardOptions`, which
+        also has what else the unit asks for: an extension, offload, gathers by the runtime,
+        gradients that wait, a smaller group. It is "" if there is none of that, and the reduce is
+        as the gather.
         """
         gathered = self.unit.gathered_member(self, in_full_precision=in_full_precision)
         reduced = self.unit.reduced_member(self, gathered.dtype)
@@ -283,8 +291,10 @@ class ShardedParam:
         """Group over which compiled code reduces its gradient, named as `passes.ir.groups` says.
 
         Just the group of its shards if gradients are to wait, as always with `strict_order=False`.
-        The name is marked as customized if the unit's settings ask for another reduce than the mean
-        by collectives of ours, or leave replicas for later.
+        Else the unit's own group for reduce-scatters, or that of its shards, joined with that of
+        its replicas, which is left out if the unit leaves their all-reduce for later.
+        The name is marked as customized in that case, or if the unit's settings ask for another
+        reduce than the mean by collectives of ours.
         """
         reducer = self.unit.reducer
         scatter_group = reducer.scatter_group or self.axes.shard_group
@@ -335,8 +345,9 @@ class ShardedParam:
 
         It may have been replaced by another DTensor, as by `load_state_dict(assign=True)`,
         converted, as by `model.to(dtype)`, or have got or lost the methods of an all-gather
-        extension. A replacement is put into all of its modules. A plain tensor in its place is not
-        looked at. Hooks that a broken-off backward left aside are put back, too.
+        extension. The first replacement found is put into all of its modules. A plain tensor in its
+        place is not looked at. For a new dtype or extension its markers are updated (`describe`).
+        Hooks that a broken-off backward left aside are put back, too, which does not count.
         Raises ValueError for a replacement that is not sharded alike, TypeError for one of the two
         methods alone.
         """
@@ -386,8 +397,11 @@ def shard_parameter(
 ) -> ShardedParam:
     """Make a sharded parameter from a copy of this rank's part of `param`, cut along `dim`.
 
-    The part of a scalar is all of it. It lies where `param` does, or in host memory if `offload`
-    is a `CPUOffloadPolicy`. Modules are left as they are; `find` knows `param` and the new one.
+    The part of a scalar is all of it. It lies where `param` does, or, if `offload` is a
+    `CPUOffloadPolicy`, in host memory: if it came from a device, pinned if the policy says so. On
+    the meta device it stays.
+    The new one requires gradients if `param` does, and has no unit yet. Modules are left as they
+    are; `find` knows `param` and the new one, and `shard_names` the new one.
     param: plain, or a DTensor (tensor-parallel), whose local tensor is cut.
     Raises ValueError for a dim other than 0 that ranks can't share evenly, a DTensor on a mesh of
     another device type, or, with `axes.full`, a parameter that is not replicated over the
@@ -537,8 +551,8 @@ def lent_by(tensor: Tensor) -> str | None:
 def resolve(param: Tensor) -> ShardedParam | None:
     """Find the sharded parameter of `param`, also if `param` was put in its place since.
 
-    In that case the sharded parameter is refreshed, so that it has `param`; see
-    `ShardedParam.refresh`. None if there is none.
+    In that case, looked for only if `param` is a DTensor, the sharded parameter is refreshed, so
+    that it has `param`; see `ShardedParam.refresh`, which may raise. None if there is none.
     """
     sharded = find(param)
     if sharded is not None or not isinstance(param, DTensor):

@@ -38,7 +38,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast floating-point tensors in `value` to `dtype`, also in lists, tuples, dicts, dataclasses.
 
     A container in which nothing changes is passed on itself, not a copy of it: forward may
-    want to write to it. Other values are passed on as they are.
+    want to write to it. Else it is a new one of the same class (dataclasses by
+    `dataclasses.replace`). Other values are passed on as they are. Casts are differentiable.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -161,7 +162,8 @@ def keep_buffer_dtypes(
 ) -> None:
     """Cast buffers in `state_dict` back to the dtype that they had before `cast_buffers`.
 
-    `module.state_dict()` calls it last, as a hook on modules that head units.
+    `state_dict` is changed in place: buffers of `module` and of all modules below it, whose keys
+    begin with `prefix`. `module.state_dict()` calls it last, as a hook on modules that head units.
     """
     for path, each in module.named_modules():
         for name, dtype in each.__dict__.get(_BUFFER_DTYPES, {}).items():

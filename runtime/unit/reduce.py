@@ -136,7 +136,11 @@ class Reduction:
         *,
         stands_alone: bool = False,
     ) -> None:
-        """Note what is to be reduced, and the unit's hook of now; nothing is launched."""
+        """Note what is to be reduced, and the unit's all-reduce hook of now; nothing is launched.
+
+        `grads` is held, not copied, until the launch. Other settings of the unit's reduces are read
+        later, when they are needed.
+        """
         self._dtype = dtype
         self._stands_alone = stands_alone
         self._unit = unit
@@ -163,8 +167,9 @@ class Reduction:
         """Start summing: launch the reduce-scatter, or run the user's `comm_hook` to its end.
 
         Gradients are cast and copied to what is sent, and let go of; zeros stand for those that
-        this rank lacks. Where parameters are not cut, the all-reduce is launched at once
-        (`advance`).
+        this rank lacks, and a flag for each says which it has. Where parameters are not cut,
+        nothing is sent, and the all-reduce is launched at once (`advance`). A `comm_hook` replaces
+        both collectives. Raises RuntimeError, naming the collective, if its launch fails.
         """
         axes, first = self._unit.axes, self._params[0]
         whole = [
@@ -201,8 +206,9 @@ class Reduction:
 
         Waits for the reduce-scatter then; on a device its stream for all-reduces waits, not
         compute. Sums that wait in `Reducer.partial` are added first; if the unit is not to
-        all-reduce now, the sums are left there instead, and no gradient is wanted any more. A
-        second call does nothing.
+        all-reduce now, the sums are left there instead, an empty `.grad` gets zeros for them, and
+        no gradient is wanted any more. Without replicas, or at a second call, nothing is done.
+        Raises RuntimeError if `.grad` was written to while sums waited.
         """
         if self._scattered:
             return
@@ -264,10 +270,10 @@ class Reduction:
         """Wait, and return this rank's part of the mean gradient of each wanted parameter.
 
         The all-reduce, if it is still to come, is launched before, and the unit's `all_reduce_hook`
-        runs after it. Parameters that have a gradient on no rank are left out, unless the unit
-        `sends_unused`; all are if the sums were left for a later all-reduce. Parts, (local rows,
-        *rest), have the dtype of the reduce. To be called once. The host waits for a device only if
-        this rank lacks a gradient.
+        runs after it, but not if no parameter is wanted. Parameters that have a gradient on no rank
+        are left out, unless the unit `sends_unused`; all are if the sums were left for a later
+        all-reduce. Parts, (local rows, *rest), have the dtype of the reduce. To be called once. The
+        host waits for a device only if this rank lacks a gradient.
         """
         self.advance()
         flight = self._wait()
@@ -337,7 +343,7 @@ class Reduction:
         """Wait, and add the mean gradients to `.grad`, running hooks; see `accumulate` below.
 
         Of wanted parameters without a gradient on any rank, zeros that stood in `.grad` for one
-        that waited are taken out.
+        that waited are taken out. After `store` the host waits for its copies.
         """
         if self._stored is None:
             shards = self.wait()
@@ -401,8 +407,9 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
 
     Hooks on the gradient run first, and may replace it; those for after accumulation run last, and
     it is noted if they update the parameter. The gradient is first cast to the parameter's dtype,
-    unless the unit keeps low-precision gradients, and moved to where the shard lies. Hooks that
-    were set aside are put back.
+    unless the unit keeps low-precision gradients (then the parameter's `grad_dtype` is set), and
+    moved to where the shard lies. Zeros that stood in `.grad` for one that waited are not added to,
+    but replaced. Hooks that were set aside are put back.
     Raises RuntimeError if a hook for after accumulation has updated the parameter since forward.
     """
     if sharded.is_updated_by_hook:
@@ -501,7 +508,7 @@ def hold(
     """Let `grad`, unsharded, wait for a backward that is reduced, added to those that wait already.
 
     If `.grad` is empty, zeros are put there. Those that wait are dropped, not added to, if `.grad`
-    was emptied or zeroed since.
+    was emptied or zeroed since, which the host may wait to see. `units_that_wait` gets the unit.
     dtype: in which they are summed, as that of the reduce.
     is_borrowed: its memory is about to be used for something else, so that it is copied.
     Raises RuntimeError if `.grad` was written to otherwise since a gradient began to wait.
@@ -551,6 +558,7 @@ def arrive(
     """Let `grad`, unsharded, wait for gradients of other uses of `param` in the running backward.
 
     It is added to those that have come in this backward; what a broken-off one has left is dropped.
+    `.grad` is left alone. `units_that_wait` gets the unit.
     dtype, is_borrowed: as of `hold`.
     """
     total = _added(arrived(param), grad, dtype, is_borrowed=is_borrowed)
@@ -588,7 +596,8 @@ def _version(grad: Tensor) -> int:
 def pending_of(param: ShardedParam) -> Tensor | None:
     """Return the unsharded gradient of `param` that waits, or None.
 
-    If `.grad` was emptied or zeroed since it began to wait, it is dropped.
+    If `.grad` was emptied or zeroed since it began to wait, it is dropped. If `.grad` was written
+    to, the host waits for its values.
     Raises RuntimeError if `.grad` was written to otherwise.
     """
     if param.pending is None:
@@ -602,7 +611,8 @@ def pending_of(param: ShardedParam) -> Tensor | None:
 def is_waiting(param: ShardedParam) -> bool:
     """Tell whether a gradient of `param` waits, unsharded or for its all-reduce.
 
-    One does not if `.grad` was emptied or zeroed since. Raises RuntimeError if that was written to
+    One does not if `.grad` was emptied or zeroed since, and is dropped then if it is unsharded. If
+    `.grad` was written to, the host waits for its values. Raises RuntimeError if it was written to
     otherwise.
     """
     partial = param.unit.reducer.partial.get(param)
@@ -622,7 +632,7 @@ def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -
     """Return `grad`, unsharded, with the gradient of `param` that waited added, which is taken out.
 
     None if there is neither; `grad` itself, not cast, if none waited, or `.grad` was emptied or
-    zeroed since.
+    zeroed since, which the host may wait to see. Zeros that stand for it in `.grad` are left.
     dtype: of the sum.
     Raises RuntimeError if `.grad` was written to otherwise since a gradient began to wait.
     """

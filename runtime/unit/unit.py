@@ -199,7 +199,7 @@ class Unit:
     def gather(self) -> str:
         """Name of its gather, as ranks compare it: "the gather of layers.3 (float32: 576 bytes)".
 
-        In the precision of the latest forward.
+        In the precision of the latest forward. Made once for each, until `describe` is called.
         """
         known = self._gathers.get(self.computes_in_full_precision)
         if known is None:
@@ -226,6 +226,8 @@ class Unit:
     ) -> Member:
         """Member of `param` as it is gathered, in the dtype that forward computes with.
 
+        That is the policy's `param_dtype`, if it has one. In full precision, or if the parameter is
+        not of floating point, it is the parameter's own.
         in_full_precision: None: as the latest forward does.
         """
         own, wanted = param.member.dtype, self.settings.mp.param_dtype
@@ -236,7 +238,11 @@ class Unit:
         return Member(wanted, param.member.size, param.member.dim)
 
     def reduced_member(self, param: ShardedParam, dtype: torch.dtype) -> Member:
-        """Member of `param`'s gradient, computed in `dtype`, as it is reduced."""
+        """Member of `param`'s gradient, computed in `dtype`, as it is reduced.
+
+        In the policy's `reduce_dtype`, if it has one and `dtype` is of floating point; else in
+        `dtype`.
+        """
         if self.settings.mp.reduce_dtype is not None and dtype.is_floating_point:
             dtype = self.settings.mp.reduce_dtype
         return Member(dtype, param.member.size, param.member.dim)
@@ -281,10 +287,10 @@ class Unit:
     def make_ready(self) -> None:
         """Prepare for a gather: follow what was done to the parameters since.
 
-        See `ShardedParam.refresh`.
+        See `ShardedParam.refresh`. Nothing is moved or launched.
         Raises RuntimeError, naming them, if some are still on the meta device, or, if they are to
         be offloaded, not in host memory; ValueError if one was replaced by one that is sharded
-        otherwise.
+        otherwise; TypeError if a shard has only one of the two methods of an all-gather extension.
         """
         for param in self.params:
             param.refresh()

@@ -50,7 +50,11 @@ class Unsharded:
         """Launch a gather for each dtype that is sent, and note which values the shards have.
 
         Parameters follow what was done to them first (`Unit.make_ready`). The host may wait for
-        `limiter`.
+        `limiter`. The dtypes are those of the latest forward (`Unit.gathered_member`). Extensions
+        are asked what to send. Where parameters are not cut nothing is launched: the shards
+        themselves, cast, are what has arrived.
+        parts: what to gather instead of the shards, over fewer ranks.
+        Raises as `Unit.make_ready` and `extensions.before_gather`.
         """
         self.unit = unit
         unit.make_ready()
@@ -86,7 +90,8 @@ class Unsharded:
     def _to_send(self, param: ShardedParam, parts: Parts | None) -> list[tuple[Member, Tensor]]:
         """List what this rank sends of `param`: its shard, its part, or what an extension makes.
 
-        The extension's `fsdp_pre_all_gather` is called, and what it gave is kept for the wait.
+        A shard that lives elsewhere is copied to the device first. An extension's
+        `fsdp_pre_all_gather` is called, and what it gave is kept for the wait; not with `parts`.
         """
         member = self.unit.gathered_member(param)
         if parts is not None:
@@ -115,9 +120,10 @@ class Unsharded:
         return self._tensors is not None
 
     def tensors(self) -> dict[ShardedParam, Tensor]:
-        """Return the unsharded parameters; the first call waits for the gather.
+        """Return the unsharded parameters; the first call waits for the gather and makes them.
 
-        The dict is empty after `drop`.
+        It calls `fsdp_post_all_gather` of extensions, and notes versions for `check_unwritten`.
+        After `drop` the dict is empty.
         """
         if self._tensors is None:
             for pieces, flight in self._flights:
@@ -163,7 +169,8 @@ class Unsharded:
     def check_unwritten(self) -> None:
         """Raise RuntimeError if an unsharded parameter was written to, which would be lost.
 
-        Does nothing where parameters are not cut, or before `tensors` was called.
+        Does nothing where parameters are not cut, before `tensors` was called, or if that was in
+        inference mode.
         """
         if self.unit.world == 1 or self._tensors is None:
             return
@@ -197,7 +204,7 @@ def keep(unit: Unit) -> Unsharded:
     """Have `unit` keep its unsharded parameters, and return them.
 
     If it keeps none, or stale ones, which are then let go, a gather is launched, and not waited
-    for.
+    for; the host may wait for `limiter`. Raises as the constructor of `Unsharded`.
     """
     if unit.kept is None or unit.kept.is_stale:
         unit.kept = Unsharded(unit)
@@ -208,6 +215,7 @@ class Lent:
     """Unsharded parameters of a unit that stay between forward and backward, to be read."""
 
     def __init__(self, whole: Unsharded) -> None:
+        """Hold the tensors of `whole`, waiting for its gather, and the versions they had there."""
         self.tensors = dict(whole.tensors())
         self._versions = [] if whole.unit.world == 1 else list(whole._versions)
 

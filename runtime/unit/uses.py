@@ -27,6 +27,7 @@ class Use:
     """
 
     def __init__(self, params: Container[ShardedParam], node: Any) -> None:
+        """Note the use, whose gradients are still to come; `node` is held weakly."""
         self._params = params
         self._node: weakref.ref[Any] = weakref.ref(node)  # which holds this, or is held with it
         self._ended_in = -1
