@@ -56,7 +56,8 @@ class Attempt:
     ) -> None:
         """Compile the frame of Dynamo's `gm`; a failure is kept in `failure` and `reason`.
 
-        Dynamo's RestartAnalysis is raised. `gm` is changed.
+        Dynamo's RestartAnalysis is raised. `gm` is changed. There is a backward if gradients are
+        enabled now. Plans are logged and dumped, but not recorded, nor compared with other ranks.
 
         known, kept: as of `Compilation`.
         """
@@ -106,7 +107,8 @@ def agreed_attempt(
     later compilations follow them. If searches on ranks found different plans, all ranks trace the
     frame again and follow the first rank's plans. For a frame that is a whole step, under a memory
     budget, the first rank chooses the parameters to keep unsharded for backward, once and before
-    anything else.
+    anything else, by a dry compilation. Where something is new ranks wait for each other, at the
+    first time for ten minutes, or the group's timeout if that is longer. `gm` is changed.
 
     params: the sharded parameters that the frame reads, one or more.
     code: name of the frame, the same on every rank.
@@ -155,6 +157,7 @@ def agreed_attempt(
 def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]) -> bool:
     """Tell whether a frame has a backward, and reads all sharded parameters of its model.
 
+    It has one if gradients are enabled now, and an input requires one.
     Otherwise what several frames keep for backward would add up, and no frame knows of the others.
     params: the sharded parameters that the frame reads.
     """
@@ -168,8 +171,8 @@ def _worth_keeping(
 ) -> Sequence[str]:
     """Return the names of the parameters that forward should keep unsharded for backward.
 
-    Predicted by a dry compilation on this rank alone; empty if that fails. Dynamo's RestartAnalysis
-    is raised. `gm` can't be compiled afterwards.
+    Predicted by a dry compilation, for the sizes of this rank's batch, without other ranks; empty
+    if that fails. Dynamo's RestartAnalysis is raised. `gm` can't be compiled afterwards.
     """
     drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:

@@ -45,7 +45,9 @@ def autoshard(
     Returns a function with the inputs and outputs of `gm`. Dynamo is made to trace the frame again
     if anything changes first: a model that is not sharded yet is sharded here, in place; parameters
     that were replaced after sharding are followed; buffers are cast as mixed precision says.
-    Parameters that the user left out of sharding are a warning, and not sharded.
+    Parameters that the user left out of sharding are a warning, and not sharded. Ranks wait for
+    each other where a model is sharded, and where they compile what is new to them. `gm` is
+    changed; plans are recorded.
 
     mode: as the option of that name.
     options: see `CompileOptions`.
@@ -83,6 +85,8 @@ def _compile(
     """Compile a frame, and record its plans; `params` are the sharded parameters that it reads.
 
     Ranks agree on the plans, unless the frame reads no sharded parameter or has `strict_order` off.
+    Then they wait for each other, if the plans are new. Warns once if a plan is predicted to exceed
+    the memory budget.
     Returns a function with the inputs and outputs of `gm`; a frame with `params` is counted in
     `first_call.num_graphs`.
     Raises SkipFrame after a failure, with one warning, so that the frame runs eagerly; with
@@ -118,7 +122,7 @@ def _warn_beyond_budget(attempt: Attempt, code: str) -> None:
     """Warn once if a plan is predicted to exceed the memory budget; only with bucketing "auto".
 
     That is so if no plan keeps to the budget, or if the batch is larger than the one that a plan
-    was found with.
+    was found with. By how much is logged, at INFO, each time.
     """
     compilation = attempt.compilation
     prices = compilation.prices
@@ -161,6 +165,7 @@ def _check_bucketing(settings: CompileSettings, param: ShardedParam) -> None:
 
 
 def _log_graph_break() -> None:
+    """Log, at INFO, where and why a graph break ends the graph being compiled, if one does."""
     found = _torch.dynamo.graph_break()
     if found is not None:
         log.info("graph break at %s: %s; what follows has a plan of its own", *found)
@@ -170,6 +175,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(message: str) -> None:
+    """Give `message` as a RuntimeWarning, unless it was given before in this process."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)

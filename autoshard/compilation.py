@@ -69,6 +69,10 @@ def watch_lowered(watcher: Watcher) -> Iterator[None]:
 def _watched(
     gm: fx.GraphModule, graph: str, call: Any, lower: Callable[[fx.GraphModule], Lowered]
 ) -> Any:
+    """Return what is to run in place of `call`: what the watchers make of it, one after another.
+
+    It is marked as boxed. Without a watcher it is `call` itself. Arguments: see `Watcher`.
+    """
     for watcher in _watchers:
         call = _torch.aot.mark_boxed(watcher(gm, graph, call, lower))
     return call
@@ -129,8 +133,9 @@ class Compilation:
     def compile(self) -> Callable[..., Any]:
         """Compile the frame's graph to a callable with the same inputs and outputs.
 
-        Called once, while Dynamo traces the frame. Fills `plans` and `priced`; rank 0 logs the
-        progress of a long compilation.
+        Called once, while Dynamo traces the frame. There is a backward if gradients are enabled
+        now. Fills `plans` and `priced`, and logs plans; rank 0 logs the progress of a long
+        compilation. Python's garbage collector runs rarely meanwhile.
         Raises TraceAgain if torch's caches have the graphs, but their plans are gone; otherwise
         whatever goes wrong in AOTAutograd, a pass or the lowering.
         """
@@ -142,7 +147,7 @@ class Compilation:
             return self._compile_inductor()
 
     def _num_graphs(self) -> int:
-        """Number of graphs to compile: forward and backward, or one for inference."""
+        """Number of graphs to compile: 2, forward and backward, if gradients are on now; or 1."""
         return 2 if has_backward(self.frame.inputs) else 1
 
     def _compile_eagerly(self) -> Callable[..., Any]:
@@ -171,15 +176,17 @@ class Compilation:
     def _compile_inductor(self) -> Callable[..., Any]:
         """Compile with Inductor; on a hit of AOTAutograd's cache, load the plans of its graphs.
 
-        Raises TraceAgain if these plans are gone; the next compilation then does without that
-        cache.
+        Otherwise plans are stored beside graphs that Inductor caches. In either case they are
+        logged, and added to `plans`. Raises TraceAgain if the plans of a hit are gone; the next
+        compilation then does without that cache, and later ones with it again.
         """
         is_lowered = False
 
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             """Plan `gm` by our passes, and lower it, in place of Inductor's compiler of graphs.
 
-            Its plan is saved if Inductor has cached what it was lowered to. kwargs: Inductor's.
+            Its plan is saved if Inductor has cached what it was lowered to. What watchers make of
+            that is returned in its place. kwargs: Inductor's.
             """
             nonlocal is_lowered
             is_lowered = True
@@ -192,6 +199,7 @@ class Compilation:
                 plan_cache.save(name, PLAN.get(gm))
 
             def lower(part: fx.GraphModule) -> Lowered:
+                """Lower `part`, a part of `gm` with its inputs, also after this compilation."""
                 with _torch.inductor.tracing_again(example_inputs):
                     lowered: Lowered = lower_inductor(part, example_inputs, **kwargs)
                     return lowered
@@ -341,8 +349,8 @@ class Compilation:
 class DryCompilation(Compilation):
     """Compilation that is done for predictions: it fills `priced`, and leaves `plans` empty.
 
-    Nothing is logged, or taken from a cache. Its graphs are lowered eagerly: what they compute is
-    right, and slow.
+    No plan is logged, and nothing is taken from a cache. Its graphs are lowered eagerly: what they
+    compute is right, and slow.
     """
 
     is_cached = False
@@ -350,7 +358,8 @@ class DryCompilation(Compilation):
     def worth_keeping(self) -> tuple[str, ...]:
         """Return the names of the parameters that are worth keeping unsharded for backward.
 
-        Called after `compile`. Empty without a budget, or if backward gathers nothing again.
+        Called after `compile`. Empty without a budget, without a backward, if backward gathers
+        nothing again, or if to keep none is predicted to be best.
         """
         forward, backward = self.priced.get("forward"), self.priced.get("backward")
         if forward is None or backward is None or forward.budget_bytes is None:
@@ -372,6 +381,7 @@ class DryCompilation(Compilation):
 def _old_objects_stay() -> Iterator[None]:
     """Keep Python's garbage collector from old objects in this context, and have it run rarely.
 
+    Its thresholds, which are the process's, are set again as they were at the end.
     Graphs are many objects that live, and Python scans all of them again whenever they have
     grown by a quarter: that is a twentieth of a compilation, and more for more layers. Young
     objects would be scanned whenever there are 700 more.

@@ -166,8 +166,10 @@ class CompileOptions:
     def resolve(self, device: torch.device | None) -> CompileSettings:
         """Return the settings to compile a frame with: a topology, and the budget in bytes.
 
-        A budget that is a fraction is one of the memory in the topology; without a topology there
-        is none.
+        The topology is that of the option, or one chosen by the device's name, with as many GPUs a
+        node as LOCAL_WORLD_SIZE says; none if costs of the device are not known, or not needed. A
+        budget that is a fraction is one of the memory in the topology; without a topology there is
+        none.
 
         device: where parameters are gathered; None for a frame without sharded parameters, which
             has nothing to plan: it gets no topology.

@@ -19,7 +19,8 @@ INTERVAL = 10.0  # seconds between lines; a compilation shorter than that has no
 def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """Log a line on rank 0 every `INTERVAL`: `compiling <what>: backward, 2 of 2, 30 s elapsed`.
 
-    A thread does so, at level WARNING, until the context ends; other ranks log nothing.
+    A thread does so, at level WARNING, until the context ends; other ranks log nothing. Without a
+    process group this process counts as rank 0.
 
     total: number of graphs.
     Yields a function to call with the name of each graph when its compilation begins.

@@ -106,7 +106,8 @@ def compiled_node(outputs: Sequence[Any]) -> Any:
 def tangent_positions(node: Any) -> list[int]:
     """List the positions of the joint graph's tangents among the gradients given to `node`.
 
-    They are in the order of the tangents.
+    They are in the order of the tangents; found once for a compiled forward, and kept on its
+    metadata.
     node: AOTAutograd's, of a compiled backward.
     """
     metadata = type(node)._forward_cls.metadata

@@ -79,7 +79,8 @@ def group_ranks(name: str) -> list[int]:
 def group_of_the_same_ranks(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """Make another process group over the ranks of `group`; those ranks call it together.
 
-    Its name is that of `group` and `purpose`. `new_group` without the other ranks would name it by
+    Its name is that of `group` and `purpose`, its timeout that of `group`, its backend the default
+    one. `new_group` without the other ranks would name it by
     how many groups a rank has (up to torch 2.14), or has made, and ranks where that differs wait
     for each other under different names.
     """

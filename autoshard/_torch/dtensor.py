@@ -66,7 +66,8 @@ def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh of one axis over all ranks of the axes `names` of `mesh`.
 
-    Several axes are flattened into one, whose name is theirs joined by "_".
+    Several axes are flattened into one, whose name is theirs joined by "_". That may make a process
+    group, so that all ranks of `mesh` call this together.
     """
     if len(names) == 1:
         return mesh[names[0]]

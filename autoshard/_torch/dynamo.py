@@ -169,6 +169,7 @@ def _unless_unguarded(original: Callable[[Any, Any], None]) -> Callable[[Any, An
 
     @functools.wraps(original)
     def match(self: Any, guard: Any) -> None:
+        """Guard the layout by `original`, unless it was left unguarded for the frame of now."""
         ids = _unguarded.get(CompileContext.current_compile_id(), ())
         if id(self.get(guard)) not in ids:
             original(self, guard)

@@ -70,13 +70,17 @@ def compile_frame(
     key: all that `inner_compile` and `joint_pass` depend on besides the graph. On a hit of
         AOTAutograd's cache neither is called. None: that cache is not used.
 
-    Returns the compiled frame, and the names in Inductor's cache of the graphs in it.
+    A backward, if gradients are enabled now, is compiled with its forward.
+
+    Returns the compiled frame, and the names in Inductor's cache of the graphs in it, in the order
+    in which they were made or loaded; "" for one that is not cached.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     class JointPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
+            """Sort `graph` so that no node is read before it is made, and run `joint_pass`."""
             # Inductor's own passes before it, as that which finds attention, leave nodes that are
             # read before they are defined; it puts them in order after this one.
             stable_topological_sort(graph)

@@ -53,12 +53,14 @@ def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
     """Shard the outermost modules that hold `params`, which a captured graph reads, in place.
 
     They are modules that were compiled or whose call is on the stack, or that the code being traced
-    can name. Each is sharded, and its optimizers moved over, by `adopt_module`.
+    can name. Each is sharded, and its optimizers moved over, by `adopt_module`, for which ranks
+    wait for each other. Only to be called while Dynamo compiles a frame.
 
     shard_arguments: of `shard()`.
     Returns whether anything was sharded: not if the model was sharded explicitly
     before, and these are parameters that the user left out.
-    Raises RuntimeError if a parameter is in no such module, or as `adopt_module`.
+    Raises RuntimeError, before anything is sharded, if a parameter is in no such module; and as
+    `adopt_module`.
     """
     adopted = [adopt_module(root, shard_arguments) for root in _find_roots(params)]
     return any(adopted)
@@ -68,9 +70,12 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     """Shard `root`, and have all optimizers that hold its parameters train the sharded ones.
 
     Returns True; or False, and does nothing, if `root` heads a unit, or a parameter in it is
-    sharded already. From now on any use of an old parameter raises, unless a forward of `root` is
-    running, which may need it: see [Note: parameters from before sharding]. Gradients that still
-    arrive at old parameters, of graphs made before, are reduced into the sharded ones'.
+    sharded already. All ranks call this together: `shard()` makes the process group if there is
+    none, moves the model to this rank's device, and by default broadcasts its values. From now on
+    any use of an old parameter raises, unless a forward of `root` is running, which may need it:
+    for that a step is opened, in which further reads gather. See [Note: parameters from before
+    sharding]. Gradients that still arrive at old parameters, of graphs made before, are reduced
+    into the sharded ones'.
 
     shard_arguments: of `shard()`.
     Raises as `shard()`, and RuntimeError, before anything is sharded, as `check_owners`.
@@ -97,8 +102,9 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
 def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
     """Find the outermost modules that hold `params`: a compiled one, or several of a function's.
 
-    Looks at compiled modules and then at others whose call is on the stack, and then at modules
-    that the traced frame can name. Raises RuntimeError if a parameter is in none.
+    Looks at compiled modules and then at others whose call is on the stack, outermost first, and
+    then at modules that the traced frame can name, large ones first. Each is taken if it holds a
+    parameter that none before it holds. Raises RuntimeError if a parameter is in none.
     """
     missing = dict.fromkeys(params)
     roots: list[nn.Module] = []
@@ -118,7 +124,11 @@ def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:
 
 
 def _compiled_modules() -> list[nn.Module]:
-    """List the modules given to torch.compile whose call is on the stack, outermost first."""
+    """List the modules given to torch.compile whose call is on the stack, outermost first.
+
+    They are the modules in torch.compile's wrappers, not the wrappers; each is listed once. Any
+    frame with such a module or wrapper as its local `self` counts as a call of it.
+    """
     found: dict[nn.Module, None] = {}
     for frame in _stack():
         module = _torch.dynamo.compiled_module(frame.f_locals.get("self"))
@@ -199,7 +209,10 @@ class _StaleParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise RuntimeError, whatever `func` is, naming it and the sharded parameter."""
+        """Raise RuntimeError, whatever `func` is.
+
+        The message names `func`, and the sharded parameter if the old one is among `args` itself.
+        """
         stale = next((each for each in args if type(each) is _StaleParameter), None)
         sharded = find(stale)
         name = sharded.name if sharded is not None else "a parameter"
@@ -214,8 +227,9 @@ def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
     """Have gradients that arrive at `old`, of before sharding, reduced into `.grad` of `sharded`.
 
     A hook on `old` takes each gradient out of `old.grad`, reduces it over the ranks of the unit at
-    once, and waits. See [Note: parameters from before sharding]. Does nothing if `old` is frozen. A
-    gradient that arrives after `sharded` was written to raises RuntimeError in backward.
+    once, also in `no_sync()`, and waits. Nothing is reduced now. See [Note: parameters from before
+    sharding]. Does nothing if `old` is frozen. A gradient that arrives after `sharded` was written
+    to since now raises RuntimeError in backward.
     """
     if not old.requires_grad:
         return
@@ -224,7 +238,7 @@ def _forward_late_gradient(old: nn.Parameter, sharded: ShardedParam) -> None:
     def forward(param: nn.Parameter) -> None:
         """Reduce the gradient of `param`, the old one, into the sharded one's `.grad`, and wait.
 
-        `.grad` of `param` is emptied.
+        `.grad` of `param` is emptied; hooks of the sharded parameter run. All ranks take part.
         Raises RuntimeError if the sharded parameter was written to since it was made.
         """
         if sharded.stamp != stamp:

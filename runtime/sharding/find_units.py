@@ -149,8 +149,9 @@ class _Candidates:
         On the way down `policy(module=, recurse=True, nonwrapped_numel=)` says whether to look at a
         module at all; if not, there is no unit in it. On the way up, with recurse=False, it says
         whether the module is a unit. `nonwrapped_numel` counts elements of parameters that are not
-        ignored: first all of the module's, then those in no unit below. Children come first in the
-        result.
+        ignored: first all of the module's, then those in no unit below. The model itself, modules
+        without forward and those without parameters are asked about on the way down alone, ignored
+        ones never, and one in several places not again. Children come first in the result.
         """
         units: dict[nn.Module, Overrides] = {}
         seen: dict[nn.Module, set[nn.Parameter]] = {}

@@ -52,9 +52,11 @@ def watch_first_calls(read_options: ReadOptions) -> None:
     def wrap(fn: Any, compiled: Any, options: dict[str, Any]) -> Any:
         """Return what torch.compile is to return for `fn` in place of `compiled`.
 
-        A module's wrapper is returned itself, with the module's state-dict keys. Made of a method
-        of a module, `compiled` is wrapped to shard the module first; made of another function, to
-        warn if nothing in it is sharded. Raises as `read_options` for wrong options.
+        Nothing is sharded here. A module's wrapper is returned itself, with the module's state-dict
+        keys. Made of a method of a module, `compiled` is wrapped so that its first call shards the
+        module, which gets the methods of `ShardedModule` now; made of another function, so that
+        the first call warns if it compiles no graph over sharded parameters. Raises as
+        `read_options` for wrong options.
         """
         arguments = read_options(options)
         if isinstance(compiled, nn.Module):
@@ -80,9 +82,11 @@ def watch_first_calls(read_options: ReadOptions) -> None:
 def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
     """Wrap `compiled`, made of a method of `module`, to shard `module` at the first call.
 
-    Gives `module` the methods of `ShardedModule` now. Until that call, a step of an optimizer that
-    trains `module` raises, with several ranks. Each call also casts buffers, gathers the model if
-    it has `strict_order=False`, and adds a hint to torch's error about DTensors.
+    Gives `module` the methods of `ShardedModule` now, and has all optimizers' steps of this process
+    checked: until that call, one that trains `module` raises, with several ranks. If a part of
+    `module` is sharded already, the first call shards nothing. Each call also casts buffers to the
+    units' `buffer_dtype`, gathers the model if it has `strict_order=False`, and adds a hint to
+    torch's error about DTensors.
 
     arguments: of `shard()`.
     """
@@ -96,8 +100,10 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
     def call(*args: Any, **kwargs: Any) -> Any:
         """Call `compiled`, the first time after sharding `module`, and return its output.
 
-        With `strict_order=False` all units are gathered first, and a backward from the output takes
-        part in the reduces of all units. A RuntimeError about DTensors gets a note.
+        Sharding waits for other ranks, by default; it is left out if a part of `module` is sharded
+        already. Buffers of units with a `buffer_dtype` are cast first. With `strict_order=False`
+        the gathers of all units are launched first, and a backward from the output takes part in
+        the reduces of all units. A RuntimeError about DTensors gets a note.
         """
         nonlocal pending
         if pending:
@@ -156,7 +162,8 @@ def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
 def _shard(known: weakref.ref[nn.Module]) -> None:
     """Shard the module behind `known` with the arguments that `_offer_methods` was given.
 
-    Optimizers' steps no longer take it for a module that was not called.
+    It stays as it is if it, or a part of it, is sharded already. Ranks wait for each other, by
+    default. Optimizers' steps no longer take it for a module that was not called.
     """
     module = known()
     assert module is not None
@@ -183,12 +190,17 @@ def _class_with_methods(original: type) -> type:
 def _sharding_method(name: str) -> Callable[..., Any]:
     """Make a method that shards its module, and calls the `ShardedModule` method called `name`.
 
-    It raises RuntimeError if the module heads no unit after that, as a part of it was sharded.
+    It raises RuntimeError if the module heads no unit after that, as a part of it was sharded
+    before. Nothing is sharded here.
     """
 
     @functools.wraps(getattr(ShardedModule, name))
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Shard `module`, unless it is sharded, and call the method of its new class."""
+        """Shard `module`, unless it is sharded, and return what the method of its new class does.
+
+        All ranks call this together, as sharding waits for them. Raises RuntimeError if `module`
+        heads no unit after that.
+        """
         adopt_module(module, _arguments[module])
         if unit_of(module) is None:
             raise RuntimeError(
@@ -218,15 +230,20 @@ def _empty(cls: Any) -> Any:
 def _expecting_a_graph(fn: Any, compiled: Any) -> Any:
     """Wrap `compiled`, made of the function `fn`, to look after its first call at what was sharded.
 
-    Warns if the call compiled no graph that reads sharded parameters. From then on, with several
-    ranks, an optimizer's step raises if it trains unsharded parameters of modules that `fn` can
-    name.
+    Warns if the call compiled no graph that reads sharded parameters, on a single rank too. From
+    then on, with several ranks, an optimizer's step raises if it trains unsharded parameters of
+    modules that `fn` can name. A call that raises doesn't count as the first.
     """
     pending = True
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Call `compiled`, and return its result; after the first call, check what was sharded."""
+        """Call `compiled`, and return its result.
+
+        After the first call that returns, warn if it compiled no graph that reads sharded
+        parameters, and have optimizers' steps refuse unsharded parameters of modules that `fn` can
+        name.
+        """
         nonlocal pending
         before = num_graphs
         result = compiled(*args, **kwargs)

@@ -110,7 +110,7 @@ def check_parameters(modules: tuple[nn.Module, ...], ignored: Ignored, *, moves:
     """Raise ValueError if parameters to shard are on several devices, or one has a gradient.
 
     moves: whether they are going to be moved to one device: then they may be on the CPU and on
-        accelerators of one type.
+        accelerators of one type. Some on meta and some elsewhere is an error in any case.
     """
     what = type(modules[0]).__name__
     devices: dict[torch.device, str] = {}
@@ -200,9 +200,10 @@ def resolve_device(device_id: int | torch.device | None, mesh_device: torch.devi
 
 
 def move(modules: tuple[nn.Module, ...], device: torch.device, ignored: Ignored) -> None:
-    """Move the plain parameters and buffers of `modules` to `device`, in place.
+    """Move the plain parameters and buffers of `modules`, and of modules inside, to `device`.
 
-    What is ignored, sharded, a DTensor or on meta stays where it is.
+    Tensors stay the same objects, with other data. What is ignored, sharded parameters, DTensors,
+    and what is on meta stay where they are; buffers of units inside are moved, too.
     """
     for module in modules:
         tensors: list[Tensor] = [*unsharded((module,), ignored)]
@@ -306,11 +307,12 @@ def _materialize_deferred(
 def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None:
     """Overwrite every rank's parameters and buffers by those of the mesh's first rank.
 
-    Leaves out what is sharded, ignored or on meta. There is one broadcast a bucket, of one dtype
-    and up to SYNC_BUCKET_BYTES, over the replicate axis and then over the shard axis. A tied tensor
-    is sent once.
+    Leaves out what is sharded, ignored or on meta. All ranks of the mesh call this, and wait for
+    each other: they compare names, dtypes and sizes first. Then there is one broadcast a bucket, of
+    one dtype and up to SYNC_BUCKET_BYTES (or of one larger tensor), over the replicate axis and
+    then over the shard axis. Of a DTensor its local tensor is sent. A tied tensor is sent once.
     Raises RuntimeError, naming the first that differs, if names, dtypes or sizes of the tensors
-    are not the same on all ranks.
+    are not the same on all ranks, or if some ranks don't come in time.
     """
     buffers = [b for m in model.modules() if m not in ignored.modules for b in m.buffers(False)]
     found = dict.fromkeys((*unsharded((model,), ignored), *buffers))

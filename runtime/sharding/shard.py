@@ -74,7 +74,10 @@ def fully_shard(
     their global size, sharded on dim 0 over `mesh`, scalars replicated; `requires_grad` and ties
     are kept. A nested unit's parameter that modules outside of that unit read, too, moves to this
     unit. Parameters and buffers are moved to this rank's device on `mesh`; those on meta stay
-    there. Buffers are not sharded.
+    there. Buffers are not sharded. No values are sent: each rank cuts its own, so all have to be
+    alike. All ranks call this together, as it may make process groups. From then on steps of all
+    optimizers of this process are checked, and uncaught errors about DTensors get a hint; a
+    watchdog starts if the environment asks for one.
 
     module: one module, or several that are gathered and reduced together.
     mesh: 1-D; or 2-D, named, to replicate over its first axis and shard over its second
@@ -127,8 +130,11 @@ def fully_shard(
 def _named_axes(
     mesh: DeviceMesh | None, dims: DataParallelMeshDims, reshard: bool | int | None
 ) -> Axes:
-    """Return the axes of `mesh` that `dims` names.
+    """Return the axes of `mesh` that `dims` names, for parameters that are DTensors on `mesh`.
 
+    All ranks call this together, as it may make a process group for axes that it flattens.
+
+    reshard: `reshard_after_forward`, only to be checked.
     Raises ValueError without a mesh, if `reshard` is an int, or as `axes_by_name`.
     """
     if mesh is None:
@@ -151,10 +157,11 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     device_id: int | torch.device | None = None,
 ) -> Any:
-    """Make `module` one unit whose parameters stay whole on every rank, in place.
+    """Make `module` one unit whose parameters stay unsharded on every rank, in place.
 
     Parameters become DTensors that are replicated over `mesh`. Backward all-reduces their
-    gradients: eagerly, the unit's of one dtype together. All else is as in `fully_shard`.
+    gradients: eagerly, the unit's of one dtype together. All else is as in `fully_shard`: no
+    values are sent, and steps of all optimizers are checked from then on.
 
     mesh: 1-D; or 2-D of (replicate, shard), named, whose second axis has size 1; by default all
         ranks.
@@ -226,7 +233,7 @@ def shard(
     device_id: this rank's device. Given one, parameters may also lie partly on the CPU. The model
         is moved to this rank's device on the mesh in any case.
     sync_module_states: broadcast the first rank's parameters and buffers first, so that
-        ranks that built the model from different seeds agree.
+        ranks that built the model from different seeds agree. Ranks wait for each other.
     forward_prefetch: how many units to gather ahead in forward, in the order of the step before:
         True is one, False none.
     backward_prefetch: "pre" gathers one unit ahead when the current one is gathered, "post"
@@ -241,6 +248,8 @@ def shard(
         `ShardedModule.set_strict_order`.
 
     A unit may have frozen parameters beside trainable ones; which ones do is logged at INFO.
+    All ranks call this together. As `fully_shard` does, it has steps of all optimizers checked from
+    then on.
 
     Returns `model`. Raises as `fully_shard`; ValueError also for an unknown strategy, a mesh
     that doesn't fit it, a wrong prefetch, unknown overrides, or if a module of `model` is sharded
@@ -356,8 +365,8 @@ def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
 
     axes: of the whole model; a unit of another strategy uses their mesh in its own way, and a
         "mesh" in `overrides` takes their place. None: only check the values.
-    Returns also "ignored_params", for the caller to take out. Raises ValueError or TypeError for a
-    wrong value.
+    Returns also "ignored_params", for the caller to take out. Keys that `fully_shard` doesn't take
+    are dropped. Raises ValueError or TypeError for a wrong value.
     """
     given = dict(overrides)
     strategy = given.pop("strategy")
@@ -477,9 +486,11 @@ def _make_unit(
     """Make one unit of `modules`, headed by each of them, of the parameters no nested unit has.
 
     Moves parameters and buffers to the mesh's device, shards the parameters, marks ignored ones,
-    makes the modules `ShardedModule`s, and names all units and parameters below anew. For the whole
-    process it also checks steps of optimizers from then on, adds hints to uncaught errors about
-    DTensors, and starts a watchdog if the environment asks for one.
+    makes the modules `ShardedModule`s, and names all units and parameters below anew; this unit is
+    the root then, and none below. For the whole process it also checks steps of optimizers from
+    then on, adds hints to uncaught errors about DTensors, and starts a watchdog if the environment
+    asks for one. All ranks call this together if `reshard_after_forward` is an int, which may make
+    process groups.
     Raises as `_read_reshard` and `_take_parameters`.
     """
     reshard, smaller = _read_reshard(reshard_after_forward, axes)
@@ -501,7 +512,8 @@ def _read_reshard(reshard: bool | int | None, axes: Axes) -> tuple[bool | None, 
     """Split `reshard_after_forward` into a bool or None, and the axes of a smaller mesh or None.
 
     An int that is the number of ranks that shard is True; 1 is False, with a logged warning;
-    another one is True, with the axes of groups of so many ranks. Raises as `_check_reshard`.
+    another one is True, with the axes of groups of so many ranks: all ranks call this together
+    then, as the first such call makes the groups. Raises as `_check_reshard`.
     """
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
@@ -568,9 +580,9 @@ def _first_names(container: nn.Module) -> str:
 def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
     """Shard the plain parameters below the unit's modules, as its own, except ignored ones.
 
-    A module whose parameter is tied to a sharded one gets that. A parameter of a nested unit moves
-    to `unit` if modules outside of the nested unit read it, too. Raises as `_placement_dim` and
-    `shard_parameter`.
+    Each module with one gets a subclass of its class, whose reads gather. A module whose parameter
+    is tied to a sharded one gets that. A parameter of a nested unit moves to `unit` if modules
+    outside of the nested unit read it, too. Raises as `_placement_dim` and `shard_parameter`.
     """
     names = materialize.unsharded(unit.modules)
     inside = {each for module in unit.modules for each in module.modules()}
@@ -632,9 +644,10 @@ def _reads_only_inside(sharded: ShardedParam, unit: Unit) -> bool:
 def _name_everything(modules: tuple[nn.Module, ...]) -> None:
     """Name all parameters and units in `modules`, which head one unit, by their paths from there.
 
-    Units below are no roots any more. As enclosing modules are sharded later and name all anew,
-    names are in the end paths from the outermost one. If `modules` are several, their numbers
-    come first.
+    Their unit is the root, and units below are no roots any more, which decides whether they
+    reshard by default: markers in compiled code are updated. As enclosing modules are sharded later
+    and name all anew, names are in the end paths from the outermost one. If `modules` are several,
+    their numbers come first.
     """
     for number, top in enumerate(modules):
         prefix = f"{number}." if len(modules) > 1 else ""

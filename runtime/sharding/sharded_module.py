@@ -48,7 +48,10 @@ class GradientReductionHandle:
         self._root = root
 
     def wait(self) -> None:
-        """Wait until all reduces that were launched are done, and fill `.grad`."""
+        """Wait until all reduces that were launched are done, and fill `.grad`.
+
+        Hooks on the parameters run. A second call finds nothing to do.
+        """
         unit_steps.finish_reduces(self._root)
 
 
@@ -61,7 +64,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an instance of the user's class: containers call their class to make a slice."""
+        """Make an instance of the user's class: containers call their class to make a slice.
+
+        It heads no unit, and lacks the methods of this mixin.
+        """
         original: type[nn.Module] | None = cls.__dict__.get("_autoshard_original")
         return object.__new__(cls) if original is None else original(*args, **kwargs)
 
@@ -78,9 +84,12 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """Gather this module's unit and keep it until `reshard()`; not the units of modules inside.
 
         Reads of its parameters then give unsharded ones outside of forward, too; so does
-        `parameters()`, until the next backward.
+        `parameters()`, until the next backward. Nothing is gathered if the unit keeps unsharded
+        parameters already, of the values that its shards have. All ranks call this together.
+        Compiled code is compiled once more, to take what is gathered.
 
         async_op: return once the gather is launched, a handle to wait for it; else None.
+        Raises RuntimeError for a parameter on the meta device.
         """
         unit = _unit(self)
         keep(unit)
@@ -97,8 +106,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
 
         Also drops parameters that an eager forward kept for backward
         (`reshard_after_forward=False`): backward gathers them again. Parameters that compiled code
-        saved for backward stay.
-        Raises RuntimeError if an unsharded parameter was written to, as that would be lost.
+        saved for backward stay, and those that a running forward or backward reads. Ends what
+        `unshard()` began.
+        Raises RuntimeError if an unsharded parameter was written to, as that is lost.
         """
         unit_steps.reshard(_unit(self))
 
@@ -136,7 +146,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether unsharded parameters are freed after forward; False keeps them for backward.
 
-        An int that `fully_shard` was given counts no more. Raises ValueError for what is no bool.
+        An int that `fully_shard` was given counts no more. With False `parameters()` gives
+        unsharded copies from an eager forward to its backward; see `named_parameters`. Raises
+        ValueError for what is no bool.
         """
         _expect_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
@@ -209,7 +221,8 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         """Context in which backward reduces no gradients of this module's units or units inside.
 
         They wait, unsharded, for the next backward that reduces, which reduces the sum. On leaving,
-        each unit reduces, or not, as it was set before.
+        also by an exception, each unit reduces, or not, as it was set before; nothing is reduced
+        then. Compiled code is compiled once more for it.
         """
         before = [(unit, unit.reducer.syncs) for unit in _units(self, True)]
         self.set_requires_gradient_sync(False)
@@ -274,9 +287,11 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         call `set_requires_gradient_sync(True)`, and then this, on all ranks together. Gradients of
         units for which that is still False go on waiting. Unsharded parameters that were kept for
         a next backward are dropped, except after `unshard()` or
-        `set_reshard_after_backward(False)`.
+        `set_reshard_after_backward(False)`, or in a unit that keeps them after forward and whose
+        gradients go on waiting. Hooks on the parameters run.
 
-        async_op: return once reduces are launched, a handle to wait for them; else None.
+        async_op: return once reduces are launched, a handle to wait for them; else None. Earlier
+            reduces may be waited for before, as only some may be in flight at a time.
         Raises RuntimeError if this is not the root, or inside a forward or a backward.
         """
         root = _root(self, "finalize_backward")
@@ -359,7 +374,8 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             gives the tensor to receive into, out of which parameters are copied, and
             `comm(output_tensor=, input_tensor=, group=, async_op=)` begins to gather, returning
             an object with `wait()`, or None. There is one call a dtype; both tensors are 1-D, and
-            `input_tensor` is a part of `output_tensor`. None: collectives of ours again.
+            `input_tensor` is a part of `output_tensor`. None: collectives of ours again. Where
+            parameters are not cut it is not called.
 
         No graph can hold the call of `comm`: such a unit is gathered before compiled code runs,
         and stays unsharded until its backward is over.
@@ -404,8 +420,9 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Have this unit's collectives use buffers in symmetric memory; all ranks call it together.
 
-        Does nothing where parameters are not cut. For compiled code see `set_custom_all_gather`. It
-        was run on no device yet.
+        They wait for each other, and `backend` is set for all symmetric memory of this process.
+        Does nothing more than check where parameters are not cut. For compiled code see
+        `set_custom_all_gather`. It was run on no device yet.
         Raises ValueError for a backend other than NCCL, a mesh of other devices than CUDA's, if
         `set_reduce_scatter_max_input_buffers` was given more than 1, or if the unit has
         communication that another method has set, as `set_custom_all_gather` does.
@@ -540,8 +557,10 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
     def reset_iter_state(self) -> None:
         """Drop what an exception in forward or backward left; all ranks call it.
 
-        That is the open step, unsharded parameters, reduces in flight and gradients that wait. What
-        `.grad` has stays. Raises RuntimeError if this is not the root.
+        That is the open step of this thread, unsharded parameters (also after `unshard()`), reduces
+        in flight and gradients that wait. What `.grad` has stays. Ranks exchange nothing here; in
+        the next step they compare the order of their collectives anew. Raises RuntimeError if this
+        is not the root.
         """
         _root(self, "reset_iter_state")
         steps.abandon_open_step()
@@ -617,6 +636,8 @@ def _refuse_own(unit: Unit, what: str, by: str) -> None:
 
 def _allocate(unit: Unit, by: str, allocate: Any, *prepare: Any) -> None:
     """Have `unit` send from and receive into buffers that `allocate` gives; None: ours.
+
+    Takes the place of an all-gather and a reduce-scatter that were set before.
 
     by: the kind of allocator, for `UnitSettings.allocates`.
     prepare: at most one function, called with each buffer and the group before they are used.

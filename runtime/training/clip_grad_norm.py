@@ -34,7 +34,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     """Scale all gradients in `module`, in place, so that their norm is at most `max_norm`.
 
     The norm is that of the replicated model, and so needs small all-reduces: all ranks call this
-    together. `ShardedModule.clip_grad_norm_` says more.
+    together. It runs eagerly, also when called in compiled code. `ShardedModule.clip_grad_norm_`
+    says more.
 
     Returns the norm before scaling, a scalar, the same on every rank; 0 if there is no gradient.
     Raises ValueError if `norm_type` is not greater than 0, or a gradient is laid out as a partial
@@ -88,8 +89,8 @@ class _Share:
     def norm_power(self, power: float) -> Tensor:
         """Sum the powers of all absolute values, over all ranks; for inf, find their maximum.
 
-        Runs one all-reduce for each of `axes`. Returns f64[2]: the sum or maximum, and, for inf,
-        1 if there was a NaN, which the maximum leaves out; else 0.
+        Runs one all-reduce for each of `axes`, also if there are no gradients. Returns f64[2]: the
+        sum or maximum, and, for inf, 1 if there was a NaN, which the maximum leaves out; else 0.
         """
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
         norms = [norm.to(found) for norm in _norms(self.grads, power)]
@@ -111,7 +112,8 @@ def _shares(module: nn.Module) -> list[_Share]:
     """Group gradients below `module` by mesh and sharding axes, in the order of parameters.
 
     Parameters without a gradient make a group, too, maybe an empty one: so every rank issues the
-    same collectives whichever gradients it has. Raises as `_sharding_axes` and `_check_reduced`.
+    same collectives whichever gradients it has. Gradients are local tensors; empty ones are left
+    out. Plain ones make a group without a mesh. Raises as `_sharding_axes` and `_check_reduced`.
     """
     shares: dict[_Layout, _Share] = {}
     for name, param in access.named_sharded(module):

@@ -27,14 +27,16 @@ from autoshard.runtime.unit.param import ShardedParam, remember_origin
 def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Context in which all parameters of `module` and below are unsharded, on every rank.
 
-    Plain parameters stand in the places of the sharded ones. Entering gathers them, so all ranks
-    enter together; leaving needs no other rank. Inside, compiled modules run eagerly. On leaving,
-    also by an exception, the sharded parameters are put back, and with `writeback` this rank's rows
-    of what then stands in their places are written to them. `ShardedModule.full_params` says more.
+    Plain parameters stand in the places of the sharded ones. Entering gathers them one by one, so
+    all ranks enter together, and wait for each other; leaving needs no other rank. Inside, all
+    compiled code of the process runs eagerly. On leaving, also by an exception, the sharded
+    parameters are put back, and with `writeback` this rank's rows of what then stands in their
+    places are written to them. `ShardedModule.full_params` says more.
 
     Raises RuntimeError for a parameter on meta, inside a forward, a backward or a `full_params()`
-    of the same parameters, or if other ranks don't enter; on leaving, unless the block raises, what
-    `_give_back` returns.
+    of the same parameters, or, if `module` heads a unit, where other ranks don't enter; ValueError
+    for a parameter that was replaced by one sharded otherwise; on leaving, unless the block raises,
+    what `_give_back` returns.
     """
     _refuse_full_params(module)
     params = _params_below(module)
@@ -111,8 +113,8 @@ class _Borrowed:
     def take_out(self) -> list[Tensor | None]:
         """Put the sharded parameter back in all places where `put` has replaced it.
 
-        Returns what the block had put there in place of the unsharded one; None where it removed
-        that.
+        Returns what stood in those places other than the unsharded one: what the block had put
+        there, or None where it had removed it. Empty if it had changed none.
         """
         found = [module._parameters.get(attribute) for module, attribute in self.replaced]
         for module, attribute in self.replaced:
@@ -156,7 +158,8 @@ class _Borrowed:
 def _gather(param: ShardedParam) -> nn.Parameter:
     """Gather `param` to a plain parameter of the global size, with memory of its own.
 
-    The step of an optimizer that holds it raises.
+    All ranks that share it call this together; it waits for the gather. `requires_grad` is kept.
+    The step of an optimizer that holds the result raises.
     """
     sharded = param.param.detach()
     assert isinstance(sharded, DTensor)

@@ -49,9 +49,9 @@ STEP = "step"
 def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
     """Make a copy of `optimizer` whose step updates shards as plain tensors, the same and faster.
 
-    In its groups, shards with their gradients stand for sharded parameters, where that is possible.
-    Its state is seen with shards for DTensors, and what the step puts there gets into the state of
-    `optimizer` at once, which itself stays as it is.
+    No step is taken here. In its groups, shards with their gradients stand for sharded parameters,
+    where that is possible. Its state is seen with shards for DTensors, and what the step puts there
+    gets into the state of `optimizer` at once, which itself stays as it is.
 
     Returns None, for a step on `optimizer` itself, if its type is not in BY_ELEMENT, if it is
     differentiable, or if the step is compiled.
@@ -115,8 +115,8 @@ class _States(dict[Tensor, Any]):
 class _State(dict[str, Any]):
     """Copy of one parameter's state, with shards for DTensors.
 
-    What is set goes to the optimizer's own state at once: a tensor of the shard's size as a
-    DTensor, other values, and the count of steps, as they are.
+    What is set by `state[key] = value` goes to the optimizer's own state at once: a tensor of the
+    shard's size as a DTensor, other values, and the count of steps, as they are.
     """
 
     def __init__(

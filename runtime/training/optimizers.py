@@ -34,8 +34,8 @@ def rebind_optimizers(
     """Have `optimizers` train the sharded parameters instead of those from before sharding.
 
     Lists of parameters are changed in place, so whoever shares them sees the change. The state of a
-    parameter moves to the sharded one: tensors of the parameter's size are cut like it, other
-    values stay.
+    parameter moves to the sharded one, in the same dict: tensors of the parameter's size are cut to
+    this rank's part, as DTensors; other values, and the count of steps, stay. Nothing is sent.
 
     moved: sharded parameter of each one from before sharding. Other parameters stay.
     """
@@ -64,7 +64,9 @@ def check_owners(
     like; modules and torch's own objects don't count. Also raised for a parameter with gradient
     hooks, which would never run again.
 
-    params: those that are going to be sharded, by name. `unmanaged` stops watching them.
+    params: those that are going to be sharded, by name. Hooks by which `unmanaged` watches for
+        unsharded parameters are taken off them first. The search goes through all objects of the
+        process, and is left out if nothing unknown holds one.
     """
     for name, param in params.items():
         unmanaged.unwatch(param)
@@ -202,8 +204,9 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
     That is: a parameter from before sharding, one that another stands in the place of, a gathered
     copy, one whose gradient still waits to be reduced, or, with several ranks, as `_check_plain`.
     Also raised if `backward(inputs=...)` was given a gathered copy. Warns, now or after the next
-    backward, of plain parameters that are trained together with sharded ones, with several ranks.
-    Counts the step for each sharded parameter.
+    backward, of plain parameters that are trained together with sharded ones, with several ranks;
+    plain ones are not looked at if all learning rates are 0, or without a gradient. Counts the
+    step for each sharded parameter, which tells that its values change.
     """
     check_wanted()
     plain: list[nn.Parameter] = []

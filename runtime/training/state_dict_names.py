@@ -73,6 +73,10 @@ _torch.checkpoint.look_behind(_StateDict(None))
 
 
 def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Put torch.compile's prefix, in place, behind `prefix` in keys of `state_dict` that lack it.
+
+    Keys that do not begin with `prefix` stay. `load_state_dict()` calls it first, as a hook.
+    """
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(prefix + _PREFIX):
             state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)

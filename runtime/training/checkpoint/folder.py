@@ -27,7 +27,7 @@ _runs: dict[Path, str] = {}  # by folder: which run this is; rank 0 alone knows
 def prepare(root: Path, aside: Path) -> str:
     """Make `root` if need be, and in it the empty folder `aside` to write to.
 
-    Deletes all `.writing_` folders there before, as left by ranks that were killed. Returns "".
+    Deletes all `.writing_` folders in `root` before, as left by ranks that were killed. Returns "".
     """
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(".writing_*"):  # by ranks that were killed
@@ -43,7 +43,8 @@ def publish(root: Path, aside: Path, step: int, keep: int) -> str:
     checkpoints that this process saves to `root` share. Warns if all complete checkpoints in `root`
     are of another run; those of other runs stay.
 
-    keep: how many complete checkpoints of this run stay, this one included.
+    keep: how many complete checkpoints of this run stay, this one included; those saved first are
+        deleted, whatever their steps. Incomplete ones stay.
     Returns its name: "step_00000040", or "step_00000040.1" if there was one of that step.
     Raises OSError if a file is missing or too short, or as `Reader.read_metadata`.
     """

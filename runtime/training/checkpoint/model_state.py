@@ -26,8 +26,9 @@ _GROUPS = f"{_OPTIMIZER}param_groups."
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Return the state to save: {"model": ...}, and "optimizer" if there is one, by names.
 
-    Sharded tensors are DTensors, and all tensors are those in use, not copies. Raises ValueError
-    for objects that could not be loaded as weights only, or as `optimizer_state.state_of`.
+    Sharded tensors are DTensors, and all tensors are those in use, not copies. Nothing is gathered.
+    NumPy's numbers in the optimizer's state become Python's. Raises ValueError for objects that
+    could not be loaded as weights only, or as `optimizer_state.state_of`.
     """
     with quiet():
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -98,7 +99,10 @@ def match_groups(room: dict[str, Any], rest: Mapping[str, Any]) -> None:
 def load_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, room: Mapping[str, Any]
 ) -> None:
-    """Load what was read into `room` into the model, and into the optimizer unless it is None."""
+    """Load what was read into `room` into the model, and into the optimizer unless it is None.
+
+    room: as `room_for` made it, with groups by `match_groups`.
+    """
     with quiet():
         set_model_state_dict(model, room["model"])
     if optimizer is not None:
@@ -107,9 +111,10 @@ def load_state(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context that ignores FutureWarnings and UserWarnings, and has torch find sharded parameters.
+    """Context that ignores warnings, and in which `named_parameters()` gives no unsharded copies.
 
-    torch warns of its own deprecated calls, and would find unsharded copies after `unshard()`.
+    FutureWarnings and UserWarnings are ignored, in the whole process: torch warns of its own
+    deprecated calls. It would find copies after `unshard()`, and between forward and backward.
     """
     with warnings.catch_warnings(), access.as_sharded():
         warnings.simplefilter("ignore", category=FutureWarning)

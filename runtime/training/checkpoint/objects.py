@@ -26,8 +26,9 @@ def _is_numpy_number(value: Any) -> bool:
 
 
 def to_bytes(objects: Any, whose: str) -> Tensor:
-    """Serialize `objects`, with all they contain, to one u8 tensor on the CPU.
+    """Serialize `objects`, with all they contain, to one 1-D u8 tensor on the CPU.
 
+    They are loaded once, as weights only, to see that they can be.
     whose: whose they are, which the error begins with.
     Raises ValueError for what can't be read as weights only.
     """

@@ -16,6 +16,8 @@ class CheckpointError(RuntimeError):
 def on_first_rank(work: Callable[[], Any], what: str) -> Any:
     """Call `work` on rank 0, and return its result on all ranks, which call this together.
 
+    The others wait, and get the result pickled. Without a process group just `work` is called.
+
     what: what is done, for the error. Raises CheckpointError on all ranks if `work` raises.
     """
     said: list[Any] = [_attempt(work) if this_rank() == 0 else None]
@@ -30,7 +32,10 @@ def on_first_rank(work: Callable[[], Any], what: str) -> Any:
 def on_each_rank(work: Callable[[], Any], what: str) -> Any:
     """Call `work` on every rank, wait for all, and return the result of this rank.
 
-    what: what is done, for the error. Raises CheckpointError on all ranks if `work` raises on one.
+    Without a process group just `work` is called.
+
+    what: what is done, for the error. Raises CheckpointError on all ranks if `work` raises on one;
+        it tells of the lowest such rank.
     """
     result, error = _attempt(work)
     errors = [error] * num_ranks()

@@ -102,7 +102,10 @@ def _where(value: Any, own: Any) -> Any:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load `state`, which `room_for` made, with groups of `match_groups`, into `optimizer`."""
+    """Load `state`, which `room_for` made, with groups of `match_groups`, into `optimizer`.
+
+    Names become the optimizer's numbers, for its `load_state_dict()`, which may copy and cast.
+    """
     names = [name for group in state["param_groups"] for name in group["params"]]
     number = {name: at for at, name in enumerate(names)}
     optimizer.load_state_dict(
@@ -139,7 +142,7 @@ def _new_state(optimizer: torch.optim.Optimizer, group: Group, param: Tensor) ->
     """Return the state that a step of `optimizer` makes for a parameter of zeros like `param`.
 
     Its gradient is of zeros, too. A stand-in takes the step: `optimizer` and `param` stay as they
-    are.
+    are, and the optimizer's own hooks on steps do not run.
 
     group: of `param_groups`, that `param` is in.
     """

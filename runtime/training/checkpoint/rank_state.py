@@ -32,7 +32,8 @@ def own_state(states: Mapping[str, Stateful]) -> Tensor:
     """Return the states of `states` and of this rank's random number generators, as bytes.
 
     Generators are those of torch, of the current CUDA device, of Python, and of NumPy if imported.
-    Raises ValueError for what can't be read as weights only.
+    `state_dict()` of each object is called. Raises ValueError for what can't be read as weights
+    only.
     """
     own: dict[str, Any] = {
         "states": {name: to_plain(each.state_dict()) for name, each in states.items()},

@@ -57,8 +57,10 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of `step`; all ranks call this, and `folder` is one that they share.
 
-    The same step may be saved again: the path ends in ".1", ".2" and so on then. `.writing_*` in
-    `folder`, as killed ranks leave, is deleted.
+    Ranks wait for each other; each writes its own part, and nothing is gathered. The same step may
+    be saved again: the path ends in ".1", ".2" and so on then. `.writing_*` in `folder`, as killed
+    ranks leave, is deleted. Rank 0 warns if all complete checkpoints in `folder` are of another
+    run.
 
     states: other objects with a state, by name: each rank saves its own, made of tensors, numbers,
         text, and lists and dicts of them. Random number generators' states are saved, too.
@@ -103,16 +105,18 @@ def load_checkpoint(
 ) -> int | None:
     """Load the checkpoint that was saved last, or the last of `step`; all ranks call this.
 
-    Each rank's random number generators and `states` are set, too, as it had them. The number of
+    Ranks wait for each other. Each rank's random number generators and `states` are set, too, as it
+    had them. The number of
     ranks, strategies and meshes may be others than those it was saved with. If the number of ranks
     is another, random number generators are left as they are, and `states` are given what rank 0
     had of them, with a warning.
 
     states: objects to load, by the names that they were saved with.
     Returns its step; None if there is no checkpoint and no `step` was given. Raises CheckpointError
-    on every rank if there is none of `step`, or, before anything is changed, with the first
-    parameter or state that does not fit; also if a file can't be read, or if one of `states`, which
-    are loaded last, raises. RuntimeError if the model's ranks don't all load this step now.
+    on every rank if there is none of `step`, if all that there are are incomplete, or, before
+    anything is changed, with the first parameter or state that does not fit; also if a file can't
+    be read, or if one of `states`, which are loaded last, raises: the model has changed then.
+    RuntimeError if the model's ranks don't all load this step now.
     """
     _check_together(model, f"load_checkpoint(step={step})")
     root = Path(folder)
@@ -182,8 +186,8 @@ def _check_read(
 def _check_together(model: nn.Module, what: str) -> None:
     """Raise RuntimeError unless all ranks of `model` are at `what`.
 
-    A rank that came here alone would meet another collective of its peers. Does nothing if no
-    module of `model` is sharded.
+    They wait for each other: a rank that came here alone would meet another collective of its
+    peers. Does nothing if no module of `model` is sharded.
 
     what: the call, with arguments that must be the same, as text.
     """
