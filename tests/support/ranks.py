@@ -44,6 +44,7 @@ _ENVIRONMENT = {
 }
 
 
+THREADS = 64  # of a rank: with more of them, left by groups that something holds, it ends
 LIMIT_S = 240.0  # a test that hangs; as many tests as there are cores share these
 
 
@@ -73,6 +74,7 @@ class _Pool:
         context = forks() if world > 2 else multiprocessing.get_context("spawn")
         port = free_port()
         self._pipes, self._processes = [], []
+        self._num_threads = 0
         self._has_groups = False  # a rank has more than the one over all ranks
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(world):
@@ -85,17 +87,18 @@ class _Pool:
 
     def call(self, file: str, name: str, parameters: dict[str, Any], timeout: float) -> None:
         try:
-            failures = self._call(file, name, parameters, timeout)
+            failures = self._call((file, name, parameters, self._has_groups), timeout)
         except BaseException:  # a time limit of pytest's: answers would come to the next test
             self.stop()
             raise
-        if failures:
+        if failures or self._num_threads > THREADS:
             self.stop()
+        if failures:
             raise AssertionError("\n".join(failures))
 
-    def _call(self, file: str, name: str, parameters: dict[str, Any], timeout: float) -> list[str]:
+    def _call(self, what: tuple[Any, ...], timeout: float) -> list[str]:
         for pipe in self._pipes:
-            pipe.send((file, name, parameters, self._has_groups))
+            pipe.send(what)
         self._has_groups = False
         failures = []
         waiting = dict(enumerate(self._pipes))
@@ -110,8 +113,9 @@ class _Pool:
                 del waiting[rank]
                 try:
                     if ready:
-                        failure, has_groups = pipe.recv()
+                        failure, has_groups, num_threads = pipe.recv()
                         self._has_groups |= has_groups
+                        self._num_threads = max(self._num_threads, num_threads)
                     else:
                         failure = f"no answer within {limit:.0f} s\n{self._stack_of(rank)}"
                 except EOFError:
@@ -185,6 +189,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
     gc.collect()
     gc.freeze()  # a million objects of torch's, which each collection would look at in vain
     gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
+    torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # 20 ms a frame, for a log
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
@@ -207,7 +212,14 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
             failure = None
         except BaseException:
             failure = traceback.format_exc()
-        pipe.send((failure, len(dist.distributed_c10d._world.pg_map) > 1))
+        has_groups = len(dist.distributed_c10d._world.pg_map) > 1
+        pipe.send((failure, has_groups, _num_threads()))
+
+
+def _num_threads() -> int:
+    """Threads of this process, C++'s among them; 0 where the system does not say."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _renew_group(store: Any) -> None:
