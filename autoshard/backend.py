@@ -20,7 +20,6 @@ from autoshard.agreed_plan import Attempt, agreed_attempt
 from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.runtime.compiled.frame import follow_replaced, sharded_parameters
-from autoshard.runtime.compiled.plans import record
 from autoshard.runtime.sharding import first_call
 from autoshard.runtime.sharding.adopt import adopt, plain_parameters
 from autoshard.runtime.unit.param import ShardedParam
@@ -82,13 +81,12 @@ def _compile(
     settings: CompileSettings,
     params: Sequence[ShardedParam],
 ) -> Callable[..., Any]:
-    """Compile a frame, and record its plans; `params` are the sharded parameters that it reads.
+    """Compile a frame; `params` are the sharded parameters that it reads.
 
     Ranks agree on the plans, unless the frame reads no sharded parameter or has `strict_order` off.
     Then they wait for each other, if the plans are new. Warns once if a plan is predicted to exceed
     the memory budget.
-    Returns a function with the inputs and outputs of `gm`; a frame with `params` is counted in
-    `first_call.num_graphs`.
+    Returns a function with the inputs and outputs of `gm`.
     Raises SkipFrame after a failure, with one warning, so that the frame runs eagerly; with
     `strict`, the failure. Raises as `agreed_attempt`, and ValueError for a wrong name in
     `bucketing`.
@@ -104,11 +102,8 @@ def _compile(
     else:  # it has no collective, and other ranks may not have it at all
         attempt, name = Attempt(gm, example_inputs, settings), code
     if attempt.reason is None:
-        first_call.num_graphs += bool(params)
-        for plan in attempt.plans:
-            record((param.unit for param in attempt.compilation.frame.params), plan)
         _warn_beyond_budget(attempt, code)
-        return attempt.compilation.frame.wrap(attempt.compiled, name)
+        return attempt.compilation.frame.wrap(attempt.compiled, name, attempt.plans)
     if settings.strict:
         raise attempt.failure or RuntimeError(attempt.reason)
     _warn_once(

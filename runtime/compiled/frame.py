@@ -29,6 +29,7 @@ from autoshard import _torch
 from autoshard.passes.ir.match import TABLE
 from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.ops import Unshard
+from autoshard.passes.ir.plan import Plan
 from autoshard.passes.planner.costs import GROUPED, PACKED
 from autoshard.runtime.comm import transport
 from autoshard.runtime.compiled import extensions
@@ -115,7 +116,9 @@ class Frame:
             finally:
                 self.inputs = before
 
-    def wrap(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def wrap(
+        self, compiled: Callable[..., Any], name: str, plans: Sequence[Plan]
+    ) -> Callable[..., Any]:
         """Wrap `compiled`, over local shards, in a function with the signature of Dynamo's graph.
 
         The function passes shards, and the inputs of `with_more_inputs`: parameters kept unsharded
@@ -127,7 +130,9 @@ class Frame:
         ranks run another graph, or if a parameter is laid out otherwise than when the graph was
         compiled. `compiled` itself is returned if the graph reads no sharded parameter.
 
-        name: of the graph, the same on every rank. The frame's fields are read now, not at calls.
+        name: of the graph, the same on every rank.
+        plans: of the graph and its backward, which `autoshard.plans` gives for each model they run.
+        The frame's fields are read now, not at calls.
         """
         if not self.params:
             return compiled
@@ -136,7 +141,7 @@ class Frame:
         in_table = list(self.positions)
         extended = [param.is_extended for param in self.local.values()]
         stays = list(self.stays)
-        tables = Tables(self.params)
+        tables = Tables(self.params, plans)
         compiled_for = listed(list(dict.fromkeys(param.unit.name for param in self.params)))
 
         def call(*args: Any) -> Any:

@@ -21,10 +21,10 @@ def plans(model: nn.Module) -> list[Plan]:
     return [plan for module in model.modules() for plan in _plans.get(module, [])]
 
 
-def record(units: Iterable[Unit], plan: Plan) -> None:
-    """Record `plan` for the outermost of the modules that head `units`; `plans` finds it there.
+def record(units: Iterable[Unit], found: Iterable[Plan]) -> None:
+    """Record plans for the outermost of the modules that head `units`; `plans` finds them there.
 
-    units: those whose parameters the plan's graph reads.
+    units: those whose parameters the plans' graphs read.
     """
     root = min(units, key=lambda unit: (not unit.is_root, unit.name.count("."))).modules[0]
-    _plans.setdefault(root, []).append(plan)
+    _plans.setdefault(root, []).extend(found)

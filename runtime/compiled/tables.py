@@ -16,11 +16,16 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from autoshard.passes.ir.plan import Plan
+from autoshard.runtime.compiled.plans import record
 from autoshard.runtime.unit.param import ShardedParam, resolve
 from autoshard.runtime.unit.unit import Unit, listed, root_of, unit_of
 
 _numbers = itertools.count()
 _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
+
+num_runs = 0
+"""How often graphs that read sharded parameters have run, of all models."""
 
 
 class Table:
@@ -89,26 +94,35 @@ class Table:
 
 
 class Tables:
-    """Tables of one graph: one for each block that it runs.
+    """Tables of one graph: one for each block that it runs, of one model or several.
 
     compiled_for: the parameters with which the graph was compiled.
+    plans: of the graph and its backward, recorded for each model when it runs them first.
     """
 
-    def __init__(self, compiled_for: Sequence[ShardedParam]) -> None:
+    def __init__(self, compiled_for: Sequence[ShardedParam], plans: Sequence[Plan]) -> None:
         self._by_ids: dict[tuple[int, ...], Table] = {}
         self._layouts = [param.layout for param in compiled_for]
+        self._plans = plans
+        self._recorded_for: weakref.WeakSet[Unit] = weakref.WeakSet()  # units of models
 
     def of(self, params: Sequence[Tensor]) -> Table:
         """Return the table of these `nn.Parameter`s, made when they are first met.
 
-        When it is made, raises RuntimeError if one is not sharded, or laid out otherwise than the
-        parameter that the graph was compiled with: Dynamo doesn't look at that, see
+        Counts in `num_runs`. A new table records the graph's plans for its model, if that is new.
+        It raises RuntimeError if a parameter is not sharded, stands in two places, or is laid out
+        otherwise than the one that the graph was compiled with: Dynamo doesn't look at that, see
         `_torch.dynamo.leave_layouts_unguarded`.
         """
+        global num_runs
+        num_runs += 1
         key = tuple(map(id, params))
         table = self._by_ids.get(key)
         if table is None or not table.is_of(params):  # ids are used again
             table = self._by_ids[key] = Table(self._resolved(params))
+            if table.root not in self._recorded_for:
+                self._recorded_for.add(table.root)
+                record(table.units, self._plans)
         return table
 
     def _resolved(self, params: Sequence[Tensor]) -> list[ShardedParam]:
@@ -122,7 +136,14 @@ class Tables:
                     f"placed as {layout.placements}: call torch._dynamo.reset() after parameters "
                     "have changed places"
                 )
-        return [sharded for sharded in found if sharded is not None]
+        known = [sharded for sharded in found if sharded is not None]
+        if len(set(known)) < len(known):
+            tied = next(sharded for sharded in known if known.count(sharded) > 1)
+            raise RuntimeError(
+                f"parameter {tied.name} stands in two places where compiled code has two "
+                "parameters: call torch._dynamo.reset() after parameters were tied"
+            )
+        return known
 
 
 def table_at(table: Tensor | None) -> Table | None:

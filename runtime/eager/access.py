@@ -71,9 +71,10 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     heads.add(module)
     _torch.fsdp.enter_contract(module)
     _set_class(module, mixins=(mixin,))
-    module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(_after_forward, always_call=True)
-    module.register_state_dict_post_hook(precision.keep_buffer_dtypes)
+    with _torch.nn.hooks_numbered_alike():
+        module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(_after_forward, always_call=True)
+        module.register_state_dict_post_hook(precision.keep_buffer_dtypes)
 
 
 def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
@@ -262,7 +263,7 @@ def _make_property(name: str) -> property:
         asked = module._autoshard_marker_arguments[name]
         if asked is None:
             return _read_with_care(param, module.__dict__[PARAMS][name])
-        members, group, keep, reduce = asked
+        members, group, keep, reduce, _ = asked
         return torch.ops.autoshard.unshard(
             param.to_local(), members, group, keep, -1, reduce=reduce
         )

@@ -22,6 +22,7 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard.runtime.comm.mesh import world_size
+from autoshard.runtime.compiled import tables
 from autoshard.runtime.eager import access, outside
 from autoshard.runtime.eager.unordered import begin_forward
 from autoshard.runtime.sharding.adopt import adopt_module, modules_named_by
@@ -34,13 +35,11 @@ from autoshard.runtime.unit.unit import Unit, unit_of
 ReadOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Function that checks the backend's options and gives the arguments of `shard()` in them."""
 
-num_graphs = 0  # compiled so far, of those that read sharded parameters
-
 
 def watch_first_calls(read_options: ReadOptions) -> None:
     """Have modules that are compiled with autoshard from now on sharded at their first call.
 
-    So is the module of a compiled method. A compiled function warns if its first call compiles no
+    So is the module of a compiled method. A compiled function warns if its first call runs no
     graph that reads sharded parameters. What torch.compile returns for a module has that module's
     own state-dict keys. Warns at once if TORCHDYNAMO_DISABLE=1 and there are several ranks. Patches
     torch for good, by `watch_compile` and `may_leave_layouts_unguarded`: call it once in a process.
@@ -143,9 +142,11 @@ _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
     """Give `module`, to be sharded at its first call, the methods of `ShardedModule` now.
 
-    Its class is replaced by a subclass. The first call, of the module or of such a method, shards
-    it; so does that of a method given to `register_forward_method`. Does nothing if `module` heads
-    a unit or has a sharded parameter of its own already.
+    Its class is replaced by a subclass with those of them that `nn.Module` lacks. The first call of
+    one shards it, and so does that of a method given to `register_forward_method`; for the call of
+    the module itself its caller sees to that. A method raises RuntimeError if a part of `module`
+    was sharded before it. Does nothing if `module` heads a unit or has a sharded parameter of its
+    own already.
 
     arguments: of `shard()`.
     """
@@ -245,12 +246,12 @@ def _expecting_a_graph(fn: Any, compiled: Any) -> Any:
         name.
         """
         nonlocal pending
-        before = num_graphs
+        before = tables.num_runs
         result = compiled(*args, **kwargs)
         if pending:
             uncalled_modules.update(modules_named_by(fn))
             watch_optimizers()
-        if pending and num_graphs == before:
+        if pending and tables.num_runs == before:
             warnings.warn(
                 f"Dynamo captured no model in {compiled.__qualname__}: autoshard has sharded "
                 "nothing in it; compile the model itself, or call autoshard.shard(model) first",

@@ -251,9 +251,13 @@ class ShardedParam:
         """Write the marker's arguments into each module where the parameter is registered.
 
         Reads under torch.compile take them from there. They are None if the getter has to ask: with
-        tensor parallelism, or if eval mode decides on the dtype.
+        tensor parallelism, or if eval mode decides on the dtype. With them goes a name that a
+        tied parameter has, "" for others: code for two parameters must run with no single one.
         """
-        asked = None if self.tp is not None or self.follows_mode else self.marker_arguments
+        is_tied = len(self.registrations) > 1
+        tie = self.name.removeprefix(f"{self.unit.name}.") if is_tied else ""
+        has_to_ask = self.tp is not None or self.follows_mode
+        asked = None if has_to_ask else (*self.marker_arguments, tie)
         for module, attribute in self.registrations:
             module.__dict__.setdefault(MARKER_ARGUMENTS, {})[attribute] = asked
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
@@ -231,3 +232,37 @@ def test_a_frame_has_no_saved_tensor_hooks(rank: int) -> None:
         with mock.patch.object(saved, "_pack", side_effect=saved._pack) as pack:
             net_loss(model, rank, 0).backward()
         assert pack.called is (form == "eager")
+
+
+@on_ranks(2)
+def test_models_that_are_alike_share_code(rank: int) -> None:
+    """Also their plans; and only those: the numbers are those of a model that is trained alone."""
+
+    def trained(tied: bool, **arguments: Any) -> Any:
+        torch.manual_seed(0)
+        model = Net(tied=tied)
+        if arguments.pop("in_one_unit", False):
+            autoshard.fully_shard(model)
+        else:
+            autoshard.shard(model, **arguments)
+        in_form(model, "compiled")
+        train(model, net_loss, adamw(model))
+        return model
+
+    wanted = [replicated(functools.partial(Net, tied=tied), net_loss)[0] for tied in (False, True)]
+    with lowered_graphs() as graphs:
+        first = trained(False)
+        assert len(graphs) == 2
+        second = trained(False)
+        assert len(graphs) == 2  # the same
+        for others in (
+            {"tied": True},  # one parameter in two places
+            {"tied": False, "strategy": "shard_grad_op"},
+            {"tied": False, "in_one_unit": True},
+        ):
+            graphs.clear()
+            assert_same(trained(**others), wanted[others["tied"]])
+            assert len(graphs) == 2, others
+    assert autoshard.plans(second) == autoshard.plans(first) != []
+    for model in (first, second):
+        assert_same(model, wanted[False])
