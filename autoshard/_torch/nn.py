@@ -5,13 +5,11 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.hooks import RemovableHandle
 
 BatchNorm: type[nn.Module] = _BatchNorm
 """Class of the modules that normalise over a batch, of one dim or more."""
@@ -43,30 +41,6 @@ def replaced_methods(
              `test_assigned_parameters_are_used_at_once`, work.
     """
     return {"_apply": convert, "_load_from_state_dict": load}
-
-
-_FIRST_HOOK = -1000
-"""Number of the first hook in `hooks_numbered_alike`; torch's own are not below zero."""
-
-
-@contextlib.contextmanager
-def hooks_numbered_alike() -> Iterator[None]:
-    """Give the hooks that are registered in this context the same numbers each time.
-
-    They are to be of a module that was not in such a context before.
-
-    Patched: `torch.utils.hooks.RemovableHandle.next_id`, while the context lasts.
-    Why:     Dynamo guards code by the numbers of the hooks of modules that it calls. They count up,
-             so that code compiled for one block, or one model, would run no other that is alike.
-    Tests:   `test_code_is_guarded_by_numbers_of_hooks`, needed; in
-             tests/parity/compiled/test_graphs.py `test_models_that_are_alike_share_code`, works.
-    """
-    before = RemovableHandle.next_id
-    RemovableHandle.next_id = _FIRST_HOOK
-    try:
-        yield
-    finally:
-        RemovableHandle.next_id = before
 
 
 def convert_module(original: Any, module: nn.Module, *args: Any) -> nn.Module:

@@ -71,10 +71,9 @@ def head(module: nn.Module, unit: Unit, mixin: type) -> None:
     heads.add(module)
     _torch.fsdp.enter_contract(module)
     _set_class(module, mixins=(mixin,))
-    with _torch.nn.hooks_numbered_alike():
-        module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(_after_forward, always_call=True)
-        module.register_state_dict_post_hook(precision.keep_buffer_dtypes)
+    module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_after_forward, always_call=True)
+    module.register_state_dict_post_hook(precision.keep_buffer_dtypes)
 
 
 def named_registered(named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:

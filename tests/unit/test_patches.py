@@ -21,7 +21,6 @@ import torch.distributed as dist
 from support.caches import fresh_graphs
 from support.ranks import on_ranks
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.distributed import pipelining
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -161,26 +160,6 @@ def test_a_layout_is_a_guard_in_python(fake_world: None) -> None:
     ) as asked:
         compiled()
     assert asked.called
-
-
-def test_code_is_guarded_by_numbers_of_hooks() -> None:
-    """Needed: the patch of `nn.hooks_numbered_alike`."""
-
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.layer.register_forward_hook(lambda *args: None, always_call=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) + 1
-
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    for model in (Hooked(), Hooked()):
-        model.compile(backend=counter)
-        model(torch.ones(2))
-    assert counter.frame_count == 2
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -236,16 +236,15 @@ def test_a_frame_has_no_saved_tensor_hooks(rank: int) -> None:
 
 @on_ranks(2)
 def test_models_that_are_alike_share_code(rank: int) -> None:
-    """Also their plans; and only those: the numbers are those of a model that is trained alone."""
+    """Each in one unit: Dynamo tells those apart whose modules have hooks. They have the same
+    plans; and the numbers of a model that is trained alone, also where the code is not for it."""
 
-    def trained(tied: bool, **arguments: Any) -> Any:
+    def trained(tied: bool, units: Sequence[str] = (), **arguments: Any) -> Any:
         torch.manual_seed(0)
         model = Net(tied=tied)
-        if arguments.pop("in_one_unit", False):
-            autoshard.fully_shard(model)
-        else:
-            autoshard.shard(model, **arguments)
-        in_form(model, "compiled")
+        for name in units:
+            autoshard.fully_shard(model.get_submodule(name), **arguments)
+        model = in_form(autoshard.fully_shard(model, **arguments), "compiled")
         train(model, net_loss, adamw(model))
         return model
 
@@ -257,8 +256,8 @@ def test_models_that_are_alike_share_code(rank: int) -> None:
         assert len(graphs) == 2  # the same
         for others in (
             {"tied": True},  # one parameter in two places
-            {"tied": False, "strategy": "shard_grad_op"},
-            {"tied": False, "in_one_unit": True},
+            {"tied": False, "reshard_after_forward": True},
+            {"tied": False, "units": ["layers.1"]},
         ):
             graphs.clear()
             assert_same(trained(**others), wanted[others["tied"]])
