@@ -13,11 +13,13 @@ of its peers.
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard import _torch
 from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone, mesh_name
 
 
@@ -104,12 +106,13 @@ class ForwardOrder(threading.local):
     """Order of the forwards of this rank: the compiled graphs and the eager ones that it runs.
 
     They issue different collectives, and Dynamo may choose between them (past its recompile
-    limit it runs a frame without its graph), on one rank and not on another.
+    limit it runs a frame without its graph), on one rank and not on another. The order is that
+    since the default process group was made: the next one may give meshes the same names.
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, str] = {}  # by mesh_name(mesh)
-        self._after: dict[tuple[str, str], str] = {}
+        self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, _Forwards]
+        self._of_group = weakref.WeakKeyDictionary()
 
     def take(self, event: str, mesh: DeviceMesh) -> None:
         """Note that the forward `event` begins; compare with other ranks if it is new.
@@ -119,12 +122,30 @@ class ForwardOrder(threading.local):
         event: the forward in words, the same on every rank.
         Raises RuntimeError if other ranks of `mesh` begin another one, or don't come in time.
         """
-        name = mesh_name(mesh)
-        before = name, self._last.get(name, "")
-        if self._after.get(before) != event:
+        name, forwards = mesh_name(mesh), self._since_group_was_made()
+        before = name, forwards.last.get(name, "")
+        if forwards.after.get(before) != event:
             compare_event(event, mesh, hint=_RECOMPILE_HINT)
-            self._after[before] = event
-        self._last[name] = event
+            forwards.after[before] = event
+        forwards.last[name] = event
+
+    def _since_group_was_made(self) -> _Forwards:
+        group = _torch.dist.default_group()
+        if group not in self._of_group:
+            self._of_group[group] = _Forwards()
+        return self._of_group[group]
+
+
+@dataclass
+class _Forwards:
+    """Forwards since the default process group was made.
+
+    last:  the latest of each mesh, by `mesh_name`.
+    after: what came next when the forward of that mesh last ran, by both.
+    """
+
+    last: dict[str, str] = field(default_factory=dict)
+    after: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 forward_order = ForwardOrder()

@@ -203,7 +203,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
         try:
             torch._dynamo.reset()
             if is_new_group:
-                _renew_group(dist.PrefixStore(f"test {number}", store))
+                renew_group(dist.PrefixStore(f"test {number}", store))
             torch.manual_seed(0)
             test = getattr(_load(file, modules), name)
             with warnings.catch_warnings():
@@ -222,7 +222,7 @@ def _num_threads() -> int:
     return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
-def _renew_group(store: Any) -> None:
+def renew_group(store: Any) -> None:
     """Make the process group over all ranks anew, and end those that the last test made.
 
     Each has threads that look for work a hundred times a second, also while nobody uses it.

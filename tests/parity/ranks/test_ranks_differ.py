@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import Block, Net, net_loss, tokens
-from support.ranks import on_ranks
+from support.ranks import on_ranks, renew_group
 from support.training import adamw, assert_same, in_form, replicated, sharded, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -187,6 +187,23 @@ def test_a_setting_on_one_rank(rank: int, form: str, setting: str) -> None:
         says = setting if form == "eager" else rf"{setting}|compiled other collectives"
         with pytest.raises(Exception, match=says):
             net_loss(in_form(model, form), rank, 0).backward()
+
+
+@on_ranks(2)
+def test_a_process_group_made_anew(rank: int) -> None:
+    """Its meshes have the names of those before: what ranks ran over these says nothing of it."""
+    with short_mesh() as mesh:
+        model = in_form(autoshard.shard(Net(), mesh=mesh), "compiled")
+        for step in range(3):
+            net_loss(model, rank, step).backward()
+    renew_group(dist.PrefixStore("anew", dist.distributed_c10d._get_default_store()))
+    torch._dynamo.reset()
+    with short_mesh() as mesh:
+        model = autoshard.shard(Net(), mesh=mesh)
+        if rank == 1:
+            model.layers[0].set_unshard_in_backward(False)
+        with pytest.raises(Exception, match="unshard_in_backward=False"):
+            net_loss(in_form(model, "compiled"), rank, 0).backward()
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled"])
