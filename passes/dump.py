@@ -30,9 +30,9 @@ class Dump:
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, name: str, gm: fx.GraphModule) -> None:
-        """Write `gm`'s graph to `<name>.txt` if its text has changed, and its plan to plan.txt.
+        """Write `gm`'s graph to `<name>.txt` if its text has changed since the last call.
 
-        A graph without a plan writes no plan.txt.
+        Its plan, if it has one, is written to plan.txt at every call.
 
         name: of the pass that has run; the file's first line is "# after <name>".
         """

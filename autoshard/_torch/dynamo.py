@@ -165,7 +165,10 @@ def may_leave_layouts_unguarded() -> None:
 
 
 def _unless_unguarded(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap `original`, Dynamo's method that guards a layout, to skip those in `_unguarded`."""
+    """Wrap `original`, Dynamo's method that guards a layout, to skip those in `_unguarded`.
+
+    These are layouts, by id, of the frame that is being compiled.
+    """
 
     @functools.wraps(original)
     def match(self: Any, guard: Any) -> None:

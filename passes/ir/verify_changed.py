@@ -56,7 +56,10 @@ def _taken(arguments: Any) -> list[fx.Node]:
 
 
 def _check_taken(node: fx.Node, then: list[fx.Node], now: list[fx.Node]) -> None:
-    """Raise ValueError unless each input in `now` has the shape and dtype of that in `then`."""
+    """Raise ValueError unless each input in `now` has the shape and dtype of the one in `then`.
+
+    An input that is no tensor is compared by its type. node: takes them, for the error.
+    """
     for old, new in zip(then, now, strict=True):
         if old is new:
             continue

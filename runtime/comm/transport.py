@@ -104,10 +104,12 @@ def reduce(
 ) -> Work:
     """Begin a reduce-scatter: sum the ranks' `send`, each rank to get its part in `receive`.
 
-    send, receive: both 1D and contiguous; they must live until the work has been waited for.
+    send, receive: both 1D and contiguous, without overlap; they must live, and not be written to,
+        until the work has been waited for.
     is_mean: the sums are to be divided by the number of ranks; only if `averages`.
-    If `swaps`, this is a message each way, and an addition at the wait. It is used then only where
-    an all-reduce follows, which wants its input in one piece; `swap` is used elsewhere.
+    If `swaps`, this is a message each way, and an addition at the wait, before which `receive` has
+    no sums. For units, it is used then only where an all-reduce or its hook follows, which wants
+    its input in one piece; `swap` is used elsewhere.
     """
     if swaps(group, send.device):
         here = group.rank()

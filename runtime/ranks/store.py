@@ -129,7 +129,10 @@ class Arrivals:
         self._longest_pause_s = LONGEST_PAUSE_S * max(1.0, len(keys) / MANY)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for all keys; return whether they come within `seconds`. Looks at least once."""
+        """Wait until all keys are there; return whether they are within `seconds`.
+
+        Looks at least once, whatever `seconds`. Raises as `Store` does, if that can't be reached.
+        """
         deadline, pause_s = time.monotonic() + seconds, 0.001
         while not self._store.check(list(self._keys.values())):
             if time.monotonic() > deadline:

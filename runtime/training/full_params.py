@@ -125,7 +125,8 @@ class _Borrowed:
     def keep(self, unsharded: Tensor) -> None:
         """Write this rank's rows of `unsharded`, if they differ, and its requires_grad back.
 
-        No other rank is needed. A shard of the same bits is not written to.
+        Called without gradients enabled. No other rank is needed. A shard of the same bits is not
+        written to.
         """
         param = self.param.param
         layout = param.data
@@ -134,7 +135,8 @@ class _Borrowed:
             unsharded.detach(), layout.device_mesh, layout.placements, src_data_rank=None
         )
         # A write that changes nothing does not make a forward's saved parameters stale.
-        if not _same_bits(_torch.dtensor.local_tensor(rows), self.param.shard):
+        shard = self.param.shard  # on the host, if it is offloaded
+        if not _same_bits(_torch.dtensor.local_tensor(rows).to(shard.device), shard):
             param.copy_(rows)
         param.requires_grad_(unsharded.requires_grad)
 

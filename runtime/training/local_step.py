@@ -71,11 +71,11 @@ def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
 
 
 def _plain(param: Tensor, optimizer: optim.Optimizer, state: _States) -> Tensor:
-    """Return the shard of `param`, with its gradient, as a plain tensor, or `param` itself.
+    """Return a plain tensor in the memory of `param`'s shard, with its gradient, or `param` itself.
 
-    It is `param` if that is not sharded or has no gradient, if its gradient or state is laid out
-    otherwise than it, or if the gradient's dtype or device differs. Else the shard gets its own
-    entry in `state`.
+    It is `param` if that is not sharded, if its gradient is none or no DTensor, if the placements
+    of the gradient or of a DTensor in its state are others than its own, or if the gradient's dtype
+    or device differs. Else the new tensor gets its own entry in `state`.
     """
     sharded, grad = find(param), param.grad
     if sharded is None or not isinstance(grad, DTensor):

@@ -196,6 +196,14 @@ def states_of_objects(folder: Path) -> None:
     )
 
 
+def states_of_functions(folder: Path) -> None:
+    loader = Pickled()
+    loader.state_dict = lambda: {"at": lambda: 3}  # type: ignore[method-assign]
+    autoshard.save_checkpoint(
+        folder / "run", autoshard.shard(Net()), step=1, states={"loader": loader}
+    )
+
+
 def step_before_the_first(folder: Path) -> None:
     autoshard.save_checkpoint(folder / "run", autoshard.shard(Net()), step=-1)
 
@@ -438,6 +446,7 @@ BAD_INPUTS: dict[str, tuple[Mistake, list[str]]] = {
     ),
     "checkpoint: states that were not saved": (without_its_states, ["'loader'", "as it was saved"]),
     "checkpoint: states of objects": (states_of_objects, ["PosixPath", "weights only"]),
+    "checkpoint: states of functions": (states_of_functions, ["states", "can't be pickled"]),
     "checkpoint: step": (step_before_the_first, ["step=-1"]),
     "checkpoint: a file for a folder": (a_file_for_a_folder, ["FileExistsError", "file"]),
     "checkpoint: a step that is not there": (a_step_that_is_not_there, ["step 7", "step_00000005"]),

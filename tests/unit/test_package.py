@@ -213,6 +213,9 @@ def test_calibrate_command_says_what_is_missing(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "calibrate", "--out", "here.json", "--model", "my_model:build"])
     assert "--model needs --batch" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "calibrate", "--out", "here.json", "--loss", "my_model:loss"])
+    assert "--loss needs --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["parity", "plan", "bench calibrate"])

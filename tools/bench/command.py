@@ -92,14 +92,16 @@ def _add_step(commands: Any) -> None:
 def run_calibrate(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard bench calibrate`; start the ranks, and wait for them, unless torchrun did.
 
-    A rank makes the process group if there is none; rank 0 writes the topology to `--out`, and
-    prints it. Raises as `make_step` and `calibrate` do.
+    torchrun did if RANK is set. A rank makes the process group if there is none; rank 0 writes the
+    topology to `--out`, and prints it. Raises as `make_step` and `calibrate` do.
     arguments: the command line, with which ranks are started.
     Returns the exit status: that of torchrun, or, on a rank, 0. `--model` without `--batch`, or the
-    other way round, ends the process with status 2.
+    other way round, or `--loss` without them, ends the process with status 2.
     """
     if bool(options.model) != bool(options.batch):
         options.parser.error("--model needs --batch, and --batch needs --model")
+    if options.loss and not options.model:
+        options.parser.error("--loss needs --model and --batch")
     if "RANK" not in os.environ:
         return launch(arguments, options.ranks)
     from autoshard.runtime.comm.mesh import ensure_process_group

@@ -330,7 +330,8 @@ def _wait(works: Sequence[Work]) -> None:
 def _step() -> str:
     """Train a small model for a step, replicated, eagerly sharded and compiled; return the report.
 
-    The report is text. All ranks call this. Torch's random generator is reseeded.
+    The report is text; compiled is by the plain lowering. All ranks of a process group call this.
+    Torch's random generator is reseeded.
     Raises RuntimeError if the results differ by more than `parity` allows.
     """
 

@@ -91,8 +91,8 @@ def publish(root: Path, aside: Path, step: int, keep: int) -> str:
 def choose(root: Path, step: int | None) -> tuple[str, int] | None:
     """Choose the complete checkpoint saved last, or the last of `step` if that is given.
 
-    Checkpoints that this process saves later get the identity of its run. Warns of checkpoints that
-    were complete once and lack files now.
+    Checkpoints that this process saves to `root` later get the identity of its run. Warns of those
+    that are not complete: files are missing, or of another size, or the manifest can't be read.
 
     Returns its name, and the number of ranks that saved it; None if `root` has no checkpoint.
     Raises OSError if `step` is given and there is none of it, or if there are only incomplete ones.

@@ -28,12 +28,16 @@ def _is_numpy_number(value: Any) -> bool:
 def to_bytes(objects: Any, whose: str) -> Tensor:
     """Serialize `objects`, with all they contain, to one 1-D u8 tensor on the CPU.
 
-    They are loaded once, as weights only, to see that they can be.
+    They are loaded once, as weights only, to see that they can be. Tensors in them will be read on
+    the device that they are on.
     whose: whose they are, which the error begins with.
-    Raises ValueError for what can't be read as weights only.
+    Raises ValueError for what can't be pickled, or not be read as weights only.
     """
     file = io.BytesIO()
-    torch.save(objects, file)
+    try:
+        torch.save(objects, file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"{whose} have objects that can't be pickled: {error}") from error
     try:
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:

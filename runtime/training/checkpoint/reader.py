@@ -48,8 +48,8 @@ class Reader(FileSystemReader):
 def read_into(reader: Reader, state: dict[str, Any]) -> None:
     """Read into the tensors of `state`, and replace its other values; all ranks call this.
 
-    They wait for each other. Raises CheckpointError if something can't be read; tensors read until
-    then have changed.
+    That goes for dicts inside it, too. Its own keys are the same on all ranks, who wait for each
+    other. Raises CheckpointError if something can't be read; tensors read until then have changed.
     """
     try:
         load(state, storage_reader=reader, planner=_Planner())

@@ -105,11 +105,11 @@ def load_checkpoint(
 ) -> int | None:
     """Load the checkpoint that was saved last, or the last of `step`; all ranks call this.
 
-    Ranks wait for each other. Each rank's random number generators and `states` are set, too, as it
-    had them. The number of
-    ranks, strategies and meshes may be others than those it was saved with. If the number of ranks
-    is another, random number generators are left as they are, and `states` are given what rank 0
-    had of them, with a warning.
+    Ranks wait for each other. Each rank's `states`, and then its random number generators, are set
+    as it had them. Strategies, meshes, dtypes and the number of ranks may be others than those it
+    was saved with. If the number of ranks is another, random number generators are left as they
+    are, and `states` are given what rank 0 had of them, with a warning. What this process saves to
+    `folder` afterwards belongs to the run that it has loaded, whose old checkpoints `keep` counts.
 
     states: objects to load, by the names that they were saved with.
     Returns its step; None if there is no checkpoint and no `step` was given. Raises CheckpointError
@@ -133,7 +133,7 @@ def load_checkpoint(
     states_of_params = {"state": room["optimizer"]["state"]}
     with quiet():
         read_into(reader, {"model": room["model"], "optimizer": states_of_params})
-    load_state(model, optimizer, room)
+    on_each_rank(lambda: load_state(model, optimizer, room), what)
     on_each_rank(lambda: load_states(found["states"], states or {}), what)
     if world == num_ranks():
         set_generators(found)
