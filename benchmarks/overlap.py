@@ -370,6 +370,9 @@ def main() -> None:
         "--memory-budget", type=int, help="bytes; else what one bucket a unit needs"
     )
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--link-priority", choices=["high", "normal"], default="high", help="of its stream on a GPU"
+    )
     parser.add_argument("--trace", type=Path, metavar="FOLDER")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
@@ -384,7 +387,12 @@ def main() -> None:
     setting = Setting(device, work.blocks, dtype, budget)
     in_float32 = dataclasses.replace(setting, dtype=torch.float32)
     bench = Bench(work, setting, arguments.world, arguments.rounds)
-    emulated_link.start(arguments.world, latency_us=0, gb_per_s=FREE_GB_PER_S)
+    emulated_link.start(
+        arguments.world,
+        latency_us=0,
+        gb_per_s=FREE_GB_PER_S,
+        has_priority=arguments.link_priority == "high",
+    )
     name = torch.cuda.get_device_name(device) if is_gpu else "one thread of a CPU"
     print(f"torch {torch.__version__}, {name}, {vars(arguments)}")
     with torch._dynamo.config.patch(recompile_limit=64), tempfile.TemporaryDirectory() as folder:

@@ -40,13 +40,22 @@ COPIES = 8  # of one, as a gather makes them
 CYCLES = 10_000_000
 
 
-def start(world_size: int, *, latency_us: float, gb_per_s: float, rank: int = 0) -> None:
+def start(
+    world_size: int,
+    *,
+    latency_us: float,
+    gb_per_s: float,
+    rank: int = 0,
+    has_priority: bool = True,
+) -> None:
     """Make a default process group of that many ranks, of which only this one exists.
 
     Its link has this latency and bandwidth, in 1e9 bytes a second.
+    has_priority: whether a GPU prefers the link's stream to those that compute.
     Raises RuntimeError where the backend can't be built, and ValueError as `set_link` does.
     """
     install()
+    _built().set_priority(has_priority)
     set_link(latency_us=latency_us, gb_per_s=gb_per_s)
     dist.init_process_group(NAME, rank=rank, world_size=world_size, store=_torch.dist.HashStore())
 

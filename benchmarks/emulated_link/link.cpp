@@ -48,6 +48,7 @@ std::atomic<double> latency_us{0.0};
 std::atomic<double> bytes_per_us{1e6};
 std::atomic<double> copy_bytes_per_us{1e9};  // the copy is part of the time on the link
 std::atomic<double> cycles_per_us{0.0};  // of a GPU
+std::atomic<bool> has_priority{true};  // of a GPU's stream, over what computes
 
 struct Copy {  // to = factor * from
   Tensor to;
@@ -321,7 +322,8 @@ class Link final : public c10d::Backend {
     while (!held_.empty() && held_.front()->release()) held_.pop_front();
     if (device.is_cuda()) {
       if (!stream_ || stream_->device() != device) {
-        stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+        stream_ = c10::impl::VirtualGuardImpl(device.type())
+                      .getStreamFromGlobalPool(device, has_priority);
       }
       work->travel(*stream_);
     } else {
@@ -376,4 +378,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     copy_bytes_per_us = copies;
     cycles_per_us = cycles;
   });
+  module.def("set_priority", [](bool priority) { has_priority = priority; });
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,39 +21,88 @@ def test_measured_hybrid_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
         assert hsdp.step_ms(row, compute_ms) == pytest.approx(row.measured_ms, rel=0.1), row.name
 
 
-def test_what_a_gpu_is_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each part is of a program that is there; without a GPU none is run."""
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    on_gpu = importlib.import_module("on_gpu")
-    for part in on_gpu.parts(tmp_path):
-        programs = [each for each in part.command[1:] if each.endswith(".py") or "tests/" in each]
-        assert all((BENCHMARKS.parent / each).exists() for each in programs), part.title
-    monkeypatch.setattr("sys.argv", ["on_gpu.py", "--list"])
+    return importlib.import_module("on_gpu")
+
+
+def test_what_a_gpu_is_for(
+    on_gpu: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each part is of programs that are there, and takes no more than its minutes."""
+    for name, commands in on_gpu.parts(tmp_path).items():
+        assert sum(each.minutes for each in commands) <= on_gpu.LIMIT_MINUTES, name
+        for each in commands:
+            programs = [it for it in each.arguments if it.endswith(".py") or "tests/" in it]
+            assert programs
+            assert all((BENCHMARKS.parent / it).exists() for it in programs), each.title
+    monkeypatch.setattr("sys.argv", ["on_gpu.py", "--list", "--part", "parity"])
     assert on_gpu.main() == 0
-    assert "overlap.py --check" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "overlap.py --check" in listed
+    assert "tests/device" not in listed
+    monkeypatch.setattr("sys.argv", ["on_gpu.py", "--part", "speed"])
+    with pytest.raises(SystemExit, match="2"):
+        on_gpu.main()
+    assert "no part speed; expected some of tests, parity," in capsys.readouterr().err
+
+
+def test_a_bare_machine(on_gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch finds the backend without an installation, and nothing needs git."""
+    found = on_gpu.announce(tmp_path / "site")
+    env = on_gpu.environment(found)
+    code = (
+        "import importlib.metadata as m, sys; "
+        "found = [e for d in m.distributions(path=[sys.argv[1]]) for e in d.entry_points]; "
+        "print([e.load().__name__ for e in found if e.group == 'torch_dynamo_backends'])"
+    )
+    command = on_gpu.Command("it", "it is found", ("-c", code, str(found)), 1)
+    text, is_done = on_gpu.run(command, env)
+    assert is_done, text
+    assert "['autoshard']" in text
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert on_gpu.source().startswith("commit unknown, source ")
+
+
+def test_profiles_go_to_one_file(on_gpu: Any, tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    on_gpu.pack(traces, tmp_path / "none.tar.gz")
+    assert not (tmp_path / "none.tar.gz").exists()
+    (traces / "a.json").write_text("{}")
+    on_gpu.pack(traces, tmp_path / "traces.tar.gz")
+    with tarfile.open(tmp_path / "traces.tar.gz") as archive:
+        assert archive.getnames() == ["traces", "traces/a.json"]
+
+
+def test_what_a_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans that overlap count once; between them the device is idle."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    one_gpu = importlib.import_module("one_gpu")
+    spans = [(5_000.0, 6_000.0), (0.0, 2_000.0), (1_000.0, 3_000.0), (5_500.0, 5_600.0)]
+    assert one_gpu.on_device(spans) == one_gpu.OnDevice(4.0, 2.0, 4)
+    assert one_gpu.on_device([]) == one_gpu.OnDevice(0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize(
     ("code", "end"),
     [("print(7)", "exit status 0"), ("raise SystemExit(3)", "exit status 3")],
 )
-def test_a_part_of_a_report(code: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    on_gpu = importlib.import_module("on_gpu")
-    text, is_done = on_gpu.run(on_gpu.Part("it", "7", (sys.executable, "-c", code), 1))
+def test_a_part_of_a_report(on_gpu: Any, code: str, end: str) -> None:
+    text, is_done = on_gpu.run(on_gpu.Command("it", "7", ("-c", code), 1))
     assert is_done == (end == "exit status 0")
     assert "Wanted: 7." in text
     assert end in text
 
 
-def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_hangs(on_gpu: Any) -> None:
     """It is ended, with what it started."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    on_gpu = importlib.import_module("on_gpu")
     code = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '600'])"
-    text, is_done = on_gpu.run(on_gpu.Part("it", "7", (sys.executable, "-c", code), 0.02))
+    text, is_done = on_gpu.run(on_gpu.Command("it", "7", ("-c", code), 0.02))
     assert not is_done
     assert "begun" in text
     assert "ended after 0.02 minutes" in text
