@@ -48,12 +48,18 @@ THREADS = 64  # of a rank: with more of them, left by groups that something hold
 LIMIT_S = 240.0  # a test that hangs; as many tests as there are cores share these
 
 
-def on_ranks(world: int = 2, *, timeout: float = LIMIT_S) -> Callable[[Callable[..., None]], Any]:
-    """Call the test on `world` ranks, as `test(rank, **parameters)`; `timeout` in seconds."""
+def on_ranks(
+    world: int = 2, *, timeout: float = LIMIT_S, compiles: bool = False
+) -> Callable[[Callable[..., None]], Any]:
+    """Call the test on `world` ranks, as `test(rank, **parameters)`; `timeout` in seconds.
+
+    compiles: whether all that it compiles is compiled anew; see `support/compilations.py`.
+    """
 
     def decorate(test: Callable[..., None]) -> Any:
         def run(**parameters: Any) -> None:
-            _pool(world).call(test.__code__.co_filename, test.__name__, parameters, timeout)
+            what = test.__code__.co_filename, test.__name__, parameters, compiles
+            _pool(world).call(what, timeout)
 
         functools.update_wrapper(run, test)
         run.__signature__ = _without_rank(test)  # type: ignore[attr-defined]
@@ -85,9 +91,9 @@ class _Pool:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def call(self, file: str, name: str, parameters: dict[str, Any], timeout: float) -> None:
+    def call(self, what: tuple[str, str, dict[str, Any], bool], timeout: float) -> None:
         try:
-            failures = self._call((file, name, parameters, self._has_groups), timeout)
+            failures = self._call((*what, self._has_groups), timeout)
         except BaseException:  # a time limit of pytest's: answers would come to the next test
             self.stop()
             raise
@@ -191,17 +197,21 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
     gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # 20 ms a frame, for a log
     torch.set_num_threads(1)
+    from support import compilations
+
+    compilations.install()
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
     modules: dict[str, ModuleType] = {}
     for number in itertools.count():
         try:
-            file, name, parameters, is_new_group = pipe.recv()
+            file, name, parameters, compiles, is_new_group = pipe.recv()
         except EOFError:
             return
         gc.collect(1)  # models of the test before: what waits in them is to be nobody's concern
         try:
             torch._dynamo.reset()
+            compilations.reuse(not compiles)
             if is_new_group:
                 renew_group(dist.PrefixStore(f"test {number}", store))
             torch.manual_seed(0)

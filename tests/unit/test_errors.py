@@ -322,7 +322,7 @@ def test_strict_raises(rank: int, model: type[Net]) -> None:
         net_loss(call, rank, 0)
 
 
-@on_ranks(2)
+@on_ranks(2, compiles=True)
 def test_one_rank_fails_all_fall_back(rank: int) -> None:
     """D-69: A failure on rank 0 alone: rank 1 leaves its graph unused too, and nobody hangs."""
     difficult()

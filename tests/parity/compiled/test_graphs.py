@@ -67,7 +67,7 @@ def trained(loss_of: Callable[..., Any], strategy: str) -> tuple[Any, list[fx.Gr
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@on_ranks(2)
+@on_ranks(2, compiles=True)
 def test_graphs_write_to_no_parameter(rank: int, strategy: str) -> None:
     """D-70: gathered values are new tensors, and parameters are what they were."""
     call, graphs = trained(net_loss, strategy)
@@ -80,7 +80,7 @@ def test_graphs_write_to_no_parameter(rank: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@on_ranks(2)
+@on_ranks(2, compiles=True)
 def test_what_a_graph_launches_it_waits_for(rank: int, strategy: str) -> None:
     """D-71: backward needs no callback to end its reduces."""
     gc.collect()  # gradients that wait have one, those of models of other tests too

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.caches import fresh_graphs
 from support.ranks import on_ranks
+from support.selection import each_value
 from torch import Tensor, nn
 
 import autoshard
@@ -66,8 +67,7 @@ def test_other_options_are_no_hit(rank: int) -> None:
         assert same == losses
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+@each_value(ranks=[(0, 1), (0,), (1,)], strict=[True, False])
 @on_ranks(2)
 def test_plans_that_are_gone(rank: int, ranks: tuple[int, ...], strict: bool) -> None:
     """The frame is compiled again, and the plans are there the next time."""

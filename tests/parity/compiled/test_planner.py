@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Net, net_loss, tokens
+from support.models import SmallNet as Net
+from support.models import net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.topologies import where_calls_cost_little, where_copies_cost_most

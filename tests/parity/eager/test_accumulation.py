@@ -12,6 +12,7 @@ import torch
 from support.issue import kinds
 from support.models import Net, net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import (
     FORMS,
     adamw,
@@ -95,8 +96,7 @@ def test_all_reduce_on_the_last(rank: int, form: str, options: dict[str, Any]) -
     assert_same(model, want, rtol=1e-5)  # four ranks sum in another order than by hand
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@in_both_forms
+@each_value(form=FORMS, set_to_none=[True, False])
 @on_ranks(2)
 def test_zero_grad_drops_what_waits(rank: int, set_to_none: bool, form: str) -> None:
     """D-34: it is not in `.grad`, and goes with it all the same."""
@@ -396,8 +396,7 @@ def test_one_whole_gradient_a_parameter_waits(rank: int, form: str) -> None:
         assert param.grad.to_local().untyped_storage().nbytes() == param.to_local().nbytes
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@in_both_forms
+@each_value(form=FORMS, waits=[True, False])
 @on_ranks(2)
 def test_accumulation_beside_offload(rank: int, form: str, waits: bool) -> None:
     """D-36: FSDP1 refuses it unless gradients wait. (On a CPU, shards are where they were.)"""
@@ -430,8 +429,7 @@ def micro_batches(model: Any, optimizer: torch.optim.Optimizer, rank: int, step:
     return sent
 
 
-@pytest.mark.parametrize("policy", [None, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+@each_value(strategy=["full_shard", "hybrid_shard"], policy=[BF16, None])
 @on_ranks(2)
 def test_two_graphs(rank: int, strategy: str, policy: MixedPrecisionPolicy | None) -> None:
     """Four micro-batches reduce once; the second step compiles nothing; bit for bit eager."""

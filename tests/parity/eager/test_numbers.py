@@ -101,7 +101,7 @@ def deterministic() -> Iterator[None]:
 
 
 @in_both_forms
-@on_ranks(2)
+@on_ranks(2, compiles=True)
 def test_deterministic_mode(rank: int, form: str) -> None:
     """Nothing of ours is refused there (it also fills what is not written with NaN)."""
     with deterministic():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from support.issue import kinds
 from support.models import Net, net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import (
     adamw,
     assert_same,
@@ -60,9 +60,11 @@ def arguments_of(strategy: str) -> dict[str, Any]:
     return {"strategy": strategy, "mesh": mesh}
 
 
-@in_both_forms
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
+@each_value(
+    name=LOSSES,
+    form=["eager", "compiled"],
+    strategy=["full_shard", "shard_grad_op", "hybrid_shard"],
+)
 @on_ranks(2)
 def test_one_backward(rank: int, strategy: str, name: str, form: str) -> None:
     torch.manual_seed(0)
@@ -175,8 +177,7 @@ class TwoLosses(nn.Module):
         return self.first(x).square().mean(), self.second(x).square().mean()
 
 
-@pytest.mark.parametrize("retains_later", [False, True])
-@pytest.mark.parametrize("form", ["eager", "compiled", "inductor"])
+@each_value(form=["eager", "compiled", "inductor"], retains_later=[True, False])
 @on_ranks(2)
 def test_two_losses_over_one_forward(rank: int, form: str, retains_later: bool) -> None:
     """D-17: `retain_graph=True`, from the first step on, or after one that did without.

@@ -179,8 +179,11 @@ def all_reduce_to_means(
     return custom_comms.Done()
 
 
-@in_both_forms
-@each_value(mesh=[(1, 4), (2, 2)], waits=["no batch", "no_sync", "no all-reduce"])
+@each_value(
+    waits=["no batch", "no_sync", "no all-reduce"],
+    mesh=[(2, 2), (1, 4)],
+    form=["compiled", "eager"],
+)
 @on_ranks(4)
 def test_collectives_that_divide(rank: int, form: str, mesh: tuple[int, int], waits: str) -> None:
     """As on a GPU: sums come divided, and eagerly gradients are parts of one buffer. Bit for bit

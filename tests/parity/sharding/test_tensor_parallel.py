@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.issue import counts
-from support.models import Net, net_loss
+from support.models import SmallNet as Net
+from support.models import net_loss
 from support.ranks import on_ranks
+from support.selection import each_value
 from support.training import adamw, assert_same, in_both_forms, in_form, replicated, train
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -87,8 +89,7 @@ def truth(data: int, steps: int) -> nn.Module:
     return model
 
 
-@in_both_forms
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@each_value(shape=[(2, 2), (1, 4), (4, 1)], form=["compiled", "eager"])
 @on_ranks(4)
 def test_parity(rank: int, shape: tuple[int, int], form: str) -> None:
     """A48: values as on one rank, but for the order in which parts of a product are added."""
@@ -197,8 +198,7 @@ def loss_on_one_mesh(model: Any, mesh: DeviceMesh, dims: dict[str, Any], step: i
 
 
 @needs_dims
-@in_both_forms
-@pytest.mark.parametrize("case", AXES)
+@each_value(case=AXES, form=["eager", "compiled"])
 @on_ranks(4)
 def test_a_model_on_one_mesh(rank: int, case: str, form: str) -> None:
     """Equal to one rank's but for the order in which parts of a sum are added."""

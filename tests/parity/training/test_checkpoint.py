@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
-from support.models import Net, net_loss, tokens
+from support.models import SmallNet as Net
+from support.models import net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import adamw, assert_same, count, issued, replicated, train

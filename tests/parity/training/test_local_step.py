@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from support.models import Net, net_loss
+from support.models import SmallNet as Net
+from support.models import net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import FORMS, assert_same, average_gradients, in_form, replicated, train

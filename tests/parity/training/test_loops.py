@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Block, Net, net_loss, tokens
+from support.models import Block, net_loss, tokens
+from support.models import SmallNet as Net
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, in_both_forms, sgd
 from torch import Tensor, nn

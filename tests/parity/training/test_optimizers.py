@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Net, net_loss
+from support.models import SmallNet as Net
+from support.models import net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import assert_same, average_gradients, replicated, train

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.models import Net, net_loss
+from support.models import SmallNet as Net
+from support.models import net_loss
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, compiled, sharded, train
 from torch import nn

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Block, Net, net_loss
+from support.models import Block, net_loss
+from support.models import SmallNet as Net
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import adamw, assert_same, in_both_forms, in_form, sgd, train
