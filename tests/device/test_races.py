@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import textwrap
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.compilations import reused
 from support.races import META, Detector, detecting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -132,7 +134,7 @@ class CustomReduce:
 
 def prepared(case: Case) -> Any:
     """The model, in units, on the meta device; shards are on the host with offload."""
-    arguments: dict[str, Any] = {"mesh": mesh_of(case)}
+    arguments: dict[str, Any] = {"mesh": mesh_of(case.mesh)}
     if case.extra == "offload":
         arguments["offload_policy"] = autoshard.CPUOffloadPolicy()
     if case.extra == "mixed precision":
@@ -166,9 +168,10 @@ def prepared(case: Case) -> Any:
     return model
 
 
-def mesh_of(case: Case) -> DeviceMesh:
-    names = ("shard",) if case.mesh == "shard 4" else ("replicate", "shard")
-    return init_device_mesh("cpu", MESHES[case.mesh], mesh_dim_names=names)
+@functools.cache
+def mesh_of(mesh: str) -> DeviceMesh:
+    names = ("shard",) if mesh == "shard 4" else ("replicate", "shard")
+    return init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=names)
 
 
 def fail(grad: Tensor) -> None:
@@ -228,6 +231,7 @@ def four_ranks() -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh_of.cache_clear()
     yield
     dist.destroy_process_group()
 
@@ -249,7 +253,8 @@ def found_in(case: Case) -> list[str]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_no_race(case: Case) -> None:
-    found = found_in(case)
+    with reused():
+        found = found_in(case)
     assert not found, "\n".join(found)
 
 

@@ -9,8 +9,9 @@ is about compilation itself asks for `on_ranks(..., compiles=True)`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,17 +21,24 @@ from autoshard.compilation import Compilation
 MOST = 100
 
 _done: collections.OrderedDict[tuple[Any, ...], tuple[Any, ...]] = collections.OrderedDict()
-_reuses = True
+_reuses = False
 
 
-def reuse(is_on: bool) -> None:
-    """Say whether compilations from now on may be reused, and may reuse others."""
+@contextlib.contextmanager
+def reused(is_on: bool = True) -> Iterator[None]:
+    """Have compilations in this context reuse those of equal graphs, or not."""
     global _reuses
-    _reuses = is_on
+    _install()
+    before, _reuses = _reuses, is_on
+    try:
+        yield
+    finally:
+        _reuses = before
 
 
-def install() -> None:
-    """Have compilations in this process reuse those of equal graphs."""
+@functools.cache
+def _install() -> None:
+    """Put `_reuses` in force, once a process."""
     real = Compilation._compile_eagerly
 
     @functools.wraps(real)

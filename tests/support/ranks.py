@@ -199,7 +199,6 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
     torch.set_num_threads(1)
     from support import compilations
 
-    compilations.install()
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
     modules: dict[str, ModuleType] = {}
@@ -211,12 +210,11 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
         gc.collect(1)  # models of the test before: what waits in them is to be nobody's concern
         try:
             torch._dynamo.reset()
-            compilations.reuse(not compiles)
             if is_new_group:
                 renew_group(dist.PrefixStore(f"test {number}", store))
             torch.manual_seed(0)
             test = getattr(_load(file, modules), name)
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), compilations.reused(not compiles):
                 warnings.simplefilter("error", RuntimeWarning)  # ours say that something fell back
                 getattr(test, "__wrapped__", test)(rank, **parameters)
             failure = None
