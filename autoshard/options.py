@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard import _torch
 from autoshard.passes.lowering.inductor import SETTINGS
 from autoshard.passes.planner.topology import Topology, default_topology, is_known, names
+from autoshard.runtime.comm import transport
 from autoshard.runtime.sharding.shard import ARGUMENT_CHECKS, STRATEGIES
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -223,6 +224,7 @@ class CompileOptions:
             f"{'a' if has_budget else 'no'} memory_budget, "
             f"topology={topology.name if topology else None!r}"
             f"{self._asked_of_inductor()}"
+            f"{'' if transport.may_send() else f', {transport.VARIABLE}=0'}"
         )
 
     def _asked_of_inductor(self) -> str:

@@ -6,7 +6,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -144,3 +144,13 @@ def symmetric_memory(
             return torch.empty(numel, dtype=dtype, device=device)
 
     return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)
+
+
+def count_as_collectives(ops: Iterable[Any]) -> None:
+    """Have `CommDebugMode` count `ops`, packets of `torch.ops`, as collectives.
+
+    It counts those of a set of torch's, which they are added to.
+    """
+    from torch.distributed.tensor.debug import _comm_mode
+
+    _comm_mode.c10d_collective_ops.update(ops)

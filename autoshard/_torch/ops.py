@@ -23,6 +23,11 @@ FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dte
 functional_collectives: Any = torch.ops._c10d_functional
 
 
+def is_observed() -> bool:
+    """Tell whether a dispatch mode is active, which sees each op that is called."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
 def schema_of(op: object) -> Any:
     """Schema of `op`; None for what has none, as a higher-order operator."""
     return getattr(op, "_schema", None)

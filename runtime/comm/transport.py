@@ -5,11 +5,14 @@ sends, sums all of it on every rank, and keeps a part (torch 2.11 to 2.15). Amon
 are sent from where they lie to where they are wanted instead, so that large members of a bucket
 need not be packed. Reduces are done so between two ranks only, as the order of two summands doesn't
 matter. Sums over more ranks are left to gloo, so that they equal those of other code that uses it.
+With AUTOSHARD_MESSAGES=0 everything is left to gloo's collectives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +24,10 @@ from torch import Tensor
 
 from autoshard import _torch
 from autoshard.passes.ir.layout import Member
+from autoshard.runtime.comm import observed
 
 FIRST_TAG, TAGS = 1 << 24, 1 << 24  # of messages: users' own are mostly small
+VARIABLE = "AUTOSHARD_MESSAGES"
 FEW = 8  # ranks, each of which has a connection to each other one
 LEAST = 1 << 16  # bytes of a whole parameter: packing a smaller one is faster than one message more
 
@@ -42,7 +47,27 @@ def sends_members(group: str, device: torch.device) -> bool:
 
 
 def _by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return group.size() <= FEW and device.type == "cpu" and _torch.dist.is_gloo(group, device)
+    """Tell whether gathers over `group` are messages; see `sends_members`."""
+    return (
+        may_send()
+        and group.size() <= FEW
+        and device.type == "cpu"
+        and _torch.dist.is_gloo(group, device)
+    )
+
+
+@functools.cache
+def may_send() -> bool:
+    """Tell whether messages may take the place of collectives, on any group; read once.
+
+    They may unless the environment has AUTOSHARD_MESSAGES=0, which is for tools that look at
+    collectives, and to have on a CPU what other devices have. All ranks must have the same.
+    Raises ValueError if the variable is neither 0 nor 1.
+    """
+    told = os.environ.get(VARIABLE, "1")
+    if told not in ("0", "1"):
+        raise ValueError(f"{VARIABLE}={told!r}: expected 0, for collectives alone, or 1")
+    return told == "1"
 
 
 def sends_alone(member: Member, group: str, device: torch.device) -> bool:
@@ -114,6 +139,7 @@ def reduce(
     if swaps(group, send.device):
         here = group.rank()
         parts = send.view(2, -1)
+        observed.show_reduce(receive, send)
         return Exchange(group, [(1 - here, parts[1 - here])], [(1 - here, receive)], parts[here])
     work: Work = _torch.dist.reduce_scatter_flat(
         receive, send, op=_op(is_mean), group=group, async_op=True
@@ -147,6 +173,7 @@ def bare_reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work
 def swap(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
     """Begin to send all of `send` to the other of two ranks, and to receive `receive` from it."""
     other = 1 - group.rank()
+    observed.show_reduce(receive, send)
     return Exchange(group, [(other, send)], [(other, receive)])
 
 
@@ -283,6 +310,7 @@ def _exchange_gather(
     wholes = [pair for pair in wholes if pair[1].numel()]
     receives = [(peer, whole[peer]) for peer in peers for whole, _ in wholes]
     sends = [(peer, part) for peer in reversed(peers) for _, part in wholes]
+    observed.show_gather(receive, send)
     exchange = Exchange(group, sends, receives)
     for whole, part in wholes:
         if whole[here].data_ptr() != part.data_ptr():

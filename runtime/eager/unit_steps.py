@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autoshard.runtime.comm import transport
 from autoshard.runtime.ranks.order import CollectiveOrder
 from autoshard.runtime.unit.reduce import Reduction, forget
 from autoshard.runtime.unit.unit import Unit, listed
@@ -110,9 +111,9 @@ def take_kept(unit: Unit) -> Unsharded | None:
 def describe_forward(owner: Unit, what: str, units: Iterable[Unit]) -> str:
     """Describe a forward that begins, in the text that ranks compare: call it once a forward.
 
-    The text is `what`, the settings of `units`, and a remark if no backward came since the forward
-    before, so that a rank that left out a backward is noticed. `owner` then counts as having had no
-    backward since this forward.
+    The text is `what`, the settings of `units`, whether messages are off, and a remark if no
+    backward came since the forward before, so that a rank that left out a backward is noticed.
+    `owner` then counts as having had no backward since this forward.
 
     owner: the unit that owns the forward's step. what: its name. units: those that it may use.
     """
@@ -125,6 +126,8 @@ def describe_forward(owner: Unit, what: str, units: Iterable[Unit]) -> str:
     parts = [f"{setting} in {listed(names)}" for setting, names in with_setting.items()]
     if not ran:
         parts.append("no backward since the forward before")
+    if not transport.may_send():
+        parts.append(f"{transport.VARIABLE}=0")
     return f"{what}, with {', '.join(parts)}" if parts else what
 
 

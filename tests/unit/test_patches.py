@@ -230,3 +230,11 @@ def test_torch_gives_no_advice_on_mixed_tensors(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
         nn.functional.linear(torch.ones(1, 2), weight)
     assert not getattr(raised.value, "__notes__", ())
+
+
+def test_comm_debug_mode_counts_no_messages() -> None:
+    from torch.distributed.tensor.debug import _comm_mode
+
+    ops = torch.ops.c10d
+    assert ops._allgather_base_ in _comm_mode.c10d_collective_ops
+    assert not {ops.send, ops.recv_} & _comm_mode.c10d_collective_ops
