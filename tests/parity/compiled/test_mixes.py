@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Block, Net, net_loss, tokens
+from support.models import Block, Net, SmallNet, net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import (
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import autoshard
 
 
-class Broken(Net):
+class Broken(SmallNet):
     """A graph break at the place that `where` names."""
 
     def __init__(self, where: str, *, tied: bool = False) -> None:
@@ -118,7 +118,7 @@ def test_graph_break_is_logged(rank: int) -> None:
     assert "test_mixes.py:" in breaks[0]
 
 
-class WithEagerBlock(Net):
+class WithEagerBlock(SmallNet):
     def __init__(self) -> None:
         super().__init__(tied=False)
 
@@ -148,7 +148,7 @@ def test_eager_block_in_a_compiled_model(rank: int, strategy: str) -> None:
 def test_compiled_blocks_in_an_eager_model(
     rank: int, checkpointing: str | None, lowering: str
 ) -> None:
-    build = functools.partial(Net, checkpointing=checkpointing)
+    build = functools.partial(SmallNet, checkpointing=checkpointing)
     want, want_losses = replicated(build, net_loss)
     torch.manual_seed(0)
     model = autoshard.shard(build())
@@ -163,9 +163,9 @@ def test_compiled_blocks_in_an_eager_model(
 @on_ranks(2)
 def test_compiled_part_of_a_unit(rank: int) -> None:
     """What is compiled belongs to a unit and heads none: it is not sharded a second time."""
-    want, want_losses = replicated(Net, net_loss)
+    want, want_losses = replicated(SmallNet, net_loss)
     torch.manual_seed(0)
-    model = autoshard.shard(Net())
+    model = autoshard.shard(SmallNet())
     for part in (model.head, model.layers[1].up):
         part.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
     losses = train(model, net_loss, adamw(model))
@@ -176,9 +176,9 @@ def test_compiled_part_of_a_unit(rank: int) -> None:
 
 @on_ranks(2)
 def test_blocks_compiled_before_they_are_sharded(rank: int) -> None:
-    want, want_losses = replicated(Net, net_loss)
+    want, want_losses = replicated(SmallNet, net_loss)
     torch.manual_seed(0)
-    model = Net()
+    model = SmallNet()
     for layer in model.layers:
         layer.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
     autoshard.shard(model)
@@ -190,7 +190,7 @@ def test_blocks_compiled_before_they_are_sharded(rank: int) -> None:
 @on_ranks(2)
 def test_parameters_left_unsharded_are_told_of(rank: int) -> None:
     """Only the blocks are compiled: embedding and head would drift apart, but not in silence."""
-    model = Net()
+    model = SmallNet()
     for layer in model.layers:
         layer.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
     net_loss(model, rank, 0).backward()
@@ -201,7 +201,7 @@ def test_parameters_left_unsharded_are_told_of(rank: int) -> None:
 @on_ranks(2)
 def test_blocks_of_one_kind_are_compiled_once(rank: int) -> None:
     """Regional compilation: no constant in a block's graph tells it from its neighbours."""
-    model = autoshard.shard(Net(layers=12))
+    model = autoshard.shard(SmallNet(layers=12))
     for layer in model.layers:
         layer.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
     torch._dynamo.utils.counters.clear()
@@ -253,7 +253,7 @@ def frozen(build: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
 @on_ranks(2)
 def test_frozen(rank: int, checkpointing: str | None) -> None:
-    build = functools.partial(frozen, functools.partial(Net, checkpointing=checkpointing))
+    build = functools.partial(frozen, functools.partial(SmallNet, checkpointing=checkpointing))
     want, want_losses = replicated(build, net_loss)
     got, losses = sharded(build, net_loss)
     assert losses == want_losses
@@ -280,12 +280,12 @@ def test_eval_in_between(rank: int) -> None:
         model.train()
         return net_loss(model, rank, step)
 
-    want, want_losses = replicated(Net, loss)
-    for got, losses in (sharded(Net, loss), compiled(Net, loss)):
+    want, want_losses = replicated(SmallNet, loss)
+    for got, losses in (sharded(SmallNet, loss), compiled(SmallNet, loss)):
         assert losses == want_losses
         assert_same(got, want)
     # Without gradients Inductor goes other ways; the planned order holds all the same (strict).
-    _, losses = compiled(Net, loss, steps=2, lowering="inductor")
+    _, losses = compiled(SmallNet, loss, steps=2, lowering="inductor")
     torch.testing.assert_close(losses, want_losses[:2])
 
 
@@ -296,9 +296,9 @@ def test_two_forwards_before_one_backward(rank: int) -> None:
 
     # Tied, the weight is used twice in each forward: a forward's gradients are summed first, and
     # the replicated model sums all of them as they come.
-    want, _ = replicated(Net, loss)
-    eager, eager_losses = sharded(Net, loss)
-    got, losses = compiled(Net, loss)
+    want, _ = replicated(SmallNet, loss)
+    eager, eager_losses = sharded(SmallNet, loss)
+    got, losses = compiled(SmallNet, loss)
     assert losses == eager_losses
     assert_same(got, eager)
     assert_same(eager, want, rtol=1e-5)
@@ -312,8 +312,8 @@ def test_accumulation(rank: int) -> None:
         net_loss(model, rank, step + 50).backward()
         return net_loss(model, rank, step)
 
-    eager, eager_losses = sharded(Net, loss)
-    got, losses = compiled(Net, loss)
+    eager, eager_losses = sharded(SmallNet, loss)
+    got, losses = compiled(SmallNet, loss)
     assert losses == eager_losses
     assert_same(got, eager)
 
@@ -350,8 +350,8 @@ def test_dynamic_batch(rank: int) -> None:
         ids = tokens(rank, step, length=5 + 2 * step + rank)
         return nn.functional.cross_entropy(model(ids), ids.roll(-1))
 
-    want, want_losses = replicated(Net, loss, steps=6)
-    got, losses = compiled(Net, loss, steps=6)
+    want, want_losses = replicated(SmallNet, loss, steps=6)
+    got, losses = compiled(SmallNet, loss, steps=6)
     assert losses == want_losses
     assert_same(got, want)
 
@@ -369,7 +369,7 @@ class Decay(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-class WithDecay(Net):
+class WithDecay(SmallNet):
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) + Decay.apply(self.layers[1].up.weight)
 
@@ -387,7 +387,7 @@ def doubled(grad: Tensor) -> Tensor:
     return grad * 2
 
 
-class Hooked(Net):
+class Hooked(SmallNet):
     """The gradient of what each checkpointed block returns is doubled by a hook."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -406,12 +406,12 @@ def test_hooks_on_what_checkpoints_return(rank: int) -> None:
         got, losses = run(Hooked, net_loss)
         assert losses == want_losses
         assert_same(got, want)
-    plain, _ = replicated(Net, net_loss, steps=1)
+    plain, _ = replicated(SmallNet, net_loss, steps=1)
     hooked, _ = replicated(Hooked, net_loss, steps=1)
     assert not torch.equal(plain.embed.weight, hooked.embed.weight)
 
 
-class Drops(Net):
+class Drops(SmallNet):
     """Half of what each block returns is dropped, inside a checkpoint or without one."""
 
     def __init__(self, checkpointing: str | None) -> None:
@@ -486,7 +486,7 @@ def test_second_run_comes_from_the_cache(rank: int, options: dict[str, Any]) -> 
     for _ in range(2):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        _, each = compiled(Net, net_loss, steps=1, lowering="inductor", mesh=mesh, **options)
+        _, each = compiled(SmallNet, net_loss, steps=1, lowering="inductor", mesh=mesh, **options)
         losses.append(each)
     counted = torch._dynamo.utils.counters["inductor"]
     assert counted["fxgraph_cache_hit"] == 2, counted  # forward and backward

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.issue import counts
-from support.models import Net, net_loss
+from support.models import Net, SmallNet, net_loss
 from support.ranks import on_ranks
 from support.selection import each_value, part_of
 from support.training import adamw, assert_same, in_both_forms, in_form, replicated, sgd, train
@@ -33,9 +33,9 @@ def hybrid(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
 
 
-def build() -> Net:
+def build() -> SmallNet:
     torch.manual_seed(0)
-    return Net(tied=False)
+    return SmallNet(tied=False)
 
 
 # Four ranks and more sum in an order of gloo's choosing.
@@ -46,12 +46,12 @@ MANY_RANKS_RTOL = 1e-5
 @on_ranks(4)
 def test_hybrid_on_four_ranks(rank: int, strategy: str, mesh: tuple[int, int]) -> None:
     """A7, A52, A57, D-1: on every shape of mesh, also where one axis has size 1."""
-    want, _ = replicated(Net, net_loss)
+    want, _ = replicated(SmallNet, net_loss)
     torch.manual_seed(rank)  # A25: the first rank's values, over both axes
-    model = Net()
+    model = SmallNet()
     if rank == 0:
         torch.manual_seed(0)
-        model = Net()
+        model = SmallNet()
     model.register_buffer("noise", torch.full((3,), float(rank)))
     model = autoshard.shard(model, strategy=strategy, mesh=hybrid(*mesh))
     assert model.noise.tolist() == [0.0] * 3
@@ -63,9 +63,9 @@ def test_hybrid_on_four_ranks(rank: int, strategy: str, mesh: tuple[int, int]) -
 @on_ranks(8, timeout=180)
 def test_hybrid_on_eight_ranks(rank: int) -> None:
     """A52, D-3: two replicas of four shards, of which the last hold fewer rows, or none."""
-    want, _ = replicated(Net, net_loss)
+    want, _ = replicated(SmallNet, net_loss)
     torch.manual_seed(0)
-    model = autoshard.shard(Net(), strategy="hybrid_shard", mesh=hybrid(2, 4))
+    model = autoshard.shard(SmallNet(), strategy="hybrid_shard", mesh=hybrid(2, 4))
     assert model.layers[0].norm.weight.to_local().numel() == (2, 2, 2, 0)[rank % 4]
     train(model, net_loss, adamw(model))
     assert_same(model, want, rtol=MANY_RANKS_RTOL)
@@ -75,9 +75,9 @@ def test_hybrid_on_eight_ranks(rank: int) -> None:
 @on_ranks(4)
 def test_shards_over_fewer_ranks_after_forward(rank: int, form: str) -> None:
     """B.1: an int keeps shards over groups of two, from which backward gathers."""
-    want, _ = replicated(Net, net_loss)
+    want, _ = replicated(SmallNet, net_loss)
     torch.manual_seed(0)
-    model = Net()
+    model = SmallNet()
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=2)
     in_form(fully_shard(model), form)
@@ -98,7 +98,7 @@ def test_shards_over_fewer_ranks_after_forward(rank: int, form: str) -> None:
 @on_ranks(2)
 def test_wrong_int_reshard(rank: int, reshard: Any) -> None:
     with pytest.raises(ValueError, match=r"reshard_after_forward"):
-        fully_shard(Net(), reshard_after_forward=reshard)
+        fully_shard(SmallNet(), reshard_after_forward=reshard)
 
 
 def other_dims(rank: int, *, rtol: float) -> None:
@@ -191,7 +191,7 @@ def test_collectives_that_divide(rank: int, form: str, mesh: tuple[int, int], wa
 
     def trained() -> Any:
         torch.manual_seed(0)
-        model: Any = autoshard.shard(Net(), strategy="hybrid_shard", mesh=hybrid(*mesh))
+        model: Any = autoshard.shard(SmallNet(), strategy="hybrid_shard", mesh=hybrid(*mesh))
         model = in_form(model, form)
         optimizer = adamw(model)
         for step in range(4):
@@ -369,7 +369,7 @@ def test_replicate_of_parameters_on_another_kind_of_device(rank: int) -> None:
 @on_ranks(2)
 def test_orders_of_composition(rank: int) -> None:
     """A72, A74: each kind on units of its own, under a root of either; twice is an error."""
-    want, _ = replicated(functools.partial(Net, tied=False), net_loss)
+    want, _ = replicated(functools.partial(SmallNet, tied=False), net_loss)
     for root in (fully_shard, autoshard.replicate):
         model = build()
         autoshard.replicate(model.layers[0])
@@ -427,7 +427,8 @@ def test_a_child_alone_then_the_root(rank: int, form: str) -> None:
     x = torch.ones(2, 6)
     with torch.no_grad():
         assert torch.equal(model.layers[0](x), want.layers[0](x))
-    assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
+    n = 1 + len(model.layers)
+    assert counts(model, lambda: net_loss(model, rank, 0)) == (n, n - 1, n, 0)
     assert torch.equal(model.layers[0](x), want.layers[0](x))
 
 
@@ -436,7 +437,7 @@ def assert_compiled_equals_eager(rank: int, lowering: str, **arguments: Any) -> 
 
     def build() -> Any:
         torch.manual_seed(0)
-        return autoshard.shard(Net(), **arguments)
+        return autoshard.shard(SmallNet(), **arguments)
 
     want, got = build(), build()
     optimizer, make = sgd(got), sgd(want)
@@ -483,7 +484,7 @@ def test_compiled_replicate(rank: int) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = Net(tied=False)
+        model = SmallNet(tied=False)
         fully_shard(model.layers[1])
         autoshard.replicate(model.layers[0])
         models.append(autoshard.replicate(model))
