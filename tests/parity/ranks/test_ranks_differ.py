@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Block, Net, net_loss, tokens
+from support.models import Block, Net, SmallNet, net_loss, tokens
 from support.ranks import on_ranks, renew_group
 from support.training import adamw, assert_same, in_form, replicated, sharded, train
 from torch import Tensor, nn
@@ -151,7 +151,7 @@ def test_one_rank_runs_another_forward(rank: int, form: str, what: str, says: st
             net_loss(model, rank, step).backward()
 
     with short_mesh() as mesh:
-        model = in_form(autoshard.shard(Net(), mesh=mesh), form)
+        model = in_form(autoshard.shard(SmallNet(), mesh=mesh), form)
         for step in range(3):
             net_loss(model, rank, step).backward()
         with pytest.raises(Exception, match=says if rank == 0 else "(?i)failed|timed out|timeout"):
@@ -181,7 +181,7 @@ def test_a_setting_on_one_rank(rank: int, form: str, setting: str) -> None:
     """Both say so before they gather: later, gloo would end one of them without a word, or all
     would go on with gradients that are divided by different numbers."""
     with short_mesh() as mesh:
-        model = autoshard.shard(Net(), mesh=mesh)
+        model = autoshard.shard(SmallNet(), mesh=mesh)
         if rank == 1:
             SETTINGS[setting](model)
         says = setting if form == "eager" else rf"{setting}|compiled other collectives"
@@ -193,13 +193,13 @@ def test_a_setting_on_one_rank(rank: int, form: str, setting: str) -> None:
 def test_a_process_group_made_anew(rank: int) -> None:
     """Its meshes have the names of those before: what ranks ran over these says nothing of it."""
     with short_mesh() as mesh:
-        model = in_form(autoshard.shard(Net(), mesh=mesh), "compiled")
+        model = in_form(autoshard.shard(SmallNet(), mesh=mesh), "compiled")
         for step in range(3):
             net_loss(model, rank, step).backward()
     renew_group(dist.PrefixStore("anew", dist.distributed_c10d._get_default_store()))
     torch._dynamo.reset()
     with short_mesh() as mesh:
-        model = autoshard.shard(Net(), mesh=mesh)
+        model = autoshard.shard(SmallNet(), mesh=mesh)
         if rank == 1:
             model.layers[0].set_unshard_in_backward(False)
         with pytest.raises(Exception, match="unshard_in_backward=False"):
@@ -211,7 +211,7 @@ def test_a_process_group_made_anew(rank: int) -> None:
 def test_forwards_that_repeat(rank: int, form: str) -> None:
     """Ranks compare nothing before them, whatever their units were told."""
     options = {"lowering": "eager"} if form == "compiled" else None
-    model = autoshard.shard(Net())
+    model = autoshard.shard(SmallNet())
     model.set_reshard_after_forward(False)
     call = torch.compile(model, backend="autoshard", options=options) if options else model
     real, compared = exchange._answers, []
@@ -242,9 +242,9 @@ def lengths_loss(model: Any, rank: int, step: int) -> Tensor:
 @on_ranks(2)
 def test_past_the_recompile_limit_together(rank: int) -> None:
     """Dynamo gives a frame up without asking anybody: it runs eagerly, on all ranks."""
-    want, _ = replicated(Net, lengths_loss, steps=5)
+    want, _ = replicated(SmallNet, lengths_loss, steps=5)
     torch.manual_seed(0)
-    model = Net()
+    model = SmallNet()
     optimizer = adamw(model)
     options = {"lowering": "eager"}
     call = torch.compile(model, backend="autoshard", options=options, dynamic=False)
@@ -258,7 +258,7 @@ def test_past_the_recompile_limit_alone(rank: int) -> None:
     """D-45: one rank would gather eagerly what the other gathers in a graph."""
     with short_mesh() as mesh, recompile_limit(2):
         options = {"lowering": "eager", "mesh": mesh}
-        call = torch.compile(Net(), backend="autoshard", options=options, dynamic=False)
+        call = torch.compile(SmallNet(), backend="autoshard", options=options, dynamic=False)
 
         def run() -> None:
             for step in range(5):
@@ -278,10 +278,10 @@ def a_gradient_of(model: nn.Module) -> Callable[[Tensor], Any]:
 def test_autograd_grad(rank: int, form: str) -> None:
     """Gradients handed out are sharded means, and `.grad` is left alone."""
     torch.manual_seed(0)
-    whole = Net()
+    whole = SmallNet()
     want = a_gradient_of(whole)(net_loss(whole, rank, 0))
     torch.manual_seed(0)
-    model = Net()
+    model = SmallNet()
     call = (
         autoshard.shard(model)
         if form == "eager"
@@ -299,7 +299,7 @@ def test_autograd_grad(rank: int, form: str) -> None:
 @on_ranks(2)
 def test_backward_of_some_inputs(rank: int, form: str) -> None:
     torch.manual_seed(0)
-    model = Net()
+    model = SmallNet()
     call = (
         autoshard.shard(model)
         if form == "eager"
@@ -327,7 +327,7 @@ class OwnHead(nn.Module):
 @on_ranks(2)
 def test_a_parameter_left_out_is_told_of(rank: int, form: str) -> None:
     torch.manual_seed(0)
-    body = Net()
+    body = SmallNet()
     optimizer = adamw(body)
     if form == "eager":
         body = autoshard.shard(body)
@@ -349,7 +349,7 @@ def test_a_parameter_left_out_is_told_of(rank: int, form: str) -> None:
     assert "size [1]" in ours[0]
 
 
-class ReadsEarly(Net):
+class ReadsEarly(SmallNet):
     """Reads a parameter under no_grad and uses it outside."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -407,7 +407,7 @@ def test_kinds_of_backward_that_take_turns(rank: int) -> None:
 @on_ranks(2)
 def test_models_that_differ_are_not_sharded(rank: int) -> None:
     """Of a dtype that only one rank has: told before anything is sent."""
-    model = Net()
+    model = SmallNet()
     if rank == 1:
         model.layers[1].double()
     want = r"number \d+ is layers\.1\.\S+ torch\.float(32|64) .* on rank [01], and layers\.1"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Net, net_loss
+from support.models import Net, SmallNet, net_loss
 from support.ranks import on_ranks
 from support.training import (
     adamw,
@@ -39,7 +39,7 @@ from autoshard.runtime.eager.unit_steps import steps_of
 
 def build(**arguments: Any) -> Any:
     torch.manual_seed(0)
-    return autoshard.shard(Net(tied=False), **arguments)
+    return autoshard.shard(SmallNet(tied=False), **arguments)
 
 
 @on_ranks(2)
@@ -115,9 +115,9 @@ def numel(model: Any) -> int:
 @on_ranks(2)
 def test_reshard_between_forward_and_backward(rank: int, form: str) -> None:
     """Frees what forward kept, which backward gathers again; compiled code keeps what it saved."""
-    want, _ = replicated(Net, net_loss)
+    want, _ = replicated(SmallNet, net_loss)
     torch.manual_seed(0)
-    model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
+    model = in_form(autoshard.shard(SmallNet()), form, bucketing="per_unit")
     model.set_reshard_after_forward(False)
     units = [each for each in model.modules() if isinstance(each, autoshard.ShardedModule)]
     optimizer = adamw(model)
@@ -214,7 +214,7 @@ def test_parameters_follow_what_is_gathered(rank: int, form: str) -> None:
 def test_gradients_through_parameters(rank: int, form: str) -> None:
     """Those of what is computed from whole ones reach the shards, once and averaged."""
     torch.manual_seed(0)
-    want = Net(tied=False)
+    want = SmallNet(tied=False)
     (net_loss(want, rank, 0) + sum(p.pow(2).sum() for p in want.parameters())).backward()
     average_gradients(want)
     model = in_form(build(), form, bucketing="per_unit")
@@ -280,7 +280,7 @@ def test_gathered_copies_as_inputs_of_backward(rank: int, form: str) -> None:
     """No gradient comes to the shards, so the optimizer says it; those of before do work. Compiled,
     these are what `parameters()` gives at all times."""
     torch.manual_seed(0)
-    model = in_form(fully_shard(Net(tied=False), reshard_after_forward=False), form)
+    model = in_form(fully_shard(SmallNet(tied=False), reshard_after_forward=False), form)
     optimizer = adamw(model)
     before = list(model.parameters())
     loss = net_loss(model, rank, 0)
@@ -303,7 +303,7 @@ def test_fsdp_module(rank: int, form: str) -> None:
     model = in_form(build(), form)
     assert isinstance(model, fsdp.FSDPModule)
     assert isinstance(model, Net)
-    assert [isinstance(each, fsdp.FSDPModule) for each in model.layers] == [True] * 3
+    assert all(isinstance(each, fsdp.FSDPModule) for each in model.layers)
     assert not isinstance(model.head, fsdp.FSDPModule)
     net_loss(model, rank, 0).backward()
     assert isinstance(model.unshard(async_op=True), fsdp.UnshardHandle)
@@ -422,9 +422,9 @@ class MyReduceScatter(Calls):
 @on_ranks(2)
 def test_custom_communication(rank: int, form: str) -> None:
     """Gathers and reduces of a unit by the user's own objects, in the user's own buffers."""
-    want, _ = replicated(Net, net_loss)
+    want, _ = replicated(SmallNet, net_loss)
     torch.manual_seed(0)
-    model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
+    model = in_form(autoshard.shard(SmallNet()), form, bucketing="per_unit")
     gathers, reduces = [MyGather() for _ in range(2)], [MyReduceScatter() for _ in range(2)]
     for each, gather, reduce in zip((model, model.layers[1]), gathers, reduces, strict=True):
         each.set_custom_all_gather(gather)
@@ -494,9 +494,9 @@ def test_custom_communication_of_single_parameters(rank: int) -> None:
 @on_ranks(2)
 def test_memory_of_the_process_group(rank: int, form: str) -> None:
     """gloo has none to give, which changes nothing; what a backend gives is used."""
-    want, _ = replicated(Net, net_loss, steps=2)
+    want, _ = replicated(SmallNet, net_loss, steps=2)
     torch.manual_seed(0)
-    model = in_form(autoshard.shard(Net()), form, bucketing="per_unit")
+    model = in_form(autoshard.shard(SmallNet()), form, bucketing="per_unit")
     model.set_allocate_memory_from_process_group_for_comm(True)
     assert model._autoshard_unit.settings.all_gather is None
     given = []
@@ -531,9 +531,9 @@ def test_former_names(rank: int) -> None:
 def test_separate_group_for_reduces(rank: int, form: str) -> None:
     """Reduces go over another group of the same ranks, and back; the values are the same."""
     torch.manual_seed(0)
-    want = Net()
+    want = SmallNet()
     torch.manual_seed(0)
-    model = in_form(autoshard.shard(Net()), form)
+    model = in_form(autoshard.shard(SmallNet()), form)
     optimizer, theirs = adamw(model), adamw(want)
     seen: dict[str, set[str]] = {}
     for enabled in (None, True, False):
@@ -562,7 +562,7 @@ def test_separate_group_where_ranks_have_other_groups(rank: int) -> None:
     mine = dist.new_group([1])
     group = dist.new_group([0, 1])  # of which nothing is known from before
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-    model = autoshard.shard(Net(), mesh=mesh)
+    model = autoshard.shard(SmallNet(), mesh=mesh)
     model.set_separate_reduce_scatter_group()
     log = issued(lambda: train(model, net_loss, adamw(model)))
     assert len({each.group for each in log}) == 2
@@ -575,9 +575,9 @@ def test_separate_group_where_ranks_have_other_groups(rank: int) -> None:
 def test_separate_groups_beside_replicas(rank: int, form: str) -> None:
     """Each row of a mesh has its own; the all-reduce over replicas stays where it was."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    want, _ = replicated(Net, net_loss)
+    want, _ = replicated(SmallNet, net_loss)
     torch.manual_seed(0)
-    model = in_form(autoshard.shard(Net(), strategy="hybrid_shard", mesh=mesh), form)
+    model = in_form(autoshard.shard(SmallNet(), strategy="hybrid_shard", mesh=mesh), form)
     model.set_separate_reduce_scatter_group()
     log = issued(lambda: train(model, net_loss, adamw(model)))
     names = [{e.group for e in log if e.kind == kind} for kind in (*KINDS, "all_reduce")]
@@ -599,9 +599,9 @@ def test_shared_streams(rank: int) -> None:
 @on_ranks(2)
 def test_one_full_graph(rank: int) -> None:
     """`fullgraph=True` around a model of several units."""
-    want, _ = replicated(Net, net_loss, steps=2)
+    want, _ = replicated(SmallNet, net_loss, steps=2)
     torch.manual_seed(0)
-    model = autoshard.shard(Net())
+    model = autoshard.shard(SmallNet())
     call = torch.compile(
         model, backend="autoshard", fullgraph=True, options={"lowering": "eager", "strict": True}
     )
