@@ -49,8 +49,8 @@ class PeakMemory(TorchDispatchMode):
         self._role: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "autoshard":
-            name = func._schema.name.replace("autoshard::", "_")
+        name = func._schema.name.replace("autoshard::", "_")
+        if func.namespace == "autoshard" and hasattr(kernels, name):
             if name == "_pack_grads":
                 for tensor in filter(_is_plain, tree_leaves(args)):
                     self.roles[self.number(tensor)] = "unreduced"
