@@ -6,7 +6,7 @@
 
 Needs a checkout, or its files, and an environment with torch (2.11 or newer), numpy, pytest,
 hypothesis, transformers, a C++ compiler and ninja: no network, no git, and no installation, as the
-backend is announced to torch by a folder beside the reports. A report is written anew after each
+backend is announced to torch by a folder on Python's path. A report is written anew after each
 command, so that one that is broken off has what was measured until then; profiles go to
 FOLDER/traces.tar.gz. Exits with 1 if a command failed.
 """
@@ -34,6 +34,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_MINUTES = 8.0  # of a part
+
+# Those of tests/device for which it makes a difference that the device computes.
+DEVICE_TESTS = tuple(
+    f"tests/device/test_{name}.py" for name in ("one_rank", "streams", "peak", "cuda_graphs")
+)
+
+# The test suite's settings are for plugins that need not be there.
+WITHOUT_PLUGINS = ("-W", "ignore::pytest.PytestConfigWarning")
 
 
 @dataclass(frozen=True)
@@ -142,15 +150,6 @@ def parts(traces: Path) -> dict[str, list[Command]]:
     }
 
 
-# Those of tests/device for which it makes a difference that the device computes.
-DEVICE_TESTS = tuple(
-    f"tests/device/test_{name}.py" for name in ("one_rank", "streams", "peak", "cuda_graphs")
-)
-
-# The test suite's settings are for plugins that need not be there.
-WITHOUT_PLUGINS = ("-W", "ignore::pytest.PytestConfigWarning")
-
-
 def announce(folder: Path) -> Path:
     """Make a folder that, on Python's path, announces this checkout as an installed package does.
 
@@ -214,14 +213,12 @@ def _shown(command: Command) -> str:
 
 
 def heading(part: str) -> str:
-    """Heading of a part's report: the date, the GPU, versions, and which source it was."""
+    """Heading of a part's report: date, GPU, versions, and which source it was. Needs a GPU."""
     today = datetime.datetime.now(datetime.UTC).date()
-    device = "no GPU"
-    if torch.cuda.is_available():
-        device = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     return (
-        f"# On one GPU, {part}: {today}\n\n{device}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {source()}"
+        f"# On one GPU, {part}: {today}\n\n{torch.cuda.get_device_name()}, CUDA "
+        f"{torch.version.cuda}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{source()}"
     )
 
 
@@ -249,9 +246,8 @@ def pack(folder: Path, file: Path) -> None:
 def main() -> int:
     """Run the parts and write their reports, or list them; return the exit status.
 
-    It is 1 if a command failed. A report is written anew after each command. Without `--out`, or
-    with a name that no part has, the process ends with 2. Without a GPU each command says itself
-    what it can't do.
+    It is 1 if a command failed. A report is written anew after each command. Without a GPU, or
+    `--out`, or with a name that no part has, the process ends with 2.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", nargs="+", metavar="NAME", help="some of them (all)")
@@ -275,6 +271,8 @@ def main() -> int:
             return 0
         if options.out is None:
             parser.error("--out is missing: a folder for the reports")
+        if not torch.cuda.is_available():
+            parser.error("there is no GPU; --list says what would be run")
         options.out.mkdir(parents=True, exist_ok=True)
         failed = []
         for name, commands in chosen.items():

@@ -18,21 +18,22 @@ On a CPU only the first column is there.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from overlap import WARM_UP, Bench
 from torch.profiler import ProfilerActivity, profile
 
 from autoshard.passes.ir.layout import DTYPES
 from autoshard.runtime.comm.mesh import ensure_process_group
 from autoshard.tools.bench.contestants import CONTESTANTS, Setting
-from autoshard.tools.bench.workloads import Workload, read_workloads
+from autoshard.tools.bench.workloads import read_workloads
 from autoshard.tools.device import current_device, synchronize
 
 NAMES = (
@@ -42,7 +43,6 @@ NAMES = (
     "autoshard, eager",
     "autoshard, compiled",
 )
-WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def on_device(spans: Iterable[tuple[float, float]]) -> OnDevice:
     return OnDevice(busy / 1e3, (until - first - busy) / 1e3, len(found))
 
 
-def profiled(step: Callable[[], None]) -> OnDevice:
+def profiled(step: Callable[[], object]) -> OnDevice:
     """Profile `step` once; the GPU is waited for before and after."""
     synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -94,37 +94,23 @@ def profiled(step: Callable[[], None]) -> OnDevice:
     return on_device((each.time_range.start, each.time_range.end) for each in events)
 
 
-def measure(work: Workload, setting: Setting, rounds: int) -> Mapping[str, Times]:
+def measure(bench: Bench) -> Mapping[str, Times]:
     """Build all contestants, and take their steps in turn; return their times by name."""
-    batch = {key: value.to(setting.device) for key, value in work.batch(0).items()}
-
-    def made(name: str) -> Callable[[], None]:
-        """Build a contestant; return what takes its step."""
-        torch.manual_seed(0)
-        model: Any = CONTESTANTS[name](work.build().to(setting.device), setting)
-
-        def step() -> None:
-            """Run forward and backward, and empty the gradients."""
-            model(**batch).loss.backward()
-            model.zero_grad()
-
-        return step
-
-    steps = {name: made(name) for name in NAMES}
+    models = {name: bench.build(CONTESTANTS[name]) for name in NAMES}
     times = {name: Times() for name in NAMES}
-    for number in range(rounds + WARM_UP):
-        for name, step in steps.items():
+    for number in range(bench.rounds + WARM_UP):
+        for name, model in models.items():
             synchronize()
             started = time.perf_counter()
-            step()
+            bench.step(model)
             launched = time.perf_counter()
             synchronize()
             if number >= WARM_UP:
                 times[name].host_ms.append(1e3 * (launched - started))
                 times[name].step_ms.append(1e3 * (time.perf_counter() - started))
-    if setting.device.type == "cuda":
-        for name, step in steps.items():
-            times[name].device = profiled(step)
+    if bench.setting.device.type == "cuda":
+        for name, model in models.items():
+            times[name].device = profiled(functools.partial(bench.step, model))
     return times
 
 
@@ -156,7 +142,7 @@ def main(arguments: Sequence[str]) -> None:
     for model, work in read_workloads(options.models, device.type).items():
         torch._dynamo.reset()
         setting = Setting(device, work.blocks, DTYPES[options.dtype], {})
-        print(table(model, measure(work, setting, options.rounds)), flush=True)
+        print(table(model, measure(Bench(work, setting, 1, options.rounds))), flush=True)
     dist.destroy_process_group()
 
 

@@ -9,11 +9,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 
-def launch(arguments: Sequence[str], ranks: int) -> int:
-    """Run `autoshard` with `arguments` on `ranks` processes of this machine, under torchrun.
+def launch(
+    arguments: Sequence[str],
+    ranks: int,
+    *,
+    program: Sequence[str] = ("-m", "autoshard.tools.cli"),
+) -> int:
+    """Run a program with `arguments` on `ranks` processes of this machine, under torchrun.
 
     They have one thread each, unless `OMP_NUM_THREADS` is set, and can import from this folder.
     arguments: a command line, without the program's name.
+    program: as torchrun takes it: `autoshard`, unless given.
     Returns the exit status of torchrun, when all ranks have ended.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -23,7 +29,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--standalone", "--nproc-per-node", str(ranks)),
-        *("-m", "autoshard.tools.cli", *arguments),
+        *program,
+        *arguments,
     ]
     return subprocess.run(command, env=environment, check=False).returncode
 

@@ -61,7 +61,8 @@ def may_send() -> bool:
     """Tell whether messages may take the place of collectives, on any group; read once.
 
     They may unless the environment has AUTOSHARD_MESSAGES=0, which is for tools that look at
-    collectives, and to have on a CPU what other devices have. All ranks must have the same.
+    collectives, and to have on a CPU what other devices have. All ranks must have the same: they
+    compare it before a forward, but not with `strict_order=False`.
     Raises ValueError if the variable is neither 0 nor 1.
     """
     told = os.environ.get(VARIABLE, "1")
@@ -139,7 +140,7 @@ def reduce(
     if swaps(group, send.device):
         here = group.rank()
         parts = send.view(2, -1)
-        observed.show_reduce(receive, send)
+        observed.show(observed.reduce_scatter_by_messages, [receive], [send])
         return Exchange(group, [(1 - here, parts[1 - here])], [(1 - here, receive)], parts[here])
     work: Work = _torch.dist.reduce_scatter_flat(
         receive, send, op=_op(is_mean), group=group, async_op=True
@@ -173,7 +174,7 @@ def bare_reduce(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work
 def swap(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
     """Begin to send all of `send` to the other of two ranks, and to receive `receive` from it."""
     other = 1 - group.rank()
-    observed.show_reduce(receive, send)
+    observed.show(observed.reduce_scatter_by_messages, [receive], [send])
     return Exchange(group, [(other, send)], [(other, receive)])
 
 
@@ -310,7 +311,7 @@ def _exchange_gather(
     wholes = [pair for pair in wholes if pair[1].numel()]
     receives = [(peer, whole[peer]) for peer in peers for whole, _ in wholes]
     sends = [(peer, part) for peer in reversed(peers) for _, part in wholes]
-    observed.show_gather(receive, send)
+    observed.show(observed.all_gather_by_messages, receive, send)
     exchange = Exchange(group, sends, receives)
     for whole, part in wholes:
         if whole[here].data_ptr() != part.data_ptr():

@@ -10,61 +10,47 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 from autoshard.compilation import Compilation
 
-MOST = 100
+MOST = 100  # that are kept
 
 _done: collections.OrderedDict[tuple[Any, ...], tuple[Any, ...]] = collections.OrderedDict()
-_reuses = False
+_compile_anew = Compilation._compile_eagerly
 
 
-@contextlib.contextmanager
-def reused(is_on: bool = True) -> Iterator[None]:
-    """Have compilations in this context reuse those of equal graphs, or not."""
-    global _reuses
-    _install()
-    before, _reuses = _reuses, is_on
-    try:
-        yield
-    finally:
-        _reuses = before
+def reused() -> contextlib.AbstractContextManager[Any]:
+    """Have compilations in this context reuse those of equal graphs."""
+    return mock.patch.object(Compilation, "_compile_eagerly", _compile)
 
 
-@functools.cache
-def _install() -> None:
-    """Put `_reuses` in force, once a process."""
-    real = Compilation._compile_eagerly
-
-    @functools.wraps(real)
-    def compile(self: Compilation) -> Callable[..., Any]:
-        key = _key(self)
-        if key in _done:
-            _done.move_to_end(key)
-            call, plans, self.priced = _done[key]
-            for plan in plans:
-                self._tell(plan, None)
-            return call
-        guards = _num_guards()
-        call = real(self)
-        if key is not None and _num_guards() == guards:
-            _done[key] = call, list(self.plans), self.priced
-            if len(_done) > MOST:
-                _done.popitem(last=False)
+def _compile(self: Compilation) -> Callable[..., Any]:
+    """Compile as `Compilation` does, or take what an equal one has made, and its plans."""
+    key = _key(self)
+    if key in _done:
+        _done.move_to_end(key)
+        call, plans, self.priced = _done[key]
+        for plan in plans:
+            self._tell(plan, None)
         return call
-
-    Compilation._compile_eagerly = compile  # type: ignore[method-assign]
+    guards = _num_guards()
+    call = _compile_anew(self)
+    if key is not None and _num_guards() == guards:
+        _done[key] = call, list(self.plans), self.priced
+        if len(_done) > MOST:
+            _done.popitem(last=False)
+    return call
 
 
 def _key(of: Compilation) -> tuple[Any, ...] | None:
     """All that the result depends on; None if it is not to be reused."""
     inputs, params = of.frame.inputs, of.frame.params
-    if not _reuses or type(of) is not Compilation:
+    if type(of) is not Compilation:
         return None
     if any(isinstance(each, torch.SymInt) for each in inputs):  # it may add guards
         return None

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoshard import _torch
-from autoshard.runtime.comm import collectives
+from autoshard.runtime.comm import collectives, observed
 from autoshard.runtime.compiled import kernels
 
 
@@ -49,8 +49,8 @@ class PeakMemory(TorchDispatchMode):
         self._role: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.replace("autoshard::", "_")
-        if func.namespace == "autoshard" and hasattr(kernels, name):
+        if func.namespace == "autoshard" and func not in observed.OPS:
+            name = func._schema.name.replace("autoshard::", "_")
             if name == "_pack_grads":
                 for tensor in filter(_is_plain, tree_leaves(args)):
                     self.roles[self.number(tensor)] = "unreduced"

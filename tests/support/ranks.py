@@ -11,6 +11,7 @@ it does not answer), and the ranks are started anew.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -214,7 +215,8 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
                 renew_group(dist.PrefixStore(f"test {number}", store))
             torch.manual_seed(0)
             test = getattr(_load(file, modules), name)
-            with warnings.catch_warnings(), compilations.reused(not compiles):
+            reuse = contextlib.nullcontext() if compiles else compilations.reused()
+            with warnings.catch_warnings(), reuse:
                 warnings.simplefilter("error", RuntimeWarning)  # ours say that something fell back
                 getattr(test, "__wrapped__", test)(rank, **parameters)
             failure = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 
@@ -49,6 +50,11 @@ def test_what_a_gpu_is_for(
     with pytest.raises(SystemExit, match="2"):
         on_gpu.main()
     assert "no part speed; expected some of tests, parity," in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["on_gpu.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        on_gpu.main()
+    assert "there is no GPU" in capsys.readouterr().err
 
 
 def test_a_bare_machine(on_gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.models import SmallNet, net_loss
 from support.ranks import on_ranks
 from support.training import FORMS, assert_same, in_form, sgd, train
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import autoshard
@@ -48,6 +49,20 @@ def test_counts(rank: int, form: str) -> None:
         model = in_form(autoshard.shard(SmallNet()), form, bucketing="per_unit")
         net_loss(model, rank, 0).backward()
         assert counted(model, rank) == {"_allgather_base_": 5, "_reduce_scatter_base_": 3}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@on_ranks(4)
+def test_counts_with_replicas(rank: int) -> None:
+    """Reduces are in one piece then, for the all-reduces, which are gloo's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = autoshard.shard(SmallNet(), strategy="hybrid_shard", mesh=mesh)
+    net_loss(model, rank, 0).backward()
+    assert counted(model, rank) == {
+        "all_gather_by_messages": 5,
+        "reduce_scatter_by_messages": 3,
+        "allreduce_": 3,
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)

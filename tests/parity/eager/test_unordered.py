@@ -182,13 +182,13 @@ def forecast_loss(model: Any, rank: int, step: int) -> Tensor:
 @in_both_forms
 @on_ranks(2)
 def test_layers_that_are_dropped_by_default(rank: int, form: str) -> None:
-    """Of some 20 layers and steps, some are left out: by one rank, or by both."""
+    """Of 48 layers and steps rank 0 leaves out ten, rank 1 seven; two are left out by both."""
     torch._dynamo.config.recompile_limit = 64
     # AOTAutograd rounds some of its gradients otherwise than eager torch.
     backend = None if form == "eager" else "aot_eager"
-    want, _ = replicated(dropping, forecast_loss, steps=6, backend=backend)
+    want, _ = replicated(dropping, forecast_loss, steps=12, backend=backend)
     model: Any = in_form(autoshard.shard(dropping(), strict_order=False), form, strict=False)
-    train(model, forecast_loss, adamw(model), steps=6)
+    train(model, forecast_loss, adamw(model), steps=12)
     assert_same(model, want)
 
 

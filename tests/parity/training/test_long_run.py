@@ -19,10 +19,10 @@ from support.training import FORMS, assert_same, in_form, sgd
 
 import autoshard
 
-STEPS = 2000 if IS_FULL else 600
-WARM_UP = 200  # allocators, caches of torch, of what ranks know of each other
-MORE_BYTES = 8 << 20  # the allocator's; a leaked tensor or graph a step would be far more
-MORE_OBJECTS = 200  # one a step would be 400 or more
+STEPS, WARM_UP = (2000, 400) if IS_FULL else (600, 200)
+"""Warmed up are allocators, caches of torch, and of what ranks know of each other."""
+MORE_BYTES = (STEPS - WARM_UP) * 5242  # the allocator's; a leaked graph a step would be far more
+MORE_OBJECTS = (STEPS - WARM_UP) // 8
 
 
 def held() -> dict[str, int]:

@@ -13,6 +13,7 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -443,6 +444,21 @@ def test_a_state_that_is_no_data(rank: int, folder: str) -> None:
     with pytest.raises(autoshard.CheckpointError, match=r"on rank 1, .*weights only .*OfAKind"):
         autoshard.save_checkpoint(folder, model, step=1, states={"loader": loader})
     assert _names(folder) == []
+
+
+@on_ranks(2, timeout=60.0)
+def test_an_optimizer_that_one_rank_cannot_load(rank: int, folder: str) -> None:
+    """All raise, and none waits for it."""
+    model, optimizer = built()
+    train(model, optimizer, Loader(rank), 1)
+    autoshard.save_checkpoint(folder, model, optimizer, step=1)
+    refused = mock.patch.object(optimizer, "load_state_dict", side_effect=OSError("no room"))
+    with (
+        refused if rank == 1 else nullcontext(),
+        pytest.raises(autoshard.CheckpointError, match="on rank 1, OSError: no room"),
+    ):
+        autoshard.load_checkpoint(folder, model, optimizer)
+    dist.barrier()  # none is left in a collective
 
 
 class Attack:
