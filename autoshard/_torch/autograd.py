@@ -19,6 +19,7 @@ push_saved_tensors_hooks: Callable[..., None] = _autograd._push_saved_tensors_de
 pop_saved_tensors_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # What graphs call to begin and end a part without gradients.
 set_grad_enabled: Any = torch._C._set_grad_enabled
+is_profiled: Callable[[], bool] = _autograd._profiler_enabled  # in this thread, or in all
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _APPLY_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__

@@ -36,7 +36,7 @@ from autoshard.passes.ir.layout import Member, show_members
 from autoshard.runtime.comm import custom_comms, packing, transport
 from autoshard.runtime.comm.custom_comms import Comm
 from autoshard.runtime.comm.mesh import Axes
-from autoshard.runtime.comm.packing import bucket_layout
+from autoshard.runtime.comm.packing import BucketLayout, bucket_layout
 from autoshard.runtime.comm.shard_names import names_at
 from autoshard.runtime.comm.transport import Work
 
@@ -92,8 +92,7 @@ class InFlight:
     # of all. Of a reduce, the other way about. Once it has been waited for, `send` is `receive`.
     send: Tensor
     receive: Tensor
-    world: int
-    rank: int
+    layout: BucketLayout  # how members lie in them
     # Of a swap, where there is no more in `send` than the other rank's part: the gradients of this
     # one's, a tensor a member, to which what it receives is added.
     own: list[Tensor] | None = None
@@ -129,7 +128,7 @@ class GroupedFlight:
     works: list[Work]
     send: list[Tensor]
     receive: list[Tensor]
-    world: int
+    layout: BucketLayout
     together: tuple[int, ...] = ()
     number: int = 0  # as of an `InFlight`
 
@@ -228,77 +227,89 @@ def observe(
 
 def launch_gather(
     shards: list[Tensor],
-    members: tuple[Member, ...],
+    layout: BucketLayout,
     group: str,
     *,
     copies: bool = False,
     bucket: int | None = None,
     comm: Comm | None = None,
 ) -> InFlight:
-    """Start gathering `members`, all of one dtype, over `group`, from this rank's `shards`.
+    """Start gathering the members of `layout` over `group`, from this rank's `shards`.
 
     Tells observers first. Raises RuntimeError, naming the collective, if its launch fails.
     A group of one rank launches, too. Shards of another dtype are cast. Only a single shard that is
     a full chunk of the right dtype is sent from where it lies; others are copied to a send buffer.
     shards: one for each member, (local rows, *rest).
+    layout: over the ranks of `group`, as this one sees it.
     copies: whether to copy in any case, as a shard that may be written to before the wait needs.
     bucket: number of the bucket in its graph, for messages.
     comm: the unit's own all-gather, if it has one: it allocates the buffer that is received into,
         a part of which is sent, so that shards are always copied; the result `is_lent`.
     """
     process_group = _torch.dist.resolve_group(group)
-    world, rank = process_group.size(), process_group.rank()
-    issued = _gather_of(shards, members, group, bucket)
+    issued = _gather_of(shards, layout, group, bucket)
     begin = transport.gather if comm is None else functools.partial(custom_comms.gather, comm)
     copies |= comm is not None
-    with record_function(f"autoshard::launch_gather {group}"), torch.no_grad():
-        layout = bucket_layout(members, world)
-        send, receive = packing.pack_shards(shards, layout, rank, copies=copies, comm=comm)
+    with _span("launch_gather", group), torch.no_grad():
+        send, receive = packing.pack_shards(shards, layout, copies=copies, comm=comm)
         (work,) = _begun(issued, begin, [receive], [send], process_group)
     number = num_launched(group)
     is_lent = comm is not None
-    return InFlight(issued, work, send, receive, world, rank, is_lent=is_lent, number=number)
+    return InFlight(issued, work, send, receive, layout, is_lent=is_lent, number=number)
 
 
 def _gather_of(
-    shards: list[Tensor], members: tuple[Member, ...], group: str, bucket: int | None
+    shards: list[Tensor], layout: BucketLayout, group: str, bucket: int | None
 ) -> Issued:
-    return Issued("gather", members, group, bucket, tuple(each.data_ptr() for each in shards))
+    addresses = tuple(each.data_ptr() for each in shards)
+    return Issued("gather", layout.members, group, bucket, addresses)
 
 
 def launch_grouped_gather(
     shards: list[Tensor],
-    members: tuple[Member, ...],
+    layout: BucketLayout,
     group: str,
     *,
     copies: bool = False,
     bucket: int | None = None,
 ) -> GroupedFlight:
-    """Start gathering `members` as `launch_gather` does, but each into a tensor of its own.
+    """Start gathering as `launch_gather` does, but each member into a tensor of its own.
 
     For observers it is one collective. Only shards that can't be sent from where they lie are
     copied: of another dtype, of fewer rows than a full chunk, or if `copies`. Members that are
     `transport.too_small` share one buffer.
     """
     process_group = _torch.dist.resolve_group(group)
-    world, rank = process_group.size(), process_group.rank()
-    issued = _gather_of(shards, members, group, bucket)
-    together = transport.too_small(members, process_group, shards[0].device)
-    shared = [[number] for number in range(len(members)) if number not in together]
-    shared += [list(together)] if together else []
-    with record_function(f"autoshard::launch_grouped_gather {group}"), torch.no_grad():
-        pairs = [
-            packing.pack_shards(
-                [shards[number] for number in numbers],
-                bucket_layout(tuple(members[number] for number in numbers), world),
-                rank,
-                copies=copies,
-            )
-            for numbers in shared
-        ]
-        send, receive = map(list, zip(*pairs, strict=True))
+    issued = _gather_of(shards, layout, group, bucket)
+    together = transport.too_small(layout.members, process_group, shards[0].device)
+    with _span("launch_grouped_gather", group), torch.no_grad():
+        if together:
+            alone = [number for number in range(len(shards)) if number not in together]
+            send, receive = _packed_each(shards, layout, alone, copies=copies)
+            shared = [shards[number] for number in together]
+            packed = packing.pack_shards(shared, _part_of(layout, together), copies=copies)
+            send.append(packed[0])
+            receive.append(packed[1])
+        else:
+            send, receive = packing.pack_each(shards, layout, copies=copies)
         works = _begun(issued, transport.gather, receive, send, process_group)
-    return GroupedFlight(issued, works, send, receive, world, together, num_launched(group))
+    return GroupedFlight(issued, works, send, receive, layout, together, num_launched(group))
+
+
+def _packed_each(
+    shards: list[Tensor], layout: BucketLayout, numbers: Sequence[int], *, copies: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Pack those members of a bucket that have these `numbers` as `packing.pack_each` does."""
+    if not numbers:
+        return [], []
+    chosen = [shards[number] for number in numbers]
+    return packing.pack_each(chosen, _part_of(layout, numbers), copies=copies)
+
+
+def _part_of(layout: BucketLayout, numbers: Sequence[int]) -> BucketLayout:
+    """Lay out those members of a bucket that have these `numbers`, as a bucket of their own."""
+    members = tuple(layout.members[number] for number in numbers)
+    return bucket_layout(members, layout.world, layout.rank)
 
 
 def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
@@ -308,31 +319,29 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     the first rank's value. To be called once for a `flight`: it takes the tensors out of a
     `GroupedFlight`. Tells observers, and raises, as `wait_for`.
     """
-    members, world = flight.issued.members, flight.world
-    with record_function(f"autoshard::wait_gather {flight.issued.group}"), torch.no_grad():
+    with _span("wait_gather", flight.issued.group), torch.no_grad():
         flight.wait()
-        if isinstance(flight, InFlight):
-            padded = packing.parted(flight.receive, bucket_layout(members, world))
-            if flight.is_lent and len(members) == 1:
-                padded = [flight.receive.clone()]
+        if isinstance(flight, GroupedFlight):
+            rooms = _in_order(flight)
+        elif flight.is_lent and len(flight.layout.members) == 1:
+            rooms = [flight.receive.clone()]
         else:
-            padded = _in_order(flight)
-        # Taken out one by one: what is copied once more is freed before the next one is.
-        return [packing.whole(padded.pop(0), member, world) for member in members]
+            rooms = packing.split_gathered(flight.receive, flight.layout)
+        return packing.unsharded(rooms, flight.layout)
 
 
 def _in_order(flight: GroupedFlight) -> list[Tensor]:
-    """Return what was gathered, one padded tensor for each member, in the order of the members.
+    """Return what was gathered, a room for each member, in the order of the members.
 
     That is `flight.receive` itself. Where members share a tensor it is a new list, and `receive` is
     emptied.
     """
     if not flight.together:
         return flight.receive
-    members = tuple(flight.issued.members[number] for number in flight.together)
-    parted = iter(packing.parted(flight.receive.pop(), bucket_layout(members, flight.world)))
+    shared = _part_of(flight.layout, flight.together)
+    parted = iter(packing.split_gathered(flight.receive.pop(), shared))
     alone = iter(flight.receive)
-    numbers = range(len(flight.issued.members))
+    numbers = range(len(flight.layout.members))
     found = [next(parted if number in flight.together else alone) for number in numbers]
     flight.receive.clear()  # they are freed one by one
     return found
@@ -340,7 +349,7 @@ def _in_order(flight: GroupedFlight) -> list[Tensor]:
 
 def pack_grads(
     grads: list[Tensor],
-    members: tuple[Member, ...],
+    layout: BucketLayout,
     group: str,
     *,
     divisor: float = 1.0,
@@ -356,6 +365,7 @@ def pack_grads(
     Returns an `InFlight` without `work`.
     grads: unsharded, one for each member; the list is emptied, so that they are freed once they are
         copied.
+    layout: over the ranks of `group`, as this one sees it.
     group: of the reduce-scatter; "" if parameters are not cut: then nothing is to be sent, and this
         rank's part is all of it.
     divisor: what the sums are divided by in the end, by `split_reduced`, or in part here, before
@@ -370,25 +380,23 @@ def pack_grads(
     comm: the unit's own reduce-scatter, if it has one, which allocates the buffer unless `group` is
         ""; `launch_reduce` needs the same.
     """
-    world, rank, swaps, averages = 1, 0, False, False
+    swaps = averages = False
     if group:
         process_group = _torch.dist.resolve_group(group)
-        world, rank = process_group.size(), process_group.rank()
-        may_average = is_mean and comm is None and members[0].dtype != torch.float16
+        may_average = is_mean and comm is None and layout.dtype != torch.float16
         averages = may_average and transport.averages(process_group, grads[0].device)
         swaps = comm is None and is_last and transport.swaps(process_group, grads[0].device)
-    issued = Issued("reduce", members, group, bucket, tuple(names))
+    issued = Issued("reduce", layout.members, group, bucket, tuple(names))
     own = None
-    layout = bucket_layout(members, world)
     divides = packing.division(1.0 if averages else divisor, layout.dtype, is_free=swaps)
-    with record_function(f"autoshard::pack_grads {group}"), torch.no_grad():
+    with _span("pack_grads", group), torch.no_grad():
         if swaps:
-            send = packing.pack_part(grads, layout, 1 - rank, divides.before)
-            own = packing.own_parts(grads, layout, rank, divides.before)
+            send = packing.pack_part(grads, layout, 1 - layout.rank, divides.before)
+            own = packing.own_parts(grads, layout, divides.before)
         else:
             send = packing.pack_grads(grads, layout, divides.before, comm if group else None)
         grads.clear()
-    return InFlight(issued, None, send, send, world, rank, own, averages, divides.after, flags)
+    return InFlight(issued, None, send, send, layout, own, averages, divides.after, flags)
 
 
 def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
@@ -402,13 +410,13 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
     Raises RuntimeError, naming the collective, if its launch fails.
     """
     issued, send = packed.issued, packed.send
-    if packed.world == 1:
+    if packed.layout.world == 1:
         return packed
-    with record_function(f"autoshard::launch_reduce {issued.group}"), torch.no_grad():
+    with _span("launch_reduce", issued.group), torch.no_grad():
         process_group = _torch.dist.resolve_group(issued.group)
         work: Work
         if packed.own is None:
-            receive = custom_comms.buffer(comm, send.numel() // packed.world, send, send.dtype)
+            receive = custom_comms.buffer(comm, packed.layout.chunk, send, send.dtype)
             begin = functools.partial(transport.reduce, is_mean=packed.averages)
             if comm is not None:
                 begin = functools.partial(custom_comms.reduce, comm)
@@ -429,7 +437,7 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     """
     issued = replace(reduced.issued, kind="all_reduce", group=group)
     process_group = _torch.dist.resolve_group(group)
-    with record_function(f"autoshard::launch_all_reduce {group}"), torch.no_grad():
+    with _span("launch_all_reduce", group), torch.no_grad():
         begin = functools.partial(transport.all_reduce, is_mean=reduced.averages)
         work = _begun(issued, begin, reduced.receive, process_group)
     number = num_launched(group)
@@ -438,7 +446,7 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
 
 def run_hook(
     grads: list[Tensor],
-    members: tuple[Member, ...],
+    layout: BucketLayout,
     axes: Axes,
     comm_hook: tuple[Any, Callable[..., Any]],
 ) -> InFlight:
@@ -448,20 +456,20 @@ def run_hook(
     in the caller's grad mode.
     grads: unsharded, one for each member; packed, cast and undivided, into one buffer. The list is
         emptied.
+    layout: over the ranks that share the shards of `axes`, as this one sees it.
     comm_hook: (state, hook). Called as `hook(state, buffer, part)`, to fill `part`, this rank's;
         or, if parameters are not cut, as `hook(state, buffer)`, to change the buffer in place.
     """
     state, hook = comm_hook
-    world, rank = axes.shard_world, axes.shard_rank
-    send = packing.pack_grads(grads, bucket_layout(members, world), 1.0)
+    send = packing.pack_grads(grads, layout, 1.0)
     grads.clear()
-    receive = send if world == 1 else send.new_empty(send.numel() // world)
-    if world == 1:
+    receive = send if layout.world == 1 else send.new_empty(layout.chunk)
+    if layout.world == 1:
         hook(state, send)
     else:
         hook(state, send, receive)
-    issued = Issued("reduce", members, axes.shard_group)
-    return InFlight(issued, None, send, receive, world, rank)
+    issued = Issued("reduce", layout.members, axes.shard_group)
+    return InFlight(issued, None, send, receive, layout)
 
 
 def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
@@ -474,9 +482,9 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
     copies: whether each part has to have a storage of its own, as an op's outputs may not alias.
         Otherwise they may share the buffer; each counts its own version.
     """
-    layout = bucket_layout(flight.issued.members, flight.world)
-    with record_function(f"autoshard::split_reduced {flight.issued.group}"), torch.no_grad():
-        parts = packing.split_pieces(flight.receive, layout, flight.rank)
+    layout = flight.layout
+    with _span("split_reduced", flight.issued.group), torch.no_grad():
+        parts = packing.split_pieces(flight.receive, layout)
         if flight.own is not None:
             torch._foreach_add_(flight.own, parts)
             parts = flight.own
@@ -486,10 +494,21 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
             parts = list(torch._foreach_div(parts, flight.after))
         else:
             parts = [part.data for part in parts]
-        return [
-            part if member.shard_dtype is None else part.to(member.shard_dtype)
-            for part, member in zip(parts, layout.members, strict=True)
-        ]
+        if any(member.shard_dtype for member in layout.members):
+            pairs = zip(parts, layout.members, strict=True)
+            parts = [part.to(member.shard_dtype or part.dtype) for part, member in pairs]
+        return parts
+
+
+def _span(what: str, group: str) -> contextlib.AbstractContextManager[object]:
+    """Show what runs in this context in a profile, as "autoshard::what group", if there is one."""
+    if not _torch.autograd.is_profiled():
+        return _NO_SPAN
+    span: contextlib.AbstractContextManager[object] = record_function(f"autoshard::{what} {group}")
+    return span
+
+
+_NO_SPAN = contextlib.nullcontext()
 
 
 def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:

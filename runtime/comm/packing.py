@@ -18,38 +18,79 @@ import torch
 from torch import Tensor
 
 from autoshard import _torch
-from autoshard.passes.ir.layout import Member, rows_of
+from autoshard.passes.ir.layout import Member, read_members, rows_of
 from autoshard.runtime.comm import custom_comms
 from autoshard.runtime.comm.custom_comms import Comm
 
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """Layout of a bucket over `world` ranks, made once for all its collectives.
+    """Layout of a bucket as `rank` of `world` sees it, made once for all its collectives.
 
     lengths: elements of one rank's piece of each member, padding included.
     chunk: elements of all of these: what one rank sends of a gather, or gets of a reduce.
+    numels: elements of this rank's piece of each member, without padding.
+    sizes: sizes of this rank's shards.
+    rooms: sizes of tensors in which the pieces of all ranks fit, one for each member: the member's
+        own where the pieces, in turn, are the parameter; else (elements,).
+    fit: whether all of them do so.
+    by_rows: whether every member is cut along its first dim, and is no scalar.
     """
 
     members: tuple[Member, ...]
     world: int
+    rank: int
     lengths: list[int]
     chunk: int
+    numels: list[int]
+    sizes: list[tuple[int, ...]]
+    rooms: list[tuple[int, ...]]
+    fit: bool
+    by_rows: bool
 
     @property
     def dtype(self) -> torch.dtype:
         return self.members[0].dtype
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether this rank's pieces end in padding."""
+        return self.numels != self.lengths
+
 
 @functools.lru_cache(maxsize=4096)
-def bucket_layout(members: tuple[Member, ...], world: int) -> BucketLayout:
-    """Lay out `members`, all of one dtype, over `world` ranks."""
+def bucket_layout(members: tuple[Member, ...], world: int, rank: int) -> BucketLayout:
+    """Lay out `members`, all of one dtype, over `world` ranks, as `rank` sees it."""
     lengths = [member.chunk_numel(world) for member in members]
-    return BucketLayout(members, world, lengths, sum(lengths))
+    whole = [
+        member.dim == 0 and member.rows * member.row_numel == world * length
+        for member, length in zip(members, lengths, strict=True)
+    ]
+    return BucketLayout(
+        members,
+        world,
+        rank,
+        lengths,
+        chunk=sum(lengths),
+        numels=[member.local_rows(world, rank) * member.row_numel for member in members],
+        sizes=[member.local_size(world, rank) for member in members],
+        rooms=[
+            member.size if is_whole else (world * length,)
+            for member, length, is_whole in zip(members, lengths, whole, strict=True)
+        ],
+        fit=all(whole),
+        by_rows=all(member.size and member.dim == 0 for member in members),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def read_layout(members: str, world: int, rank: int) -> BucketLayout:
+    """Lay out the members that `read_members` reads; found by their text, sooner than by them."""
+    return bucket_layout(read_members(members), world, rank)
 
 
 def pack_shards(
-    shards: list[Tensor], layout: BucketLayout, rank: int, *, copies: bool, comm: Comm | None = None
+    shards: list[Tensor], layout: BucketLayout, *, copies: bool, comm: Comm | None = None
 ) -> tuple[Tensor, Tensor]:
     """Pack what is sent, as full chunks, and make room to receive: (send, receive), both 1D.
 
@@ -61,42 +102,77 @@ def pack_shards(
     first, dtype = shards[0], layout.dtype
     receive = custom_comms.buffer(comm, layout.world * layout.chunk, first, dtype)
     if layout.lengths == [first.numel()] and first.dtype == dtype and not copies:
-        return first.detach().contiguous().view(-1), receive
-    send = receive.narrow(0, rank * layout.chunk, layout.chunk)
-    flat = [shard.detach().reshape(-1) for shard in shards]
-    places = zip(send.split(layout.lengths), flat, strict=True)
-    pieces = [to if len(to) == len(part) else to[: len(part)] for to, part in places]
+        return first.contiguous().view(-1), receive
+    send = receive.narrow(0, layout.rank * layout.chunk, layout.chunk)
+    flat = [shard.reshape(-1) for shard in shards]
+    pieces = list(send.split(layout.lengths))
+    if layout.is_padded:
+        pieces = [piece[:numel] for piece, numel in zip(pieces, layout.numels, strict=True)]
     _torch.tensors.copy_each(pieces, flat)
     return send, receive
 
 
-def parted(receive: Tensor, layout: BucketLayout) -> list[Tensor]:
+def pack_each(
+    shards: list[Tensor], layout: BucketLayout, *, copies: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """List what is sent of each shard by itself, a full chunk, and tensors to receive into.
+
+    The latter have the layout's `rooms`. A shard that is a full chunk of the right dtype is sent
+    from where it lies, unless `copies`; others are copied, cast, to their place in what is received
+    into.
+    """
+    dtype, first = layout.dtype, shards[0]
+    receive = [first.new_empty(size, dtype=dtype) for size in layout.rooms]
+    send: list[Tensor] = []
+    places: list[Tensor] = []
+    copied: list[Tensor] = []
+    for shard, room, length in zip(shards, receive, layout.lengths, strict=True):
+        if copies or shard.dtype != dtype or shard.numel() != length or not shard.is_contiguous():
+            place = room.view(layout.world, length)[layout.rank]
+            send.append(place)
+            places.append(place[: shard.numel()])
+            copied.append(shard.reshape(-1))
+        else:
+            send.append(shard.view(-1) if room.dim() == 1 else shard)
+    if copied:
+        _torch.tensors.copy_each(places, copied)
+    return send, receive
+
+
+def split_gathered(receive: Tensor, layout: BucketLayout) -> list[Tensor]:
     """Split `receive`, which members share: for each member, the pieces of all ranks in turn.
 
-    These are copies, except that a single member gets `receive` itself.
+    Each has the size of its room. These are copies, except that a single member gets `receive`
+    itself, as it is.
     """
     if len(layout.members) == 1:
         return [receive]
     world = layout.world
-    padded = [receive.new_empty(world * length) for length in layout.lengths]
+    rooms = [receive.new_empty(size) for size in layout.rooms]
     torch.split_with_sizes_copy(
-        receive.view(world, -1),
-        layout.lengths,
-        dim=1,
-        out=[out.view(world, -1) for out in padded],
+        receive.view(world, -1), layout.lengths, dim=1, out=[room.view(world, -1) for room in rooms]
     )
-    return padded
+    return rooms
 
 
-def whole(padded: Tensor, member: Member, world: int) -> Tensor:
-    """Return the unsharded parameter from `padded`, the pieces of all ranks in turn.
+def unsharded(rooms: list[Tensor], layout: BucketLayout) -> list[Tensor]:
+    """Return the unsharded parameters from `rooms`: for each, the pieces of all ranks in turn.
 
-    It is a view of `padded` if the parameter is cut on dim 0, else a copy, unless `world` is 1. A
-    scalar is the first rank's.
+    Each is its room, or a view of it, if the parameter is cut on dim 0; else a copy, unless there
+    is one rank. A scalar is the first rank's. `rooms` is emptied, unless it is returned: what is
+    copied is freed before the next one is.
     """
+    if layout.fit and len(layout.members) > 1:
+        return rooms
+    return [_unsharded(rooms.pop(0), member, layout.world) for member in layout.members]
+
+
+def _unsharded(room: Tensor, member: Member, world: int) -> Tensor:
     if member.dim == 0:
-        return padded[: member.rows * member.row_numel].view(member.size)
-    pieces = padded.view(world, *member.local_size(world, 0))
+        if room.shape == member.size:
+            return room
+        return room.view(-1)[: member.rows * member.row_numel].view(member.size)
+    pieces = room.view(world, *member.local_size(world, 0))
     return pieces.movedim(0, member.dim).reshape(member.size)
 
 
@@ -137,8 +213,13 @@ def pack_grads(
     """
     world = layout.world
     send = custom_comms.buffer(comm, world * layout.chunk, grads[0], layout.dtype)
-    pairs = zip(grads, layout.members, strict=True)
-    cut = [_by_rank(grad, member, world) for grad, member in pairs if grad.numel()]
+    if layout.by_rows:
+        cut = [grad.contiguous() for grad in grads]
+    else:
+        pairs = zip(grads, layout.members, strict=True)
+        cut = [_by_rank(grad, member, world) for grad, member in pairs]
+    if 0 in layout.lengths:
+        cut = [grad for grad in cut if grad.numel()]
     if len({grad.dtype for grad in cut}) > 1:
         cut = [grad.to(layout.dtype) for grad in cut]
     if cut:
@@ -182,13 +263,12 @@ def pack_part(grads: list[Tensor], layout: BucketLayout, rank: int, divisor: flo
     return send
 
 
-def own_parts(grads: list[Tensor], layout: BucketLayout, rank: int, divisor: float) -> list[Tensor]:
-    """Copy the rows of `rank` of each gradient, cast and divided, to a storage of its own."""
+def own_parts(grads: list[Tensor], layout: BucketLayout, divisor: float) -> list[Tensor]:
+    """Copy this rank's rows of each gradient, cast and divided, to a storage of its own."""
     parts = []
-    for grad, member in zip(grads, layout.members, strict=True):
-        size = member.local_size(layout.world, rank)
+    for grad, member, size in zip(grads, layout.members, layout.sizes, strict=True):
         parts.append(grad.new_empty(size, dtype=member.dtype))
-        _copy_divided(parts[-1], rows_of(grad, member, layout.world, rank), divisor)
+        _copy_divided(parts[-1], rows_of(grad, member, layout.world, layout.rank), divisor)
     return parts
 
 
@@ -202,15 +282,12 @@ def _copy_divided(to: Tensor, source: Tensor, divisor: float) -> None:
         torch.div(source, divisor, out=to)
 
 
-def split_pieces(flat: Tensor, layout: BucketLayout, rank: int) -> list[Tensor]:
-    """Split `flat` into the parts of members on `rank`, without padding, as views.
+def split_pieces(flat: Tensor, layout: BucketLayout) -> list[Tensor]:
+    """Split `flat` into this rank's parts of members, without padding, as views.
 
     flat: 1D, the padded chunk of each member in turn.
     """
-    world = layout.world
-    return [
-        piece[: member.local_rows(world, rank) * member.row_numel].view(
-            member.local_size(world, rank)
-        )
-        for piece, member in zip(flat.split(layout.lengths), layout.members, strict=True)
-    ]
+    pieces = list(flat.split(layout.lengths))
+    if layout.is_padded:
+        pieces = [piece[:numel] for piece, numel in zip(pieces, layout.numels, strict=True)]
+    return [piece.view(size) for piece, size in zip(pieces, layout.sizes, strict=True)]

@@ -111,8 +111,8 @@ def gather(
 ) -> list[Work]:
     """Begin to gather each tensor of `send` into the one of `receive` at the same position.
 
-    receive: 1D, contiguous, with room for the pieces of all ranks in turn.
-    send: 1D, this rank's piece, which may lie in its place in `receive`.
+    receive: contiguous, with room for the pieces of all ranks in turn, along the first dim.
+    send: this rank's piece, contiguous, which may lie in its place in `receive`.
     By messages where `sends_members`: this rank's own pieces are copied to their places at once.
     Else by torch's all-gathers, several of them in one call where the backend has such a call.
     Returns works, all of which have to be waited for; tensors must live until then.
@@ -315,5 +315,5 @@ def _exchange_gather(
     exchange = Exchange(group, sends, receives)
     for whole, part in wholes:
         if whole[here].data_ptr() != part.data_ptr():
-            whole[here].copy_(part)
+            whole[here].copy_(part.view(-1))
     return exchange

@@ -22,6 +22,7 @@ from autoshard.passes.ir.ops import library
 from autoshard.runtime.comm import collectives, copies
 from autoshard.runtime.comm.collectives import GroupedFlight, InFlight
 from autoshard.runtime.comm.copies import Copies
+from autoshard.runtime.comm.packing import BucketLayout, bucket_layout, read_layout
 from autoshard.runtime.comm.streams import on_all_reduce_stream
 from autoshard.runtime.compiled import extensions, reduce
 from autoshard.runtime.compiled.reduce import Flags, UnitReductions
@@ -66,7 +67,9 @@ def _unshard(
     shard = shard.detach().to(ops.UnshardOptions.read(reduce).host_device or shard.device)
     if groups.size(group) == 1:  # an op's output may not alias its input
         return shard.to(member.dtype, copy=True)
-    return collectives.wait_gather(collectives.launch_gather([shard], (member,), group))[0]
+    return collectives.wait_gather(
+        collectives.launch_gather([shard], _layout(members, group), group)
+    )[0]
 
 
 @_implements(ops.reduce_grad)
@@ -172,7 +175,7 @@ def _launch_gather(
 ) -> Tensor:
     """Launch a bucket's gather, and return a ticket for it."""
     launch = collectives.launch_grouped_gather if grouped else collectives.launch_gather
-    flight = launch(tensors, read_members(members), group, copies=copies, bucket=bucket)
+    flight = launch(tensors, _layout(members, group), group, copies=copies, bucket=bucket)
     return _ticket(flight, tensors[0])
 
 
@@ -204,9 +207,9 @@ def _pack_grads(
     outputs: which outputs of forward each gradient comes from: one that comes from unused ones
         alone is absent on this rank, which the buffer tells the others.
     """
-    known, parts = table_at(table), read_members(members)
+    known, layout = table_at(table), _layout(members, group)
     owners = [] if known is None else [known[number] for number in params]
-    dtype, grads = parts[0].dtype, list(tensors)
+    dtype, grads = layout.dtype, list(tensors)
     sources = ops.read_outputs(outputs)
     has = [known is None or not known.lacks(each) for each in sources]
     if not reduce.is_plain(owners):
@@ -217,13 +220,14 @@ def _pack_grads(
     flags = None
     if sources:
         flags = Flags.of(owners, sources, has)
-        parts = (*parts, flags.member(dtype, groups.shards(group)))
+        parts = (*layout.members, flags.member(dtype, layout.world))
+        layout = bucket_layout(parts, layout.world, layout.rank)
     reduce.add_pending(owners, grads, dtype)
     if flags is not None:
-        grads.append(flags.tensor(grads[0].dtype, tensors[0].device, groups.shards(group)))
+        grads.append(flags.tensor(grads[0].dtype, tensors[0].device, layout.world))
     packed = collectives.pack_grads(
         grads,
-        parts,
+        layout,
         groups.shard_part(group),
         divisor=float(groups.size(group)),
         is_mean=not any(owner.unit.reducer.only_sums for owner in owners),
@@ -284,6 +288,11 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
     if flight.flags is not None:
         flight.flags.withhold(shards.pop())
     return shards
+
+
+def _layout(members: str, group: str) -> BucketLayout:
+    """Lay out `members` over the shards of `group`."""
+    return read_layout(members, groups.shards(group), groups.shard_rank(group))
 
 
 def _ticket(flight: Flight, like: Tensor, keep: InFlight | None = None) -> Tensor:

@@ -38,6 +38,7 @@ from autoshard.runtime.comm import collectives
 from autoshard.runtime.comm.collectives import InFlight
 from autoshard.runtime.comm.copies import Copies, launch_store
 from autoshard.runtime.comm.custom_comms import Comm
+from autoshard.runtime.comm.packing import bucket_layout
 from autoshard.runtime.comm.streams import is_captured, on_all_reduce_stream
 from autoshard.runtime.unit.policies import CPUOffloadPolicy
 
@@ -182,14 +183,15 @@ class Reduction:
         parts = [Member(self._dtype, p.member.size, p.member.dim) for p in self._params]
         members = (*parts, Member(self._dtype, (len(flags),)))
         whole.append(flags)
+        layout = bucket_layout(members, axes.shard_world, axes.shard_rank)
         self._grads = {}
         if self._reducer.comm_hook is not None:
-            self._flight = collectives.run_hook(whole, members, axes, self._reducer.comm_hook)
+            self._flight = collectives.run_hook(whole, layout, axes, self._reducer.comm_hook)
             self._scattered = True
             return
         packed = collectives.pack_grads(
             whole,
-            members,
+            layout,
             self._reducer.scatter_group or axes.shard_group,
             divisor=self._reducer.divide_by or float(axes.num_ranks),
             is_mean=self._reducer.divide_by is None and not self._reducer.only_sums,

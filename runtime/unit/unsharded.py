@@ -14,6 +14,7 @@ from autoshard.runtime.comm import collectives, transport
 from autoshard.runtime.comm.collectives import GroupedFlight, InFlight
 from autoshard.runtime.comm.limiter import limiter
 from autoshard.runtime.comm.mesh import Axes
+from autoshard.runtime.comm.packing import bucket_layout
 from autoshard.runtime.unit import extensions
 from autoshard.runtime.unit.extensions import Sent
 from autoshard.runtime.unit.param import ShardedParam
@@ -78,13 +79,15 @@ class Unsharded:
                 for piece, member, tensor in bucket:
                     self._arrived[piece] = tensor.detach().to(member.dtype)
                 continue
-            group = (parts.axes if parts else unit.axes).shard_group
+            axes = parts.axes if parts else unit.axes
+            group = axes.shard_group
             launch: Callable[..., InFlight | GroupedFlight] = collectives.launch_gather
             if unit.settings.all_gather is not None:
                 launch = functools.partial(launch, comm=unit.settings.all_gather)
             elif transport.sends_members(group, tensors[0].device):
                 launch = collectives.launch_grouped_gather
-            flight = launch(list(tensors), members, group)
+            layout = bucket_layout(members, axes.shard_world, axes.shard_rank)
+            flight = launch(list(tensors), layout, group)
             self._flights.append((list(pieces), flight))
 
     def _to_send(self, param: ShardedParam, parts: Parts | None) -> list[tuple[Member, Tensor]]:

@@ -17,6 +17,7 @@ from autoshard import _torch
 from autoshard.passes.ir.layout import Member
 from autoshard.runtime.comm import collectives, transport
 from autoshard.runtime.comm.copies import Copies
+from autoshard.runtime.comm.packing import bucket_layout
 from autoshard.runtime.compiled import kernels
 
 LATER = 50_000  # numbers that take a while to arrive
@@ -97,7 +98,7 @@ def test_a_swap_is_a_reduce(rank: int, divisor: float, dtype: torch.dtype) -> No
         sizes = [member.size for member in members]
         grads = [drawn(math.prod(size), dtype, seed).view(size) for seed, size in enumerate(sizes)]
         packed = collectives.pack_grads(
-            grads, tuple(members), group, divisor=divisor, is_last=is_last
+            grads, bucket_layout(tuple(members), 2, rank), group, divisor=divisor, is_last=is_last
         )
         assert (packed.own is not None) == is_last
         flight = collectives.launch_reduce(packed).wait()
@@ -129,10 +130,11 @@ def test_small_members_share_a_message(rank: int, least: int) -> None:
     members = tuple(Member(torch.float32, (2 * size, 2)) for size in sizes)
     shards = [drawn(2 * size, torch.float32, size).view(size, 2) for size in sizes]
     group = str(_torch.dist.default_group().group_name)
+    layout = bucket_layout(members, 2, rank)
     with mock.patch.object(transport, "LEAST", least):
-        grouped = collectives.launch_grouped_gather(shards, members, group)
+        grouped = collectives.launch_grouped_gather(shards, layout, group)
     assert len(grouped.together) == {0: 0, 1 << 10: 4, 1 << 30: 5}[least]
-    want = collectives.wait_gather(collectives.launch_gather(shards, members, group))
+    want = collectives.wait_gather(collectives.launch_gather(shards, layout, group))
     for got, whole in zip(collectives.wait_gather(grouped), want, strict=True):
         assert torch.equal(got, whole)
 
