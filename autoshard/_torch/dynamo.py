@@ -131,7 +131,7 @@ def graph_break() -> tuple[str, str] | None:
 
 
 _unguarded: dict[Any, set[int]] = {}
-"""Ids of the layouts that need no guard, of the frame that is compiled now, by its number."""
+"""Ids of layouts and meshes that need no guard, of the frame compiled now, by its number."""
 
 
 def leave_layouts_unguarded(dtensors: Iterable[DTensor], others: Iterable[DTensor]) -> None:
@@ -143,7 +143,9 @@ def leave_layouts_unguarded(dtensors: Iterable[DTensor], others: Iterable[DTenso
     others: inputs whose layouts are looked at, and that may share them with `dtensors`.
     """
     _unguarded.clear()
-    ids = {id(each._spec) for each in dtensors} - {id(each._spec) for each in others}
+    specs = [each._spec for each in dtensors]
+    ids = {id(spec) for spec in specs} - {id(each._spec) for each in others}
+    ids |= {id(spec.mesh) for spec in specs}  # a user's DTensor is guarded by its own layout
     _unguarded[CompileContext.current_compile_id()] = ids
 
 
@@ -152,30 +154,33 @@ def may_leave_layouts_unguarded() -> None:
     """Have Dynamo ask, of each layout that it is about to guard code by, whether it has to.
 
     Dynamo copies each layout, and compares it by a Python function, which keeps it from passing
-    over modules that have not changed.
+    over modules that have not changed. Another such function asks of each parameter whether its
+    mesh is still that of the first.
 
-    Patched: `torch._dynamo.guards.GuardBuilder.DTENSOR_SPEC_MATCH`, for good; it does nothing for
-             layouts that were left unguarded, and for others what it did.
+    Patched: `torch._dynamo.guards.GuardBuilder.DTENSOR_SPEC_MATCH` and `DUPLICATE_INPUT`, for good;
+             they do nothing for layouts that were left unguarded, and their meshes, and for others
+             what they did.
     Why:     Dynamo can leave guards out (`guard_filter_fn`), but then builds all of them twice.
-    Tests:   `test_a_layout_is_a_guard_in_python`, needed; in
+    Tests:   `test_a_layout_is_a_guard_in_python`, `test_a_mesh_is_a_guard_in_python`, needed; in
              tests/parity/compiled/test_graphs.py `test_layouts_are_looked_at`, works.
     """
     builder: Any = GuardBuilder
     builder.DTENSOR_SPEC_MATCH = _unless_unguarded(builder.DTENSOR_SPEC_MATCH)
+    builder.DUPLICATE_INPUT = _unless_unguarded(builder.DUPLICATE_INPUT)
 
 
-def _unless_unguarded(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wrap `original`, Dynamo's method that guards a layout, to skip those in `_unguarded`.
+def _unless_unguarded(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `original`, Dynamo's method that guards a value, to skip those in `_unguarded`.
 
-    These are layouts, by id, of the frame that is being compiled.
+    These are layouts and meshes, by id, of the frame that is being compiled.
     """
 
     @functools.wraps(original)
-    def match(self: Any, guard: Any) -> None:
-        """Guard the layout by `original`, unless it was left unguarded for the frame of now."""
+    def match(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        """Guard the value by `original`, unless it was left unguarded for the frame of now."""
         ids = _unguarded.get(CompileContext.current_compile_id(), ())
-        if id(self.get(guard)) not in ids:
-            original(self, guard)
+        if not ids or id(self.get(guard)) not in ids:
+            original(self, guard, *args, **kwargs)
 
     return match
 

@@ -479,8 +479,8 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
     summed, or the member's `shard_dtype` if it has one.
     flight: a reduce-scatter, or the all-reduce after it, that has been waited for. To be called
         once: the sums of a swap are finished here, in place.
-    copies: whether each part has to have a storage of its own, as an op's outputs may not alias.
-        Otherwise they may share the buffer; each counts its own version.
+    copies: whether each part has to have a storage of its own, as where the buffer is a user's.
+        Otherwise they may share the buffer, which is divided in place; each counts its own version.
     """
     layout = flight.layout
     with _span("split_reduced", flight.issued.group), torch.no_grad():
@@ -490,9 +490,11 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
             parts = flight.own
             if flight.after != 1.0:
                 torch._foreach_div_(parts, flight.after)
-        elif copies or flight.after != 1.0:
+        elif copies:
             parts = list(torch._foreach_div(parts, flight.after))
         else:
+            if flight.after != 1.0:
+                flight.receive.div_(flight.after)
             parts = [part.data for part in parts]
         if any(member.shard_dtype for member in layout.members):
             pairs = zip(parts, layout.members, strict=True)

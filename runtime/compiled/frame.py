@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,7 @@ from autoshard.runtime.eager.unit_steps import describe_forward, steps_of, wait_
 from autoshard.runtime.ranks.order import forward_order
 from autoshard.runtime.unit import reduce
 from autoshard.runtime.unit.extensions import has_methods
-from autoshard.runtime.unit.param import ShardedParam, find, resolve
+from autoshard.runtime.unit.param import ShardedParam, find, resolve, stamps_of
 from autoshard.runtime.unit.unit import Unit, listed
 from autoshard.runtime.unit.unsharded import keep
 from autoshard.runtime.unit.uses import Use
@@ -139,6 +140,8 @@ class Frame:
         positions = list(self.local)
         mesh = self.params[0].axes.mesh
         in_table = list(self.positions)
+        number_at = {position: number for number, position in enumerate(in_table)}
+        numbers = [number_at.get(position) for position in positions]
         extended = [param.is_extended for param in self.local.values()]
         stays = list(self.stays)
         tables = Tables(self.params, plans)
@@ -166,9 +169,14 @@ class Frame:
             else:
                 forward_order.take(describe_forward(root, what, units), mesh)
             wait_for_optimizer(root)
-            kept = _kept_unsharded([table[number] for number in stays])
+            kept = _kept_unsharded([table[number] for number in stays]) if stays else []
             params = [values[position] for position in positions]
-            shards = _shards(params, extended, table, units)
+            known = table.params()
+            owners = [
+                _resolved(param) if number is None else known[number]
+                for number, param in zip(numbers, params, strict=True)
+            ]
+            shards = _shards(params, owners, extended, table, units)
             for position, shard in zip(positions, shards, strict=True):
                 values[position] = shard
             # What autograd saves of parameters kept unsharded is for the step's hooks.
@@ -501,32 +509,33 @@ def _resolved(param: Tensor) -> ShardedParam:
     return sharded
 
 
-def _input_for(param: Tensor, is_extended: bool) -> Tensor:
-    """Return what a graph takes for `param`: its shard, or the stand-in of an extended one.
-
-    Raises RuntimeError if it is extended, and was not when the graph was compiled, or the reverse.
-    """
-    shard = _torch.dtensor.local_tensor(param)
-    if has_methods(shard) != is_extended:
-        raise RuntimeError(
-            f"parameter {_resolved(param).name} was given fsdp_pre_all_gather, or lost it, after "
-            "it was compiled: put such methods on before the first forward"
-        )
-    return extensions.stand_in(shard) if is_extended else shard
-
-
 def _shards(
-    params: list[Tensor], extended: list[bool], table: Table, units: list[Unit]
+    params: list[Tensor],
+    owners: list[ShardedParam],
+    extended: list[bool],
+    table: Table,
+    units: list[Unit],
 ) -> Sequence[Tensor]:
     """Return what the graph takes for `params`, with a backward if one of them needs a gradient.
 
-    In the order of `params`; without a backward under no_grad. With one, `units` note the use of
-    their parameters. Raises as `_input_for`.
+    That is its shard, or the stand-in of an extended one. In the order of `params`; without a
+    backward under no_grad. With one, `units` note the use of their parameters.
+    owners: the sharded parameter of each. extended: whether each was when the graph was compiled.
+    Raises RuntimeError for one that is extended, and was not then, or the reverse.
     """
-    inputs = list(map(_input_for, params, extended))
+    inputs = list(map(_torch.dtensor.local_tensor, params))
+    if list(map(has_methods, inputs)) != extended:
+        pairs = zip(inputs, extended, strict=True)
+        at = next(at for at, (each, was) in enumerate(pairs) if has_methods(each) != was)
+        raise RuntimeError(
+            f"parameter {owners[at].name} was given fsdp_pre_all_gather, or lost it, after "
+            "it was compiled: put such methods on before the first forward"
+        )
+    for at in itertools.compress(range(len(inputs)), extended):
+        inputs[at] = extensions.stand_in(inputs[at])
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
         shards: tuple[Tensor, ...] = _torch.autograd.apply(
-            _LocalShards, table, units, inputs, *params
+            _LocalShards, table, units, owners, inputs, *params
         )
         return shards
     return inputs
@@ -554,22 +563,27 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, table: Table, units: list[Unit], inputs: list[Tensor], *params: Tensor
+        ctx: Any,
+        table: Table,
+        units: list[Unit],
+        owners: list[ShardedParam],
+        inputs: list[Tensor],
+        *params: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return `inputs`, detached; differentiable are those whose parameter needs a gradient.
 
-        Each of `units` notes the use of its parameters, until backward has their gradients. Kept
+        Each of `units` notes the use of its parameters, until backward has the gradients of
+        `owners`, which are those of `params`. Kept
         for backward: which values the parameters have, and in which dtype `.grad` is to be, by the
         mode (train or eval) of now.
         """
-        ctx.table = table  # backward looks things up in it
+        ctx.table, ctx.units = table, units  # backward looks things up in them
         ctx.use = Use(table.members, ctx)
         for unit in units:
             unit.uses.add(ctx.use)
-        ctx.sharded = sharded = [_resolved(param) for param in params]
-        ctx.stamps = [each.stamp for each in sharded]
+        ctx.sharded, ctx.stamps = owners, stamps_of(owners)
         keeps = any(unit.settings.mp.keep_low_precision_grads for unit in units)
-        ctx.kept_as = [_kept_dtype(each) for each in sharded] if keeps else [None] * len(sharded)
+        ctx.kept_as = [_kept_dtype(each) for each in owners] if keeps else [None] * len(owners)
         ctx.set_materialize_grads(False)
         shards = tuple(each.detach() for each in inputs)
         ctx.mark_non_differentiable(
@@ -594,12 +608,13 @@ class _LocalShards(torch.autograd.Function):
         Raises RuntimeError if a parameter was written to since forward.
         """
         ctx.use.end()
-        for unit in ctx.table.units:
+        for unit in ctx.units:
             unit.shows_unsharded = False
         unmanaged.note_backward()
         steps_of(ctx.table.root).backward_ran = True
-        for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
-            sharded.check_unwritten(stamp)
+        if stamps_of(ctx.sharded) != ctx.stamps:
+            for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):
+                sharded.check_unwritten(stamp)
         task = _torch.autograd.graph_task()
         is_left = bool(reduce.units_that_wait) or ctx.table.root.is_unordered
         handed_on: list[Tensor | None] = []
@@ -613,18 +628,18 @@ class _LocalShards(torch.autograd.Function):
                 is_left |= sharded.hooks.set_aside(sharded.param)  # they are for gradients
                 handed_on.append(None)
                 continue
+            param = sharded.param
+            if kept_as is not None:  # exact: it was reduced in that dtype
+                param.grad_dtype, grad = kept_as, grad.to(kept_as)
+            whole = sharded.grad_from(grad)
             if _torch.autograd.accumulates_gradient(leaf):
                 reduce.make_room(sharded)
                 used.add(sharded)
-            if kept_as is not None:  # exact: it was reduced in that dtype
-                sharded.param.grad_dtype, grad = kept_as, grad.to(kept_as)
-            whole = sharded.grad_from(grad)
-            param = sharded.param
-            if sharded in used and param.grad is None and not _torch.autograd.has_hooks(param):
-                param.grad = whole  # autograd would make a second DTensor of it
-                handed_on.append(None)
-            else:
-                handed_on.append(whole)
+                if param.grad is None and not _torch.autograd.has_hooks(param):
+                    param.grad = whole  # autograd would make a second DTensor of it
+                    handed_on.append(None)
+                    continue
+            handed_on.append(whole)
         if is_left:
             # A nested backward, a reentrant checkpoint's, is not the end of the others' gradients.
             units = {sharded.unit for sharded in ctx.sharded}
@@ -632,4 +647,4 @@ class _LocalShards(torch.autograd.Function):
                 steps.close_compiled(owner)
         for unit in {sharded.unit for sharded in used}:
             reduce.fill_unused(unit, used)
-        return None, None, None, *handed_on
+        return None, None, None, None, *handed_on

@@ -284,7 +284,7 @@ def _wait_reduce(ticket: Tensor, members: str, group: str, bucket: int) -> list[
     if isinstance(flight, UnitReductions):
         return flight.wait(ticket, members, group)
     flight = flight.wait()
-    shards = collectives.split_reduced(flight)
+    shards = collectives.split_reduced(flight, copies=False)
     if flight.flags is not None:
         flight.flags.withhold(shards.pop())
     return shards

@@ -12,6 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,6 +53,12 @@ class Table:
         assert param is not None
         return param
 
+    def params(self) -> list[ShardedParam]:
+        """List its parameters, in order."""
+        found = [ref() for ref in self._params]
+        assert None not in found
+        return cast(list[ShardedParam], found)
+
     @property
     def root(self) -> Unit:
         """Unit of the outermost sharded module that the parameters are in, by the first of them.
@@ -68,7 +75,7 @@ class Table:
     @functools.cached_property
     def members(self) -> weakref.WeakSet[ShardedParam]:
         """Set of its parameters, to look one up among them."""
-        return weakref.WeakSet(self[number] for number in range(len(self._params)))
+        return weakref.WeakSet(self.params())
 
     def lacks(self, outputs: Collection[int]) -> bool:
         """Tell whether the running backward has a gradient for none of `outputs`.
@@ -80,7 +87,7 @@ class Table:
     @property
     def units(self) -> list[Unit]:
         """Units that the parameters are in."""
-        return list(dict.fromkeys(self[number].unit for number in range(len(self._params))))
+        return list(dict.fromkeys(param.unit for param in self.params()))
 
     @functools.cached_property
     def where(self) -> str:

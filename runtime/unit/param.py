@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -394,6 +395,13 @@ class ShardedParam:
         for module, attribute in self.registrations:
             module._parameters[attribute] = param
         remember(self)
+
+
+def stamps_of(sharded: Iterable[ShardedParam]) -> list[Stamp]:
+    """List the stamps of parameters, in order; faster than one by one."""
+    pairs = [(each.param, each.num_updates) for each in sharded]
+    local = _torch.dtensor.local_tensor
+    return [(id(p), p._version, local(p)._version, updates) for p, updates in pairs]
 
 
 def shard_parameter(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from support.caches import fresh_graphs
 from support.ranks import on_ranks
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed import pipelining
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -160,6 +161,17 @@ def test_a_layout_is_a_guard_in_python(fake_world: None) -> None:
     ) as asked:
         compiled()
     assert asked.called
+
+
+def test_a_mesh_is_a_guard_in_python(fake_world: None) -> None:
+    """Needed, but not on torch 2.11: the patch of `dynamo.may_leave_layouts_unguarded`."""
+    mesh = init_device_mesh("cpu", (2,))
+    one, other = (distribute_tensor(torch.ones(4), mesh, [Replicate()]) for _ in range(2))
+    compiled = torch.compile(lambda: one.to_local() + other.to_local(), backend="eager")
+    compiled()
+    (entry,) = _debug_get_cache_entry_list(compiled.__wrapped__.__code__)
+    is_guarded = ".device_mesh is " in str(entry.guard_manager)
+    assert is_guarded == (_version(torch.__version__) >= (2, 12))
 
 
 @on_ranks(2)

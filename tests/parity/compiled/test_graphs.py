@@ -18,6 +18,7 @@ from support.programs import events_of
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, in_form, replicated, sgd, train
 from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.tensor import _dtensor_spec
 
 import autoshard
@@ -189,6 +190,8 @@ def test_layouts_are_looked_at(fake_world: None) -> None:
     ) as asked:
         model(torch.ones(1, 4)).backward()
     assert not asked.called
+    (entry,) = _debug_get_cache_entry_list(Pair.forward.__code__)
+    assert ".device_mesh is " not in str(entry.guard_manager)
     for name in ("weight", "bias"):
         one, other = model.longer._parameters, model.shorter._parameters
         one[name], other[name] = other[name], one[name]
