@@ -112,7 +112,13 @@ class InFlight:
         """
         if self.work is not None:
             wait_for([self.work], self.issued, self.number)
-        return replace(self, work=None, send=self.receive)
+        return self.but(work=None, send=self.receive)
+
+    def but(self, **changes: Any) -> InFlight:
+        """Copy this, but for the fields that are given; sooner than `dataclasses.replace` does."""
+        copy = object.__new__(InFlight)
+        copy.__dict__.update(self.__dict__, **changes)
+        return copy
 
 
 @dataclass(frozen=True)
@@ -250,7 +256,7 @@ def launch_gather(
     issued = _gather_of(shards, layout, group, bucket)
     begin = transport.gather if comm is None else functools.partial(custom_comms.gather, comm)
     copies |= comm is not None
-    with _span("launch_gather", group), torch.no_grad():
+    with _step("launch_gather", group):
         send, receive = packing.pack_shards(shards, layout, copies=copies, comm=comm)
         (work,) = _begun(issued, begin, [receive], [send], process_group)
     number = num_launched(group)
@@ -282,7 +288,7 @@ def launch_grouped_gather(
     process_group = _torch.dist.resolve_group(group)
     issued = _gather_of(shards, layout, group, bucket)
     together = transport.too_small(layout.members, process_group, shards[0].device)
-    with _span("launch_grouped_gather", group), torch.no_grad():
+    with _step("launch_grouped_gather", group):
         if together:
             alone = [number for number in range(len(shards)) if number not in together]
             send, receive = _packed_each(shards, layout, alone, copies=copies)
@@ -319,7 +325,7 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     the first rank's value. To be called once for a `flight`: it takes the tensors out of a
     `GroupedFlight`. Tells observers, and raises, as `wait_for`.
     """
-    with _span("wait_gather", flight.issued.group), torch.no_grad():
+    with _step("wait_gather", flight.issued.group):
         flight.wait()
         if isinstance(flight, GroupedFlight):
             rooms = _in_order(flight)
@@ -389,7 +395,7 @@ def pack_grads(
     issued = Issued("reduce", layout.members, group, bucket, tuple(names))
     own = None
     divides = packing.division(1.0 if averages else divisor, layout.dtype, is_free=swaps)
-    with _span("pack_grads", group), torch.no_grad():
+    with _step("pack_grads", group):
         if swaps:
             send = packing.pack_part(grads, layout, 1 - layout.rank, divides.before)
             own = packing.own_parts(grads, layout, divides.before)
@@ -412,7 +418,7 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
     issued, send = packed.issued, packed.send
     if packed.layout.world == 1:
         return packed
-    with _span("launch_reduce", issued.group), torch.no_grad():
+    with _step("launch_reduce", issued.group):
         process_group = _torch.dist.resolve_group(issued.group)
         work: Work
         if packed.own is None:
@@ -424,7 +430,7 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
         else:
             receive = torch.empty_like(send)
             work = _begun(issued, transport.swap, receive, send, process_group)
-    return replace(packed, work=work, receive=receive, number=num_launched(issued.group))
+    return packed.but(work=work, receive=receive, number=num_launched(issued.group))
 
 
 def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
@@ -437,11 +443,11 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     """
     issued = replace(reduced.issued, kind="all_reduce", group=group)
     process_group = _torch.dist.resolve_group(group)
-    with _span("launch_all_reduce", group), torch.no_grad():
+    with _step("launch_all_reduce", group):
         begin = functools.partial(transport.all_reduce, is_mean=reduced.averages)
         work = _begun(issued, begin, reduced.receive, process_group)
     number = num_launched(group)
-    return replace(reduced, issued=issued, work=work, send=reduced.receive, number=number)
+    return reduced.but(issued=issued, work=work, send=reduced.receive, number=number)
 
 
 def run_hook(
@@ -483,7 +489,7 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
         Otherwise they may share the buffer, which is divided in place; each counts its own version.
     """
     layout = flight.layout
-    with _span("split_reduced", flight.issued.group), torch.no_grad():
+    with _step("split_reduced", flight.issued.group):
         parts = packing.split_pieces(flight.receive, layout)
         if flight.own is not None:
             torch._foreach_add_(flight.own, parts)
@@ -502,15 +508,23 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
         return parts
 
 
-def _span(what: str, group: str) -> contextlib.AbstractContextManager[object]:
-    """Show what runs in this context in a profile, as "autoshard::what group", if there is one."""
-    if not _torch.autograd.is_profiled():
-        return _NO_SPAN
-    span: contextlib.AbstractContextManager[object] = record_function(f"autoshard::{what} {group}")
-    return span
+def _step(what: str, group: str) -> contextlib.AbstractContextManager[object]:
+    """Run what is in this context without gradients; if there is a profile, it shows there.
+
+    Its name there is "autoshard::what group".
+    """
+    if _torch.autograd.is_profiled():
+        return _shown(f"autoshard::{what} {group}")
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
-_NO_SPAN = contextlib.nullcontext()
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _shown(name: str) -> Iterator[None]:
+    with record_function(name), torch.no_grad():
+        yield
 
 
 def _begun(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:

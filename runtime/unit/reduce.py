@@ -26,7 +26,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,7 +285,7 @@ class Reduction:
         if self._hook is not None:
             flight.receive.div_(flight.after)
             self._hook(flight.receive[: -len(self._params)])
-            flight = replace(flight, after=1.0)
+            flight = flight.but(after=1.0)
         told = self._hook, self._reducer.comm_hook, self._reducer.reduce_scatter
         lent = any(each is not None for each in told)  # the user may have use for the buffer
         *shards, anywhere = collectives.split_reduced(flight, copies=lent)
