@@ -105,9 +105,9 @@ def stop(model: Net) -> None:
 
 
 class Net(nn.Module):
-    def __init__(self, *, checkpointing: bool = False) -> None:
+    def __init__(self, layers: int = 2, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(checkpointing) for _ in range(3))
+        self.layers = nn.ModuleList(Block(checkpointing) for _ in range(layers))
         self.head = nn.Linear(8, 4)
         self.may_fail = self.fails = False
 
@@ -147,7 +147,8 @@ def prepared(case: Case) -> Any:
     if case.extra == "smaller mesh after forward":
         after_forward["reshard_after_forward"] = 2
     with torch.device("meta"):
-        model: Any = Net(checkpointing=case.extra == "checkpointing")
+        layers = 3 if case.extra == "prefetch" else 2
+        model: Any = Net(layers, checkpointing=case.extra == "checkpointing")
     with mock.patch.object(unit_param, "mesh_device", return_value=META):
         for layer in model.layers:
             autoshard.fully_shard(layer, **arguments, **after_forward)

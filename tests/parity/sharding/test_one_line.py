@@ -23,7 +23,7 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(10, 33)
         block = lambda: nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 33), nn.GELU())
-        self.blocks = nn.Sequential(block(), block(), block())
+        self.blocks = nn.Sequential(block())
         self.last = nn.Linear(33, 7)
     def forward(self, x):
         return self.last(self.blocks(self.first(x)))
