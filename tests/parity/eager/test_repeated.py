@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from support.issue import kinds
-from support.models import Net, net_loss
+from support.models import SmallNet as Net
+from support.models import net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import (
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 
-N = 4  # units of Net
+N = 3  # units of Net
 
 
 def twice(model: Any, rank: int, step: int) -> Tensor:

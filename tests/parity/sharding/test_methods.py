@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.issue import counts, kinds
-from support.models import Net, net_loss
+from support.models import SmallNet as Net
+from support.models import net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import (
@@ -37,12 +38,12 @@ from autoshard.runtime.comm import collectives
 from autoshard.runtime.comm.limiter import MAX_AHEAD, Limiter
 from autoshard.runtime.eager.unit_steps import steps_of
 
-N = 4
+N = 3
 
 
-def build(**arguments: Any) -> Any:
+def build(layers: int = N - 1, **arguments: Any) -> Any:
     torch.manual_seed(0)
-    return autoshard.shard(Net(tied=False), **arguments)
+    return autoshard.shard(Net(layers, tied=False), **arguments)
 
 
 def order_of(run: Callable[[], object]) -> list[str]:
@@ -96,7 +97,7 @@ def test_unsharded_parameters_follow_updates(rank: int, form: str) -> None:
 def test_forward_prefetch(rank: int) -> None:
     """A11, A12, B.2: by default one ahead, or as many as asked for, or those listed."""
     for ahead, expected in ((True, 2), (False, 1), (3, 4)):
-        model = build(forward_prefetch=ahead)
+        model = build(3, forward_prefetch=ahead)
         with torch.no_grad():
             net_loss(model, rank, 0)
         seen: list[int] = []
@@ -106,8 +107,8 @@ def test_forward_prefetch(rank: int) -> None:
             net_loss(model, rank, 0)
         hook.remove()
         assert seen == [expected]
-        assert len(log) == N
-    model = build(forward_prefetch=False)
+        assert len(log) == 4
+    model = build(3, forward_prefetch=False)
     model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
     log = []
     seen = []
@@ -123,9 +124,10 @@ def test_forward_prefetch(rank: int) -> None:
 @on_ranks(2)
 def test_backward_prefetch(rank: int, how: Any) -> None:
     """A11, A12, B.2, D-44: the values are the same, however early gathers are."""
-    want, _ = replicated(Net, net_loss)
+    of_three = functools.partial(Net, 3)
+    want, _ = replicated(of_three, net_loss)
     torch.manual_seed(0)
-    model = autoshard.shard(Net(), backward_prefetch="pre" if how == "listed" else how)
+    model = autoshard.shard(of_three(), backward_prefetch="pre" if how == "listed" else how)
     if how == "listed":
         model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
     loss = net_loss(model, rank, 0)
@@ -138,7 +140,7 @@ def test_backward_prefetch(rank: int, how: Any) -> None:
         "listed": ["gather", "gather", "gather"],
     }
     assert seen[:3] == expected[how]
-    assert seen.count("gather") == N - 1
+    assert seen.count("gather") == 3
     model.zero_grad()
     train(model, net_loss, adamw(model))
     assert_same(model, want)
@@ -173,13 +175,13 @@ def test_limits_of_none_zero_and_beyond_what_there_is(rank: int, form: str) -> N
 @on_ranks(2)
 def test_a_unit_fetched_ahead_and_not_used(rank: int) -> None:
     """D-44: waited for and let go of."""
-    model = build()
+    model = build(3)
     first = model.layers[0]
     first.set_modules_to_forward_prefetch([model.layers[2]])
     with torch.no_grad():
         assert kinds(lambda: first(torch.zeros(2, 6))) == ["gather"] * 2
     assert steps_of(first._autoshard_unit).last_step.num_gathered == 0
-    assert counts(model, lambda: net_loss(model, rank, 0)) == (N, N - 1, N, 0)
+    assert counts(model, lambda: net_loss(model, rank, 0)) == (4, 3, 4, 0)
 
 
 @in_both_forms

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Net, net_loss
+from support.models import SmallNet as Net
+from support.models import net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.topologies import where_copies_cost_most
@@ -189,18 +190,19 @@ def test_what_is_sent_and_what_is_kept(rank: int) -> None:
         return after(self, outputs, *args, **kwargs)
 
     model = autoshard.shard(build())
+    n = len(model.layers)
     losses: list[Tensor] = []
     with unittest.mock.patch.object(Bf16Weight, "fsdp_post_all_gather", spy):
         forward = issued(lambda: losses.append(net_loss(model, rank, 0)))
-        assert len(whole) == 6
+        assert len(whole) == 2 * n
         assert all(each.expired() for each in whole)
         backward = issued(losses[0].backward)
-        assert len(whole) == 12
+        assert len(whole) == 4 * n
         assert all(each.expired() for each in whole)
     sent = Counter(show_members(entry.members) for entry in forward)
-    assert sent["bf16[8,6] bf16[6,8]"] == 3
-    assert Counter(entry.kind for entry in forward) == {"gather": 7}
-    assert Counter(entry.kind for entry in backward) == {"gather": 6, "reduce": 4}
+    assert sent["bf16[8,6] bf16[6,8]"] == n
+    assert Counter(entry.kind for entry in forward) == {"gather": 2 * n + 1}
+    assert Counter(entry.kind for entry in backward) == {"gather": 2 * n, "reduce": n + 1}
 
 
 @in_both_forms
@@ -321,10 +323,11 @@ def test_what_compiled_code_sends(rank: int, strategy: str) -> None:
     forward = issued(lambda: losses.append(net_loss(model, rank, 0)))
     backward = issued(losses[0].backward)
     sent = Counter(show_members(each.members) for each in forward if each.kind == "gather")
-    assert sent["u8[8,6] u8[6,7]"] == 3
-    assert sent["f32[6] f32[6] f32[2] f32[7] f32[2] f32[6]"] == 3
+    n = len(model.layers)
+    assert sent["u8[8,6] u8[6,7]"] == n
+    assert sent["f32[6] f32[6] f32[2] f32[7] f32[2] f32[6]"] == n
     gathers = Counter(each.kind for each in backward)["gather"]
-    assert gathers == (6 if strategy == "full_shard" else 0)
+    assert gathers == (2 * n if strategy == "full_shard" else 0)
     plan = next(plan for plan in autoshard.plans(model) if plan.graph == "forward")
     launched = {e.bucket: e.position for e in plan.schedule if e.what == "launch"}
     of_unit = [n for n, bucket in enumerate(plan.buckets) if bucket.unit == "layers.1"]
