@@ -18,6 +18,7 @@ settings.register_profile("long", max_examples=2000, deadline=None, print_blob=T
 settings.load_profile("short")
 
 gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
+torch.fx.GraphModule.print_readable = lambda *args, **kwargs: ""  # 10 ms a graph, for a log
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

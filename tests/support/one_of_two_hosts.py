@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.models import Net, tokens
+from support.models import SmallNet, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -32,7 +32,7 @@ TIMEOUT_S = 15
 class Losses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net()
+        self.net = SmallNet()
 
     def forward(self, ids: Tensor) -> Tensor:
         return functional.cross_entropy(self.net(ids), ids.roll(-1))
