@@ -175,20 +175,20 @@ def dropping() -> nn.Module:
 
 
 def forecast_loss(model: Any, rank: int, step: int) -> Tensor:
-    torch.manual_seed(10 * step + rank)  # from which layers are drawn
+    torch.manual_seed(60 + 10 * step + rank)  # from which layers are drawn
     return architecture_loss(model, "time_series_transformer", rank, step)
 
 
 @in_both_forms
 @on_ranks(2)
 def test_layers_that_are_dropped_by_default(rank: int, form: str) -> None:
-    """Of 48 layers and steps rank 0 leaves out ten, rank 1 seven; two are left out by both."""
+    """Of 24 layers and steps rank 0 leaves out four, rank 1 seven; two are left out by both."""
     torch._dynamo.config.recompile_limit = 64
     # AOTAutograd rounds some of its gradients otherwise than eager torch.
     backend = None if form == "eager" else "aot_eager"
-    want, _ = replicated(dropping, forecast_loss, steps=12, backend=backend)
+    want, _ = replicated(dropping, forecast_loss, steps=6, backend=backend)
     model: Any = in_form(autoshard.shard(dropping(), strict_order=False), form, strict=False)
-    train(model, forecast_loss, adamw(model), steps=12)
+    train(model, forecast_loss, adamw(model), steps=6)
     assert_same(model, want)
 
 
