@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.architectures import EXPERTS, IN_CI, architecture, architecture_loss
-from support.models import Net, net_loss, tokens
+from support.models import SmallNet as Net
+from support.models import net_loss, tokens
 from support.ranks import on_ranks
 from support.selection import IS_FULL, part_of
 from support.training import assert_same, compiled, replicated, sgd, sharded
@@ -59,7 +60,7 @@ def test_compiled(
 @pytest.mark.parametrize("checkpointing", part_of(["non-reentrant", None], every=2))
 @on_ranks(2)
 def test_inductor(rank: int, checkpointing: str | None) -> None:
-    build = functools.partial(Net, checkpointing=checkpointing)
+    build = functools.partial(Net, 3, checkpointing=checkpointing)
     want, want_losses = replicated(build, net_loss)
     got, losses = compiled(build, net_loss, lowering="inductor")
     torch.testing.assert_close(losses, want_losses)

@@ -199,6 +199,9 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # 20 ms a frame, for a log
     torch.fx.GraphModule.print_readable = lambda *args, **kwargs: ""  # 10 ms a graph, for a log
     torch._inductor.config.cpp.simdlen = 1  # kernels without vectors: less to write and to compile
+    inductor = importlib.import_module("torch._inductor.codegen.common")
+    # One object, which torch would fill with the same rules again for each op.
+    inductor.DtypePropagationOpsHandler = functools.cache(inductor.DtypePropagationOpsHandler)
     torch.set_num_threads(1)
     from support import compilations
 
