@@ -80,9 +80,9 @@ def group_of_the_same_ranks(group: dist.ProcessGroup, purpose: str) -> dist.Proc
     """Make another process group over the ranks of `group`; those ranks call it together.
 
     Its name is that of `group` and `purpose`, its timeout that of `group`, its backend the default
-    one. `new_group` without the other ranks would name it by
-    how many groups a rank has (up to torch 2.14), or has made, and ranks where that differs wait
-    for each other under different names.
+    one; NCCL's streams have the priority that they have in `group`. `new_group` without the other
+    ranks would name it by how many groups a rank has (up to torch 2.14), or has made, and ranks
+    where that differs wait for each other under different names.
     """
     name = f"{group.group_name}/{purpose}"
     with unittest.mock.patch.object(_c10d, "_process_group_name", return_value=name):
@@ -90,9 +90,25 @@ def group_of_the_same_ranks(group: dist.ProcessGroup, purpose: str) -> dist.Proc
             dist.get_process_group_ranks(group),
             timeout=group_timeout(group),
             use_local_synchronization=True,
+            pg_options=nccl_options_of(group),
         )
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def nccl_options_of(group: dist.ProcessGroup) -> Any:
+    """Options for a group whose NCCL streams have the priority of those of `group`; None if none.
+
+    The priority is one that `init_process_group` was given by `pg_options`. That of the environment
+    (TORCH_NCCL_HIGH_PRIORITY) needs nothing.
+    """
+    cuda = torch.device("cuda")
+    if cuda not in group._device_types:
+        return None
+    given = getattr(group._get_backend(cuda), "options", None)
+    if not getattr(given, "is_high_priority_stream", False):
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

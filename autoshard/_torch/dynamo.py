@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._dynamo.eval_frame import skip_code as skip_code
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import (
@@ -43,6 +44,22 @@ def disable(function: _Function) -> _Function:
     """Wrap `function` so that Dynamo sees neither it nor what it calls."""
     disabled: _Function = torch.compiler.disable(function)
     return disabled
+
+
+def leave_alone(function: _Function) -> _Function:
+    """Have Dynamo neither compile `function`, nor what it calls, when it is called; returns it.
+
+    Unlike `disable` it makes no wrapper, whose calls take some microseconds each.
+    function: of Python's, which C++ calls, such as a hook.
+    """
+    code: Any = function.__code__  # type: ignore[attr-defined]  # it is one of Python's
+    _eval_frame.set_code_exec_strategy(code, _SKIPPED)
+    return function
+
+
+_SKIPPED = _eval_frame._FrameExecStrategy(
+    _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP
+)
 
 
 def recompiling(limit: int) -> contextlib.AbstractContextManager[Any]:

@@ -22,6 +22,8 @@ from autoshard.passes.ir.layout import Member
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 
+HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"  # torch reads it as it makes a process group
+
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
 
@@ -44,12 +46,16 @@ def ensure_process_group() -> None:
     From torchrun's environment, after making the GPU of LOCAL_RANK the current device: the ranks
     wait for each other. Or, without RANK and WORLD_SIZE, of this rank alone. With NCCL for GPUs if
     there are any, and gloo. All groups are destroyed when Python exits, whoever initialized them.
+    NCCL gets streams of high priority, unless TORCH_NCCL_HIGH_PRIORITY is set: a gather that was
+    launched ahead should not queue behind the products that it is to run beside.
     """
     _end_group_at_exit()
     if dist.is_initialized():
         return
     cuda = device_type() == "cuda"
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cuda:
+        os.environ.setdefault(HIGH_PRIORITY, "1")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -255,10 +255,10 @@ def push_hooks(step: Step) -> bool:
             tensor = outer[1](saved)
         return tensor
 
-    # Autograd calls these, inside compiled code too: Dynamo is to leave them alone.
-    own: Any = _torch.dynamo.disable(pack)
+    # Autograd calls these, inside compiled code too.
+    own: Any = _torch.dynamo.leave_alone(pack)
     own._autoshard_step = step
-    _torch.autograd.push_saved_tensors_hooks(own, _torch.dynamo.disable(unpack))
+    _torch.autograd.push_saved_tensors_hooks(own, _torch.dynamo.leave_alone(unpack))
     return True
 
 

@@ -17,7 +17,7 @@ from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.comm.packing import bucket_layout
 from autoshard.runtime.unit import extensions
 from autoshard.runtime.unit.extensions import Sent
-from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.param import ShardedParam, stamps_of
 from autoshard.runtime.unit.unit import Unit
 
 Tensors = dict[ShardedParam, Tensor]
@@ -59,7 +59,7 @@ class Unsharded:
         """
         self.unit = unit
         unit.make_ready()
-        self._stamps = [param.stamp for param in unit.params]
+        self._stamps = stamps_of(unit.params)
         self._in_full_precision = unit.computes_in_full_precision
         self._extended: dict[ShardedParam, Sent] = {}
         self._flights: list[tuple[list[_Piece], InFlight | GroupedFlight]] = []
@@ -111,9 +111,8 @@ class Unsharded:
 
         True also if the unit computes in another precision since.
         """
-        stamps = [param.stamp for param in self.unit.params]
         return (
-            stamps != self._stamps
+            stamps_of(self.unit.params) != self._stamps
             or self.unit.computes_in_full_precision != self._in_full_precision
         )
 

@@ -1,0 +1,57 @@
+"""Process groups that autoshard makes: what they ask of NCCL. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autoshard import _torch
+from autoshard.runtime.comm import mesh
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_streams_of_high_priority(
+    device: str, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group that autoshard makes on GPUs, unless the environment says otherwise."""
+    monkeypatch.setattr(mesh, "_ends_at_exit", True)
+    monkeypatch.setattr(mesh, "device_type", lambda: device)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(mesh.HIGH_PRIORITY, "0")  # so that it is as before afterwards
+    if given is None:
+        del os.environ[mesh.HIGH_PRIORITY]
+    else:
+        os.environ[mesh.HIGH_PRIORITY] = given
+    with mock.patch.object(dist, "init_process_group") as made:
+        mesh.ensure_process_group()
+    assert made.called
+    want = given if given is not None or device == "cpu" else "1"
+    assert os.environ.get(mesh.HIGH_PRIORITY) == want
+
+
+class Group:
+    """Group whose NCCL backend was given these options."""
+
+    def __init__(self, options: Any) -> None:
+        self._device_types = [torch.device("cpu"), torch.device("cuda")]
+        self.options = options
+
+    def _get_backend(self, device: torch.device) -> Any:
+        assert device.type == "cuda"
+        return self
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+@pytest.mark.parametrize("is_high", [False, True])
+def test_a_second_group_has_the_priority_of_the_first(is_high: bool) -> None:
+    given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_high)
+    stand_in: Any = Group(given)
+    found = _torch.dist.nccl_options_of(stand_in)
+    assert (found is not None) == is_high
+    assert found is None or found.is_high_priority_stream
