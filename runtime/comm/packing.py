@@ -119,7 +119,7 @@ def pack_each(
 
     The latter have the layout's `rooms`. A shard that is a full chunk of the right dtype is sent
     from where it lies, unless `copies`; others are copied, cast, to their place in what is received
-    into.
+    into. What is sent has the size of a rank's part of the room, cut along its first dim.
     """
     dtype, first = layout.dtype, shards[0]
     receive = [first.new_empty(size, dtype=dtype) for size in layout.rooms]
@@ -128,10 +128,13 @@ def pack_each(
     copied: list[Tensor] = []
     for shard, room, length in zip(shards, receive, layout.lengths, strict=True):
         if copies or shard.dtype != dtype or shard.numel() != length or not shard.is_contiguous():
-            place = room.view(layout.world, length)[layout.rank]
+            rows = len(room) // layout.world
+            place = room.narrow(0, layout.rank * rows, rows)
             send.append(place)
-            places.append(place[: shard.numel()])
-            copied.append(shard.reshape(-1))
+            if room.dim() == 1:
+                place, shard = place[: shard.numel()], shard.reshape(-1)
+            places.append(place)
+            copied.append(shard)
         else:
             send.append(shard.view(-1) if room.dim() == 1 else shard)
     if copied:

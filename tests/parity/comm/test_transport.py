@@ -20,6 +20,7 @@ from autoshard.runtime.comm.copies import Copies
 from autoshard.runtime.comm.packing import bucket_layout
 from autoshard.runtime.compiled import kernels
 
+SIZES = (((4, 3), 0), ((5, 2), 0), ((1, 3), 0), ((), 0), ((3, 4), 1), ((6,), 0))  # and the dim
 LATER = 50_000  # numbers that take a while to arrive
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -120,6 +121,30 @@ def test_what_was_sent_may_be_written_to_after_the_wait(rank: int) -> None:
     part.fill_(-1.0)
     assert whole[:LATER].eq(0.0).all()
     assert whole[LATER:].eq(1.0).all()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_grouped_gather_by_collectives(rank: int, dtype: torch.dtype, copies: bool) -> None:
+    """Gives what one buffer gives: of even and uneven members, of a scalar, of one that is cut
+    along another dim, of shards of the dtype that is sent, and of those that are cast."""
+    members = tuple(Member(dtype, size, dim) for size, dim in SIZES)
+    layout = bucket_layout(members, 2, rank)
+    shards = [
+        drawn(math.prod(size), torch.float32, seed).view(size)
+        for seed, size in enumerate(layout.sizes)
+    ]
+    group = str(_torch.dist.default_group().group_name)
+    with mock.patch.object(transport, "may_send", return_value=False):
+        grouped = collectives.launch_grouped_gather(shards, layout, group, copies=copies)
+        assert not grouped.together
+        found = collectives.wait_gather(grouped)
+        packed = collectives.launch_gather(shards, layout, group, copies=True)
+        want = collectives.wait_gather(packed)
+    for got, whole, member in zip(found, want, members, strict=True):
+        assert got.shape == member.size
+        assert torch.equal(got, whole)
 
 
 @on_ranks(2)
