@@ -19,6 +19,7 @@ from autoshard import _torch
 from autoshard.agreed_plan import Attempt, agreed_attempt
 from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.ir.plan import show_bytes
+from autoshard.runtime.compiled.calls import call_of
 from autoshard.runtime.compiled.frame import follow_replaced, sharded_parameters
 from autoshard.runtime.sharding import first_call
 from autoshard.runtime.sharding.adopt import adopt, plain_parameters
@@ -103,7 +104,7 @@ def _compile(
         attempt, name = Attempt(gm, example_inputs, settings), code
     if attempt.reason is None:
         _warn_beyond_budget(attempt, code)
-        return attempt.compilation.frame.wrap(attempt.compiled, name, attempt.plans)
+        return call_of(attempt.compilation.frame, attempt.compiled, name, attempt.plans)
     if settings.strict:
         raise attempt.failure or RuntimeError(attempt.reason)
     _warn_once(
