@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoshard.runtime.comm.collectives import Issued, observe
+from autoshard.runtime.comm.flights import Issued, observe
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.unit.param import find
 from autoshard.tools.parity.compare import parity

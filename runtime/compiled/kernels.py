@@ -20,8 +20,8 @@ from autoshard.passes.ir import groups, ops
 from autoshard.passes.ir.layout import part_of, read_members
 from autoshard.passes.ir.ops import library
 from autoshard.runtime.comm import collectives, copies
-from autoshard.runtime.comm.collectives import GroupedFlight, InFlight
 from autoshard.runtime.comm.copies import Copies
+from autoshard.runtime.comm.flights import GroupedFlight, InFlight
 from autoshard.runtime.comm.packing import BucketLayout, bucket_layout, read_layout
 from autoshard.runtime.comm.streams import on_all_reduce_stream
 from autoshard.runtime.compiled import extensions, reduce

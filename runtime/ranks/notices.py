@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autoshard.runtime.comm import collectives
+from autoshard.runtime.comm import flights
 from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, Arrivals, Store
 
 PATIENCE_S = 3.0  # until a rank that waits looks for what the others do
@@ -70,7 +70,7 @@ def collective_notice(rank: int, thread: int) -> dict[str, Any]:
     Its keys: "what", in words, "group", and "number" of the collective there.
     thread: its `threading.get_ident()`. Long is more than PATIENCE_S.
     """
-    waiting = collectives.waiting.get(thread)
+    waiting = flights.waiting.get(thread)
     if waiting is None or time.monotonic() - waiting.since <= PATIENCE_S:
         return {}
     what = f"rank {rank} waits for {waiting.issued}"
@@ -92,7 +92,7 @@ def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
     if place is not None:
         return not store.check([f"{place}/{rank}"])
     collective = _read(store, collective_key(session, other))
-    return bool(collective) and collectives.num_launched(collective["group"]) < collective["number"]
+    return bool(collective) and flights.num_launched(collective["group"]) < collective["number"]
 
 
 def _describe(store: Store, session: str, other: int) -> str:

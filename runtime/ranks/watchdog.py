@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from autoshard import _torch
-from autoshard.runtime.comm import collectives
-from autoshard.runtime.comm.collectives import Issued
+from autoshard.runtime.comm import flights
+from autoshard.runtime.comm.flights import Issued
 from autoshard.runtime.comm.streams import is_captured
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Watchdog:
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._seen = self._store.add(_ASKED, 0)  # of an earlier life
-        self._observing = collectives.observe(self._launched, self._waited)
+        self._observing = flights.observe(self._launched, self._waited)
         self._observing.__enter__()
         self._thread = threading.Thread(target=self._run, name="autoshard watchdog", daemon=True)
         self._thread.start()

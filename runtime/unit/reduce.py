@@ -35,9 +35,9 @@ from torch import Tensor
 from autoshard import _torch
 from autoshard.passes.ir.layout import Member
 from autoshard.runtime.comm import collectives
-from autoshard.runtime.comm.collectives import InFlight
 from autoshard.runtime.comm.copies import Copies, launch_store
 from autoshard.runtime.comm.custom_comms import Comm
+from autoshard.runtime.comm.flights import InFlight
 from autoshard.runtime.comm.packing import bucket_layout
 from autoshard.runtime.comm.streams import is_captured, on_all_reduce_stream
 from autoshard.runtime.unit.policies import CPUOffloadPolicy

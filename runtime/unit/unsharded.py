@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autoshard.passes.ir.layout import Member, part_of
 from autoshard.runtime.comm import collectives, transport
-from autoshard.runtime.comm.collectives import GroupedFlight, InFlight
+from autoshard.runtime.comm.flights import GroupedFlight, InFlight
 from autoshard.runtime.comm.limiter import limiter
 from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.comm.packing import bucket_layout

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
-from autoshard.runtime.comm import collectives, copies, transport
+from autoshard.runtime.comm import collectives, copies, flights, transport
 from autoshard.runtime.compiled import kernels
 from autoshard.runtime.sharding import sharded_module
 from autoshard.runtime.unit import param as unit_param
@@ -285,7 +285,7 @@ class Mutation:
         return made[self.name]
 
 
-InFlight, Grouped, Reduction = collectives.InFlight, collectives.GroupedFlight, reduce.Reduction
+InFlight, Grouped, Reduction = flights.InFlight, flights.GroupedFlight, reduce.Reduction
 WAIT = "wait_for([self.work], self.issued, self.number)"
 AFTER_COMPUTE = "stream.wait_stream(torch.accelerator.current_stream(device))"
 EAGER, COMPILED = "eager, shard 4", "compiled, shard 4"

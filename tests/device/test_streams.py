@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.link import COLLECTIVES, ON_GPU, RANK, WORLD, bench_of, on_each_device
 
-from autoshard.runtime.comm import collectives
+from autoshard.runtime.comm import flights
 from autoshard.tools.bench.contestants import autoshard_compiled, autoshard_eager
 
 pytestmark = [
@@ -50,7 +50,7 @@ def test_parity(device: str) -> None:
 @on_each_device
 def test_a_wait_that_is_missing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is seen: `test_parity` would fail."""
-    monkeypatch.setattr(collectives, "wait_for", lambda works, *about: None)
+    monkeypatch.setattr(flights, "wait_for", lambda works, *about: None)
     with pytest.raises(AssertionError, match="differ"):
         overlap.check(bench_of(device), steps=1)
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import fully_shard
-from autoshard.runtime.comm.collectives import Issued, observe
+from autoshard.runtime.comm.flights import Issued, observe
 from autoshard.runtime.unit.unit import Unit, unit_of
 
 Prepare = Callable[[Any], object]

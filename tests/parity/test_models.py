@@ -15,7 +15,7 @@ from support.selection import IS_FULL, part_of
 from support.training import assert_same, compiled, replicated, sgd, sharded
 from torch import nn
 
-from autoshard.runtime.comm.collectives import Issued, observe
+from autoshard.runtime.comm.flights import Issued, observe
 
 # Inductor fuses and reassociates: float32 sums of a few hundred terms, over a few steps.
 INDUCTOR_RTOL = 1e-5

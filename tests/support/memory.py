@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoshard import _torch
-from autoshard.runtime.comm import collectives, observed
+from autoshard.runtime.comm import flights, observed
 from autoshard.runtime.compiled import kernels
 
 
@@ -107,14 +107,14 @@ ROLES = {
 @contextlib.contextmanager
 def _waits_unseen() -> Iterator[None]:
     """What a backend does in a wait is not looked into."""
-    wait_for = collectives.wait_for
+    wait_for = flights.wait_for
 
     def unseen(works: list[dist.Work], *about: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
             wait_for(works, *about)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "wait_for", unseen)
+        patch.setattr(flights, "wait_for", unseen)
         yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.passes.ir.layout import first_row
-from autoshard.runtime.comm.collectives import Issued, observe
+from autoshard.runtime.comm.flights import Issued, observe
 
 FLOOR = 0.02
 """Initial weights are drawn with this deviation; below it, only the absolute error counts. An

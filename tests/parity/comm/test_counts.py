@@ -241,7 +241,7 @@ def test_compiled(rank: int, strategy: str, lowering: str) -> None:
 @on_ranks(2)
 def test_saved_for_backward(rank: int, strategy: str) -> None:
     """D-67: Nothing gathered is among the tensors saved for backward, unless resharding is off."""
-    from autoshard.runtime.comm import collectives
+    from autoshard.runtime.comm import collectives, flights
 
     model = Net()
     call = torch.compile(
@@ -253,7 +253,7 @@ def test_saved_for_backward(rank: int, strategy: str) -> None:
     gathered: set[int] = set()
     wait = collectives.wait_gather
 
-    def wait_and_note(flight: collectives.InFlight) -> list[torch.Tensor]:
+    def wait_and_note(flight: flights.InFlight) -> list[torch.Tensor]:
         tensors = wait(flight)
         if len(flight.issued.members) > 1:  # a block's; the root is kept
             gathered.update(tensor.untyped_storage().data_ptr() for tensor in tensors)

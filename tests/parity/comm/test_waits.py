@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.runtime.comm import collectives, streams, transport
+from autoshard.runtime.comm import flights, streams, transport
 from autoshard.runtime.unit import reduce
 
 
@@ -195,7 +195,7 @@ def device_with_streams(log: list[str]) -> Iterator[None]:
     streams.torch = module
     streams.all_reduce_stream.cache_clear()
     try:
-        with collectives.observe(lambda i: log.append(f"{i.kind} on {current[-1].name}")):
+        with flights.observe(lambda i: log.append(f"{i.kind} on {current[-1].name}")):
             yield
     finally:
         reduce.on_all_reduce_stream, streams.torch = on_stream, real

@@ -22,7 +22,7 @@ from support.training import in_both_forms
 from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
-from autoshard.runtime.comm import collectives
+from autoshard.runtime.comm import flights
 from autoshard.runtime.ranks import watchdog
 
 LATE_S = 6.0
@@ -127,8 +127,8 @@ def test_a_collective_that_fails(rank: int, form: str) -> None:
 
 
 def test_memory_that_is_not_there_is_no_other_rank_s_fault() -> None:
-    issued = collectives.Issued("gather", (), "shard")
-    with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"), collectives._explained(issued):
+    issued = flights.Issued("gather", (), "shard")
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"), flights._explained(issued):
         raise torch.OutOfMemoryError("no room")
 
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import _torch, fully_shard
-from autoshard.runtime.comm.collectives import Issued, observe
+from autoshard.runtime.comm.flights import Issued, observe
 from autoshard.runtime.eager.saved import Held
 from autoshard.runtime.eager.unit_steps import steps_of
 

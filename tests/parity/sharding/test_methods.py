@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import _torch, fully_shard, register_forward_method
-from autoshard.runtime.comm import collectives
+from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.limiter import MAX_AHEAD, Limiter
 from autoshard.runtime.eager.unit_steps import steps_of
 
@@ -49,7 +49,7 @@ def build(layers: int = N - 1, **arguments: Any) -> Any:
 def order_of(run: Callable[[], object]) -> list[str]:
     """Units in the order in which they are gathered, by the size of what they hold."""
     names = []
-    with collectives.observe(lambda i: names.append(f"{i.kind} {len(i.members)}")):
+    with flights.observe(lambda i: names.append(f"{i.kind} {len(i.members)}")):
         run()
     return names
 
@@ -103,7 +103,7 @@ def test_forward_prefetch(rank: int) -> None:
         seen: list[int] = []
         log: list[object] = []
         hook = model.embed.register_forward_hook(lambda *_, log=log, s=seen: s.append(len(log)))
-        with collectives.observe(log.append), torch.no_grad():
+        with flights.observe(log.append), torch.no_grad():
             net_loss(model, rank, 0)
         hook.remove()
         assert seen == [expected]
@@ -113,7 +113,7 @@ def test_forward_prefetch(rank: int) -> None:
     log = []
     seen = []
     model.embed.register_forward_hook(lambda *_: seen.append(len(log)))
-    with collectives.observe(log.append):
+    with flights.observe(log.append):
         net_loss(model, rank, 0).backward()
     assert seen == [3]
     with pytest.raises(ValueError, match="expected modules that head units but got LayerNorm"):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autoshard
 from autoshard import _torch, fully_shard
-from autoshard.runtime.comm import collectives, custom_comms, transport
+from autoshard.runtime.comm import custom_comms, flights, transport
 from autoshard.runtime.comm.packing import Division, division
 from autoshard.runtime.sharding import materialize, shard
 
@@ -82,7 +82,7 @@ def test_shards_over_fewer_ranks_after_forward(rank: int, form: str) -> None:
         fully_shard(layer, reshard_after_forward=2)
     in_form(fully_shard(model), form)
     groups = []
-    with collectives.observe(lambda issued: groups.append((issued.kind, issued.group))):
+    with flights.observe(lambda issued: groups.append((issued.kind, issued.group))):
         value = net_loss(model, rank, 0)
         after_forward = len(groups)
         value.backward()

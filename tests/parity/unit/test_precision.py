@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import MixedPrecisionPolicy, fully_shard
-from autoshard.runtime.comm import collectives
+from autoshard.runtime.comm import flights
 from autoshard.runtime.unit import precision
 
 BF16 = torch.bfloat16
@@ -52,7 +52,7 @@ def dtypes_of(
         torch._dynamo.reset()
         model.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
     wire: dict[str, torch.dtype] = {}
-    with collectives.observe(lambda i: wire.update({i.kind: i.members[0].dtype})):
+    with flights.observe(lambda i: wire.update({i.kind: i.members[0].dtype})):
         output = model(torch.ones(2, 4))
         output.sum().backward()
     weight = model.linear.weight
@@ -195,7 +195,7 @@ def test_dtypes_mixed_in_one_unit(rank: int, form: str) -> None:
         model = in_form(fully_shard(model, mp_policy=policy), form)
         model[0].register_forward_hook(lambda _, __, output: output.to(BF16))
         issued = []
-        with collectives.observe(issued.append):
+        with flights.observe(issued.append):
             model(torch.ones(2, 3)).float().sum().backward()
         assert len([i for i in issued if i.kind == "gather"]) == gathers
         assert model[0].weight.grad.dtype == torch.float32
@@ -296,7 +296,7 @@ def test_autocast(rank: int, form: str) -> None:
     """Autocast casts inside: gathered parameters, and their gradients, stay in float32."""
     model = in_form(autoshard.shard(Net()), form)
     issued = []
-    with collectives.observe(issued.append):
+    with flights.observe(issued.append):
         with torch.autocast("cpu", dtype=BF16):
             loss = net_loss(model, rank, 0)
         loss.backward()

@@ -224,7 +224,7 @@ def test_one_process_needs_no_collective() -> None:
 
     script = """
 import torch, autoshard
-from autoshard.runtime.comm.collectives import observe
+from autoshard.runtime.comm.flights import observe
 def build():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
