@@ -163,7 +163,7 @@ def _kept_unsharded(params: list[ShardedParam]) -> list[Tensor]:
 def _let_go(unit: Unit) -> None:
     """Drop the unsharded parameters kept for `unit`, and have its markers gather again."""
     unit.kept = None
-    unit.describe()
+    unit.update_markers()
 
 
 def _resolved(param: Tensor) -> ShardedParam:
@@ -296,7 +296,7 @@ class _LocalShards(torch.autograd.Function):
                 param.grad_dtype, grad = kept_as, grad.to(kept_as)
             whole = sharded.grad_from(grad)
             if _torch.autograd.accumulates_gradient(leaf):
-                reduce.make_room(sharded)
+                reduce.drop_placeholder(sharded)
                 used.add(sharded)
                 if param.grad is None and not _torch.autograd.has_hooks(param):
                     param.grad = whole  # autograd would make a second DTensor of it

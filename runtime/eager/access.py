@@ -55,7 +55,7 @@ def bind(module: nn.Module, attribute: str, param: ShardedParam) -> None:
     bound = module.__dict__.setdefault(PARAMS, {})
     bound[attribute] = param
     param.registrations.append((module, attribute))
-    param.describe_in_modules()
+    param.write_markers()
     _set_class(module, mixins=())
 
 

@@ -450,7 +450,7 @@ def finalize(owner: Unit) -> None:
         if unit.kept is not None and not is_kept:
             unit.kept.drop()
             unit.kept = None
-            unit.describe()
+            unit.update_markers()
 
 
 def _step_over_all(owner: Unit) -> Step:

@@ -162,7 +162,7 @@ def reshard(unit: Unit) -> None:
     finally:
         if kept is not None:
             kept.drop()
-        unit.describe()
+        unit.update_markers()
 
 
 def finish_reduces(owner: Unit) -> None:
@@ -192,7 +192,7 @@ def reset(unit: Unit) -> None:
     if unit.kept is not None:
         unit.kept.drop()
     unit.kept, unit.is_unsharded_by_user = None, False
-    unit.describe()
+    unit.update_markers()
     steps.carried = []
     unit.reducer.partial = {}
     for param in unit.params:

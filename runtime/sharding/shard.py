@@ -662,5 +662,5 @@ def _name_everything(modules: tuple[nn.Module, ...]) -> None:
             if unit is not None and module is unit.modules[0]:
                 if unit.is_root != (module in modules):
                     unit.is_root = not unit.is_root
-                    unit.describe()
+                    unit.update_markers()
                 unit.name = prefix + path if path else (prefix.rstrip(".") or ROOT_NAME)

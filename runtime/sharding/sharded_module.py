@@ -94,7 +94,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         unit = _unit(self)
         keep(unit)
         unit.is_unsharded_by_user = unit.shows_unsharded = True
-        unit.describe()
+        unit.update_markers()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -231,7 +231,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         finally:
             for unit, syncs in before:
                 unit.reducer.syncs = syncs
-                unit.describe()
+                unit.update_markers()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -244,7 +244,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         _expect_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
             unit.reducer.syncs = requires_gradient_sync
-            unit.describe()
+            unit.update_markers()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces gradients over replicas.
@@ -255,7 +255,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         _expect_bool("requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
             unit.reducer.all_reduces = requires_all_reduce
-            unit.describe()
+            unit.update_markers()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether a backward waits for its reduces before it ends, in this module's units.
@@ -311,7 +311,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             raise ValueError(f"the gradient divide factor should be positive, not {factor!r}")
         unit = _unit(self)
         unit.reducer.divide_by = float(factor)
-        unit.describe()
+        unit.update_markers()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether this unit's collectives only sum, and divisions are done beside them.
@@ -365,7 +365,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
         _expect_bool("enable", enable)
         for unit in _units(self, recurse):
             unit.reducer.scatter_group = separate_group(unit.axes) if enable else ""
-            unit.describe()
+            unit.update_markers()
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit's parameters by `comm` rather than by collectives of ours.
@@ -471,7 +471,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
                 f"unit {unit.name!r}: stream can't be set where a mesh axis replicates"
             )
         unit.reducer.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
-        unit.describe()
+        unit.update_markers()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Have gradients reduced by `hook`, not by collectives of ours, in all units of the model.
@@ -500,7 +500,7 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
                 )
         for each in _units(self, True):
             each.reducer.comm_hook = state, hook
-            each.describe()
+            each.update_markers()
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward wait for `event`, once, before its first gather.

@@ -201,7 +201,7 @@ class ShardedParam:
         Its group, number of ranks and device are those of `axes`. It has no `unit` yet.
         """
         # What the getter hands to the marker under torch.compile: constants to guard on. See
-        # `describe()`.
+        # `update_markers()`.
         self.marker_arguments: MarkerArguments = ("", "", False, "")
         self.marker_arguments_in_full = self.marker_arguments
         self.follows_mode = False  # the latter holds in eval mode
@@ -235,7 +235,7 @@ class ShardedParam:
         """Tell whether compiled code of backward number `task` has no gradient for `.grad`."""
         return self._withheld_in == task
 
-    def describe(self) -> None:
+    def update_markers(self) -> None:
         """Update its markers' arguments, also in modules, to how its unit gathers and reduces now.
 
         Markers are what a read under torch.compile leaves in the graph. To be called after each
@@ -246,9 +246,9 @@ class ShardedParam:
         self.follows_mode = self.unit.settings.mp.full_precision_in_eval
         self.marker_arguments = self._description(in_full_precision=False)
         self.marker_arguments_in_full = self._description(in_full_precision=True)
-        self.describe_in_modules()
+        self.write_markers()
 
-    def describe_in_modules(self) -> None:
+    def write_markers(self) -> None:
         """Write the marker's arguments into each module where the parameter is registered.
 
         Reads under torch.compile take them from there. They are None if the getter has to ask: with
@@ -351,7 +351,7 @@ class ShardedParam:
         It may have been replaced by another DTensor, as by `load_state_dict(assign=True)`,
         converted, as by `model.to(dtype)`, or have got or lost the methods of an all-gather
         extension. The first replacement found is put into all of its modules. A plain tensor in its
-        place is not looked at. For a new dtype or extension its markers are updated (`describe`).
+        place is not looked at. For a new dtype or extension its markers are updated.
         Hooks that a broken-off backward left aside are put back, too, which does not count.
         Raises ValueError for a replacement that is not sharded alike, TypeError for one of the two
         methods alone.
@@ -366,9 +366,9 @@ class ShardedParam:
         dtype = self.shard.dtype
         if dtype != self.member.dtype:
             self.member = Member(dtype, self.member.size, self.member.dim)
-            self.describe()
+            self.update_markers()
         if has_methods(self.shard) != self.is_extended:
-            self.describe()
+            self.update_markers()
         return self.param is not before[0] or (dtype, self.is_extended) != before[1:]
 
     def _replace(self, param: nn.Parameter) -> None:

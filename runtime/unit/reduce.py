@@ -356,7 +356,7 @@ class Reduction:
         for param, shard in shards.items():
             accumulate(param, shard)
         for param in self._wanted:
-            make_room(param)  # no rank had one after all
+            drop_placeholder(param)  # no rank had one after all
 
 
 def flags_of(
@@ -386,7 +386,7 @@ def in_dtype_of_grad(param: ShardedParam, shard: Tensor) -> Tensor:
     return shard if is_kept else shard.to(param.member.dtype)
 
 
-def make_room(param: ShardedParam) -> None:
+def drop_placeholder(param: ShardedParam) -> None:
     """Empty `.grad` if it has zeros that `Seen.now` put there: a gradient takes their place."""
     if param.param.grad is not None and _is_placeholder(param.param.grad):
         param.param.grad = None
@@ -422,7 +422,7 @@ def accumulate(sharded: ShardedParam, shard: Tensor) -> None:
         )
     param = sharded.param
     sharded.hooks.put_back()
-    make_room(sharded)
+    drop_placeholder(sharded)
     shard = in_dtype_of_grad(sharded, shard)
     if shard.dtype != sharded.member.dtype:
         param.grad_dtype = shard.dtype
@@ -627,7 +627,7 @@ def forget(param: ShardedParam) -> None:
     Sums that wait for their all-reduce alone, in `Reducer.partial`, are left.
     """
     param.pending = param.arriving = None
-    make_room(param)
+    drop_placeholder(param)
 
 
 def take_pending(param: ShardedParam, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -74,7 +74,7 @@ class Unit:
     def configure(self, **changes: Any) -> None:
         """Change fields of `settings`, given by name, and update what markers say of them."""
         self.settings = dataclasses.replace(self.settings, **changes)
-        self.describe()
+        self.update_markers()
 
     @property
     def compared_settings(self) -> list[str]:
@@ -193,13 +193,13 @@ class Unit:
             previous.params.remove(param)
         param.unit = self
         self.params.append(param)
-        param.describe()
+        param.update_markers()
 
     @property
     def gather(self) -> str:
         """Name of its gather, as ranks compare it: "the gather of layers.3 (float32: 576 bytes)".
 
-        In the precision of the latest forward. Made once for each, until `describe` is called.
+        In the precision of the latest forward. Made once for each, until markers are updated.
         """
         known = self._gathers.get(self.computes_in_full_precision)
         if known is None:
@@ -212,14 +212,14 @@ class Unit:
             self._gathers[self.computes_in_full_precision] = known
         return known
 
-    def describe(self) -> None:
+    def update_markers(self) -> None:
         """Update what its parameters' markers say of how it gathers and reduces.
 
         To be called after each change of that; see `ShardedParam.describe`.
         """
         self._gathers = {}
         for param in self.params:
-            param.describe()
+            param.update_markers()
 
     def gathered_member(
         self, param: ShardedParam, *, in_full_precision: bool | None = None

@@ -60,7 +60,7 @@ class Setting:
 
 Contestant = Callable[[Any, Setting], Any]
 
-ROOMY = 2**40  # bytes: more than there is
+MORE_THAN_THERE_IS = 2**40  # bytes
 
 
 def unsharded(model: Any, setting: Setting) -> Any:
@@ -158,7 +158,7 @@ def autoshard_kept(model: Any, setting: Setting) -> Any:
     They may then stay unsharded from forward to backward, as in `simple_fsdp`. A `memory_budget` in
     the options goes first.
     """
-    options = {"memory_budget": ROOMY, **setting.options}
+    options = {"memory_budget": MORE_THAN_THERE_IS, **setting.options}
     return autoshard_compiled(model, replace(setting, options=options))
 
 

@@ -293,7 +293,7 @@ def _results(setup: _Setup, name: str, last: int) -> list[bisection.OpResult]:
     return kept
 
 
-def told_by_all(problem: str | None) -> str | None:
+def first_problem(problem: str | None) -> str | None:
     """Return the `problem` of the first rank that has one, as "rank 1: ..."; None if none has.
 
     All ranks call this.

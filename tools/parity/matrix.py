@@ -25,7 +25,7 @@ from autoshard import _torch
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import replicate, shard
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from autoshard.tools.parity.compare import average_gradients, compare_local, told_by_all
+from autoshard.tools.parity.compare import average_gradients, compare_local, first_problem
 from autoshard.tools.parity.meshes import mesh_of
 
 STEPS = 3
@@ -355,7 +355,7 @@ def try_case(seed: int) -> CaseOutcome:
             problem = _compare_runs(case)
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return CaseOutcome(seed, case, told_by_all(problem))
+    return CaseOutcome(seed, case, first_problem(problem))
 
 
 def _compare_runs(case: Case) -> str | None:

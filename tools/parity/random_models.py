@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard import _torch
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
-from autoshard.tools.parity.compare import parity, told_by_all
+from autoshard.tools.parity.compare import first_problem, parity
 
 STEPS = 3
 WIDTH = 6
@@ -299,7 +299,7 @@ def try_model(seed: int) -> Sample:
             problem = "; ".join(each.text() for each in exact) or None
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return Sample(seed, text, told_by_all(problem))
+    return Sample(seed, text, first_problem(problem))
 
 
 def _batch(sizes: tuple[int, int], more: int, step: int) -> dict[str, Any]:
