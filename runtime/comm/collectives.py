@@ -59,7 +59,7 @@ def launch_gather(
     issued = _gather_of(shards, layout, group, bucket)
     begin = transport.gather if comm is None else functools.partial(custom_comms.gather, comm)
     copies |= comm is not None
-    with _step("launch_gather", group):
+    with _section("launch_gather", group):
         send, receive = packing.pack_shards(shards, layout, copies=copies, comm=comm)
         (work,) = launch(issued, begin, [receive], [send], process_group)
     number = num_launched(group)
@@ -91,7 +91,7 @@ def launch_grouped_gather(
     process_group = _torch.dist.resolve_group(group)
     issued = _gather_of(shards, layout, group, bucket)
     together = transport.too_small(layout.members, process_group, shards[0].device)
-    with _step("launch_grouped_gather", group):
+    with _section("launch_grouped_gather", group):
         if together:
             alone = [number for number in range(len(shards)) if number not in together]
             send, receive = _packed_each(shards, layout, alone, copies=copies)
@@ -128,7 +128,7 @@ def wait_gather(flight: InFlight | GroupedFlight) -> list[Tensor]:
     the first rank's value. To be called once for a `flight`: it takes the tensors out of a
     `GroupedFlight`. Tells observers, and raises, as `wait_for`.
     """
-    with _step("wait_gather", flight.issued.group):
+    with _section("wait_gather", flight.issued.group):
         flight.wait()
         if isinstance(flight, GroupedFlight):
             rooms = _in_order(flight)
@@ -198,7 +198,7 @@ def pack_grads(
     issued = Issued("reduce", layout.members, group, bucket, tuple(names))
     own = None
     divides = packing.division(1.0 if averages else divisor, layout.dtype, is_free=swaps)
-    with _step("pack_grads", group):
+    with _section("pack_grads", group):
         if swaps:
             send = packing.pack_part(grads, layout, 1 - layout.rank, divides.before)
             own = packing.own_parts(grads, layout, divides.before)
@@ -221,7 +221,7 @@ def launch_reduce(packed: InFlight, comm: Comm | None = None) -> InFlight:
     issued, send = packed.issued, packed.send
     if packed.layout.world == 1:
         return packed
-    with _step("launch_reduce", issued.group):
+    with _section("launch_reduce", issued.group):
         process_group = _torch.dist.resolve_group(issued.group)
         work: Work
         if packed.own is None:
@@ -246,7 +246,7 @@ def launch_all_reduce(reduced: InFlight, group: str) -> InFlight:
     """
     issued = replace(reduced.issued, kind="all_reduce", group=group)
     process_group = _torch.dist.resolve_group(group)
-    with _step("launch_all_reduce", group):
+    with _section("launch_all_reduce", group):
         begin = functools.partial(transport.all_reduce, is_mean=reduced.averages)
         work = launch(issued, begin, reduced.receive, process_group)
     number = num_launched(group)
@@ -292,7 +292,7 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
         Otherwise they may share the buffer, which is divided in place; each counts its own version.
     """
     layout = flight.layout
-    with _step("split_reduced", flight.issued.group):
+    with _section("split_reduced", flight.issued.group):
         parts = packing.split_pieces(flight.receive, layout)
         if flight.own is not None:
             torch._foreach_add_(flight.own, parts)
@@ -311,11 +311,8 @@ def split_reduced(flight: InFlight, *, copies: bool = True) -> list[Tensor]:
         return parts
 
 
-def _step(what: str, group: str) -> contextlib.AbstractContextManager[object]:
-    """Run what is in this context without gradients; if there is a profile, it shows there.
-
-    Its name there is "autoshard::what group".
-    """
+def _section(what: str, group: str) -> contextlib.AbstractContextManager[object]:
+    """Run a section of code without gradients; a profile shows it as "autoshard::what group"."""
     if _torch.autograd.is_profiled():
         return _shown(f"autoshard::{what} {group}")
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
