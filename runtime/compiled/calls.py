@@ -292,17 +292,18 @@ class _LocalShards(torch.autograd.Function):
                 handed_on.append(None)
                 continue
             param = sharded.param
+            accumulates = _torch.autograd.accumulates_gradient(leaf)
+            if accumulates:
+                reduce.drop_placeholder(sharded)  # before its dtype may change
+                used.add(sharded)
             if kept_as is not None:  # exact: it was reduced in that dtype
                 param.grad_dtype, grad = kept_as, grad.to(kept_as)
             whole = sharded.grad_from(grad)
-            if _torch.autograd.accumulates_gradient(leaf):
-                reduce.drop_placeholder(sharded)
-                used.add(sharded)
-                if param.grad is None and not _torch.autograd.has_hooks(param):
-                    param.grad = whole  # autograd would make a second DTensor of it
-                    handed_on.append(None)
-                    continue
-            handed_on.append(whole)
+            if accumulates and param.grad is None and not _torch.autograd.has_hooks(param):
+                param.grad = whole  # autograd would make a second DTensor of it
+                handed_on.append(None)
+            else:
+                handed_on.append(whole)
         if is_left:
             # A nested backward, a reentrant checkpoint's, is not the end of the others' gradients.
             units = {sharded.unit for sharded in ctx.sharded}

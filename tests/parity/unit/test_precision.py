@@ -99,6 +99,27 @@ def test_dtypes_of_buffers_kept_gradients_and_eval(rank: int, compile: bool) -> 
     assert dtypes_of(low, train=False, compile=compile)["weight"] == BF16
 
 
+@on_ranks(2)
+def test_gradients_of_kept_dtype_that_have_waited(rank: int) -> None:
+    """Zeros of the parameter's own dtype stand for them until they are reduced, in both forms."""
+    kept = MixedPrecisionPolicy(param_dtype=BF16, keep_low_precision_grads=True)
+    found = []
+    for form in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model: Any = in_form(fully_shard(nn.Linear(4, 3), mp_policy=kept), form)
+        for step in range(2):
+            for syncs in (False, True):
+                model.set_requires_gradient_sync(syncs)
+                model(torch.full((2, 4), 1.0 + rank + step)).sum().backward()
+            grads = [param.grad.to_local() for param in model.parameters()]
+            assert {grad.dtype for grad in grads} == {BF16}
+            found.append([grad.clone() for grad in grads])
+            for param in model.parameters():
+                param.grad = None
+    for eager, compiled in zip(found[:2], found[2:], strict=True):
+        assert all(map(torch.equal, eager, compiled))
+
+
 @in_both_forms
 @on_ranks(2)
 def test_eval_and_back(rank: int, form: str) -> None:
