@@ -72,10 +72,7 @@ def will_run(node: Any) -> bool:
 
 def accumulates_gradient(leaf: Any) -> bool:
     """Tell whether the running backward adds to `.grad` at `leaf`, an AccumulateGrad node."""
-    try:  # `_leaf_use`, once more: this is asked of each parameter at each step
-        return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
-    except RuntimeError:
-        return False
+    return _leaf_use(leaf) is True
 
 
 def returns_gradient(leaf: Any) -> bool:

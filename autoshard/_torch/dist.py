@@ -90,13 +90,13 @@ def group_of_the_same_ranks(group: dist.ProcessGroup, purpose: str) -> dist.Proc
             dist.get_process_group_ranks(group),
             timeout=group_timeout(group),
             use_local_synchronization=True,
-            pg_options=nccl_options_of(group),
+            pg_options=_nccl_options_of(group),
         )
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
-def nccl_options_of(group: dist.ProcessGroup) -> Any:
+def _nccl_options_of(group: dist.ProcessGroup) -> Any:
     """Options for a group whose NCCL streams have the priority of those of `group`; None if none.
 
     The priority is one that `init_process_group` was given by `pg_options`. That of the environment

@@ -154,6 +154,7 @@ _unguarded: dict[Any, set[int]] = {}
 def leave_layouts_unguarded(dtensors: Iterable[DTensor], others: Iterable[DTensor]) -> None:
     """Have code that is compiled now run without a look at the layouts of `dtensors`, its inputs.
 
+    Nor does it compare their meshes with each other.
     Whoever calls this looks at them instead, whenever the code runs. Only to be called by a
     backend, while Dynamo compiles, and after `may_leave_layouts_unguarded`. What was left unguarded
     for other frames is forgotten, as their guards are made.

@@ -92,31 +92,23 @@ def launch_grouped_gather(
     issued = _gather_of(shards, layout, group, bucket)
     together = transport.too_small(layout.members, process_group, shards[0].device)
     with _section("launch_grouped_gather", group):
+        alone = [number for number in range(len(shards)) if number not in together]
+        send, receive = packing.pack_each(
+            [shards[number] for number in alone],
+            _part_of(layout, alone) if together else layout,
+            copies=copies,
+        )
         if together:
-            alone = [number for number in range(len(shards)) if number not in together]
-            send, receive = _packed_each(shards, layout, alone, copies=copies)
             shared = [shards[number] for number in together]
             packed = packing.pack_shards(shared, _part_of(layout, together), copies=copies)
             send.append(packed[0])
             receive.append(packed[1])
-        else:
-            send, receive = packing.pack_each(shards, layout, copies=copies)
         works = launch(issued, transport.gather, receive, send, process_group)
     return GroupedFlight(issued, works, send, receive, layout, together, num_launched(group))
 
 
-def _packed_each(
-    shards: list[Tensor], layout: BucketLayout, numbers: Sequence[int], *, copies: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Pack those members of a bucket that have these `numbers` as `packing.pack_each` does."""
-    if not numbers:
-        return [], []
-    chosen = [shards[number] for number in numbers]
-    return packing.pack_each(chosen, _part_of(layout, numbers), copies=copies)
-
-
 def _part_of(layout: BucketLayout, numbers: Sequence[int]) -> BucketLayout:
-    """Lay out those members of a bucket that have these `numbers`, as a bucket of their own."""
+    """Lay out those members of a bucket that have these `numbers`, which may be none."""
     members = tuple(layout.members[number] for number in numbers)
     return bucket_layout(members, layout.world, layout.rank)
 

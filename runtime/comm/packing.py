@@ -121,13 +121,14 @@ def pack_each(
     from where it lies, unless `copies`; others are copied, cast, to their place in what is received
     into. What is sent has the size of a rank's part of the room, cut along its first dim.
     """
-    dtype, first = layout.dtype, shards[0]
-    receive = [first.new_empty(size, dtype=dtype) for size in layout.rooms]
+    sizes = zip(shards, layout.rooms, strict=True)
+    receive = [shard.new_empty(size, dtype=layout.dtype) for shard, size in sizes]
     send: list[Tensor] = []
     places: list[Tensor] = []
     copied: list[Tensor] = []
     for shard, room, length in zip(shards, receive, layout.lengths, strict=True):
-        if copies or shard.dtype != dtype or shard.numel() != length or not shard.is_contiguous():
+        is_whole = shard.numel() == length and shard.is_contiguous()
+        if copies or shard.dtype != room.dtype or not is_whole:
             rows = len(room) // layout.world
             place = room.narrow(0, layout.rank * rows, rows)
             send.append(place)

@@ -90,6 +90,7 @@ def call_of(
         kept = _kept_unsharded([table[number] for number in stays]) if stays else []
         params = [values[position] for position in positions]
         known = table.params()
+        # A parameter that is only read as a shard is gathered by no marker, and has no number.
         owners = [
             _resolved(param) if number is None else known[number]
             for number, param in zip(numbers, params, strict=True)
@@ -236,9 +237,8 @@ class _LocalShards(torch.autograd.Function):
         """Return `inputs`, detached; differentiable are those whose parameter needs a gradient.
 
         Each of `units` notes the use of its parameters, until backward has the gradients of
-        `owners`, which are those of `params`. Kept
-        for backward: which values the parameters have, and in which dtype `.grad` is to be, by the
-        mode (train or eval) of now.
+        `owners`, which are those of `params`. Kept for backward: which values the parameters have,
+        and in which dtype `.grad` is to be, by the mode (train or eval) of now.
         """
         ctx.table, ctx.units = table, units  # backward looks things up in them
         ctx.use = Use(table.members, ctx)

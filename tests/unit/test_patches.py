@@ -22,6 +22,7 @@ from support.caches import fresh_graphs
 from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.testing import CompileCounter
 from torch.distributed import pipelining
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -171,7 +172,45 @@ def test_a_mesh_is_a_guard_in_python(fake_world: None) -> None:
     compiled()
     (entry,) = _debug_get_cache_entry_list(compiled.__wrapped__.__code__)
     is_guarded = ".device_mesh is " in str(entry.guard_manager)
-    assert is_guarded == (_version(torch.__version__) >= (2, 12))
+    assert is_guarded == (_version(torch.__version__) != (2, 11))
+
+
+HOOKS = """
+def changed(tensor):
+    return tensor * 1
+
+def pack(tensor):
+    changed(tensor)
+    return tensor
+
+def unpack(tensor):
+    changed(tensor)
+    return tensor
+"""
+
+
+def _run_as_it_is(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return (x.sin() * x).sum()
+
+
+def test_hooks_are_compiled_unless_left_alone() -> None:
+    """Needed: `dynamo.leave_alone`; and it does what it should."""
+
+    def num_graphs(mark: Callable[[Any], Any]) -> int:
+        torch._dynamo.reset()
+        _torch.dynamo.skip_code(_run_as_it_is.__code__)
+        hooks: dict[str, Any] = {}
+        exec(HOOKS, hooks)  # new code, which has no mark yet
+        graphs = CompileCounter()
+        call = torch.compile(lambda x: _run_as_it_is(x), backend=graphs)
+        pack, unpack = mark(hooks["pack"]), mark(hooks["unpack"])
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            call(torch.ones(3, requires_grad=True)).backward()
+        return graphs.frame_count
+
+    assert num_graphs(lambda hook: hook) == 1
+    assert num_graphs(_torch.dynamo.leave_alone) == 0
 
 
 @on_ranks(2)

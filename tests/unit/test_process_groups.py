@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,10 +38,12 @@ def test_streams_of_high_priority(
 
 
 class Group:
-    """Group whose NCCL backend was given these options."""
+    """Group over ranks 0 and 1 whose NCCL backend was given these options."""
+
+    group_name = "pair"
 
     def __init__(self, options: Any) -> None:
-        self._device_types = [torch.device("cpu"), torch.device("cuda")]
+        self._device_types = [torch.device("cuda")]
         self.options = options
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -47,11 +51,27 @@ class Group:
         return self
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+class Options:
+    """What a build of torch with NCCL has as `ProcessGroupNCCL.Options`."""
+
+    _timeout = timedelta(seconds=5)
+
+    def __init__(self, *, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+
+
 @pytest.mark.parametrize("is_high", [False, True])
-def test_a_second_group_has_the_priority_of_the_first(is_high: bool) -> None:
+def test_a_second_group_has_the_priority_of_the_first(
+    is_high: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the options of this build of torch, or with a stand-in if it has no NCCL."""
+    if not dist.is_nccl_available():
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), False)
     given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_high)
-    stand_in: Any = Group(given)
-    found = _torch.dist.nccl_options_of(stand_in)
-    assert (found is not None) == is_high
-    assert found is None or found.is_high_priority_stream
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    first: Any = Group(given)
+    with mock.patch.object(dist, "new_group", return_value=mock.Mock(dist.ProcessGroup)) as made:
+        _torch.dist.group_of_the_same_ranks(first, "reduces")
+    options = made.call_args.kwargs["pg_options"]
+    assert (options is not None) == is_high
+    assert options is None or options.is_high_priority_stream

@@ -103,3 +103,17 @@ def test_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSHARD_MESSAGES", "0")
     assert not transport.may_send()
     transport.may_send.cache_clear()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_spans_of_a_profile(rank: int, form: str) -> None:
+    """What is launched, waited for and copied has a name, and the group's, while one profiles."""
+    model = in_form(autoshard.shard(SmallNet()), form, bucketing="per_unit")
+    net_loss(model, rank, 0).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        net_loss(model, rank, 0).backward()
+    names = [each.name for each in found.events() if each.name.startswith("autoshard::")]
+    spans = {name.split()[0].removeprefix("autoshard::") for name in names if " " in name}
+    gather = "launch_grouped_gather" if form == "eager" else "launch_gather"
+    assert spans == {gather, "wait_gather", "pack_grads", "launch_reduce", "split_reduced"}

@@ -16,7 +16,7 @@ import torch
 from support.models import Net, net_loss
 from support.programs import events_of
 from support.ranks import on_ranks
-from support.training import adamw, assert_same, in_form, replicated, sgd, train
+from support.training import adamw, assert_same, in_both_forms, in_form, replicated, sgd, train
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.tensor import _dtensor_spec
@@ -197,6 +197,26 @@ def test_layouts_are_looked_at(fake_world: None) -> None:
         one[name], other[name] = other[name], one[name]
     with pytest.raises(RuntimeError, match=r"shorter\.weight stands where compiled code has"):
         model(torch.ones(1, 4))
+
+
+class ReadsShard(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shard: Any = self.second._parameters["weight"]
+        return self.first(x).sum() + 3 * shard.to_local().sum()
+
+
+@in_both_forms
+@on_ranks(2)
+def test_a_parameter_that_is_read_as_a_shard(rank: int, form: str) -> None:
+    """It is gathered by nobody, and its gradient is of the shard."""
+    model: Any = in_form(autoshard.shard(ReadsShard()), form)
+    model(torch.ones(1, 4)).backward()
+    grad = model.second.weight.grad.to_local()
+    assert torch.equal(grad, torch.full((2, 4), 3.0))
 
 
 @on_ranks(2)
