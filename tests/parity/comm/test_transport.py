@@ -139,12 +139,18 @@ def test_a_grouped_gather_by_collectives(rank: int, dtype: torch.dtype, copies: 
     with mock.patch.object(transport, "may_send", return_value=False):
         grouped = collectives.launch_grouped_gather(shards, layout, group, copies=copies)
         assert not grouped.together
+        places = [
+            (part.data_ptr() - room.data_ptr()) / part.nbytes
+            for part, room in zip(grouped.send, grouped.receive, strict=True)
+        ]
         found = collectives.wait_gather(grouped)
         packed = collectives.launch_gather(shards, layout, group, copies=True)
         want = collectives.wait_gather(packed)
-    for got, whole, member in zip(found, want, members, strict=True):
+    for got, whole, member, place in zip(found, want, members, places, strict=True):
         assert got.shape == member.size
         assert torch.equal(got, whole)
+        # A copy lies where it is received, as NCCL wants what overlaps; a shard somewhere else.
+        assert place == rank or not (copies or dtype != torch.float32 or 0 <= place < 2)
 
 
 @on_ranks(2)
