@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from support import extras
 
 settings.register_profile("short", max_examples=75, deadline=None)
 # pytest --hypothesis-profile=long --hypothesis-seed=1 tests/property
 settings.register_profile("long", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile("short")
 
-gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
-torch.fx.GraphModule.print_readable = lambda *args, **kwargs: ""  # 10 ms a graph, for a log
+extras.leave_out()
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

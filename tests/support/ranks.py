@@ -195,16 +195,14 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
 
     gc.collect()
     gc.freeze()  # a million objects of torch's, which each collection would look at in vain
-    gc.set_threshold(50_000)  # a compilation makes and drops many more than 700 objects
-    torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # 20 ms a frame, for a log
-    torch.fx.GraphModule.print_readable = lambda *args, **kwargs: ""  # 10 ms a graph, for a log
     torch._inductor.config.cpp.simdlen = 1  # kernels without vectors: less to write and to compile
     inductor = importlib.import_module("torch._inductor.codegen.common")
     # One object, which torch would fill with the same rules again for each op.
     inductor.DtypePropagationOpsHandler = functools.cache(inductor.DtypePropagationOpsHandler)
     torch.set_num_threads(1)
-    from support import compilations
+    from support import compilations, extras
 
+    extras.leave_out()
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
     modules: dict[str, ModuleType] = {}
