@@ -89,8 +89,8 @@ class Attempt:
         name: of the frame, the same on every rank.
         """
         lines = [line for plan in self.plans for line in plan.launches()]
-        difference = first_difference(name, lines, error.ranks[0], mesh)
-        return PlansDiffer(f"{error}. Collective {difference}", error.ranks)
+        difference = first_difference(name, lines, mesh)
+        return PlansDiffer(f"{error}. Collective {difference}")
 
 
 def agreed_attempt(

@@ -8,7 +8,7 @@ import torch
 
 from autoshard.runtime.eager.backward import Backward
 from autoshard.runtime.eager.tokens import Grads, StepTokens
-from autoshard.runtime.eager.unit_steps import steps_of, take_in_order
+from autoshard.runtime.eager.unit_steps import reduce_of, steps_of, take_in_order
 from autoshard.runtime.unit import reduce, uses
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.reduce import Reduction
@@ -107,7 +107,7 @@ class Reduces:
         Raises NotImplementedError for a sparse gradient; RuntimeError if other ranks launch another
         collective now.
         """
-        take_in_order(self._owner, "backward", f"the reduce of {unit.name}")
+        take_in_order(self._owner, "backward", reduce_of(unit))
         by_dtype: dict[torch.dtype, Grads] = {}
         for param in list(grads):
             grad = grads.pop(param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.runtime.comm import transport
 from autoshard.runtime.ranks.order import CollectiveOrder
+from autoshard.runtime.unit.param import find
 from autoshard.runtime.unit.reduce import Reduction, forget
 from autoshard.runtime.unit.unit import Unit, listed
 from autoshard.runtime.unit.unsharded import Unsharded, is_kept
@@ -65,9 +67,35 @@ def order_of(unit: Unit, phase: str) -> CollectiveOrder:
     """
     orders = steps_of(unit).orders
     if phase not in orders:
-        key = f"{unit.identity}/{phase}"
-        orders[phase] = CollectiveOrder(key, f"the {phase} of {unit.name}", unit.axes.mesh)
+        key, expect = f"{unit.identity}/{phase}", functools.partial(_EXPECTED[phase], unit)
+        orders[phase] = CollectiveOrder(key, f"the {phase} of {unit.name}", unit.axes.mesh, expect)
     return orders[phase]
+
+
+def _gathers_in_forward(owner: Unit) -> list[str]:
+    """List the gathers of a forward that reads `owner`'s parameters in the order of modules."""
+    params = (param for module in owner.modules for param in module.parameters())
+    units = dict.fromkeys(known.unit for known in map(find, params) if known is not None)
+    return [unit.gather for unit in units]
+
+
+def _launches_in_backward(owner: Unit) -> list[str]:
+    """List the gathers and reduces of a backward that goes the latest forward's way back."""
+    launches = []
+    for unit in reversed(steps_of(owner).last_order):
+        if unit.reshards:
+            launches.append(unit.gather)
+        if unit.reducer.syncs and any(param.param.requires_grad for param in unit.params):
+            launches.append(reduce_of(unit))
+    return launches
+
+
+_EXPECTED = {"forward": _gathers_in_forward, "backward": _launches_in_backward}
+
+
+def reduce_of(unit: Unit) -> str:
+    """Name the reduce of `unit`, as ranks compare it."""
+    return f"the reduce of {unit.name}"
 
 
 def take_in_order(owner: Unit, phase: str, event: str) -> None:

@@ -10,7 +10,6 @@ has seen does not stop the others.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -20,8 +19,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone, read_from
+from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone, tell
+from autoshard.runtime.ranks.meeting import Answer
+from autoshard.runtime.ranks.party import NAMED, named
 
+LONGEST_ERROR = 5_000  # characters that other ranks are told of
 COMPILE_TIMEOUT = timedelta(minutes=10)  # ranks may differ by a compilation, cold against cached
 
 
@@ -40,14 +42,7 @@ class CompileOutcome:
 
 
 class PlansDiffer(RuntimeError):
-    """Error on all ranks when they compiled different collectives for one frame.
-
-    ranks: those whose collectives differ from this rank's.
-    """
-
-    def __init__(self, message: str, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.ranks = ranks
+    """Error on all ranks when they compiled different collectives for one frame."""
 
 
 Agreed = set[tuple[str, tuple[str, ...]]]
@@ -73,72 +68,95 @@ def agree(frame: str, outcome: CompileOutcome, mesh: DeviceMesh, agreed: Agreed)
     timeout = group_timeout(mesh)
     answers = exchange(
         f"compiled/{frame}",
-        json.dumps([outcome.error, outcome.digests, outcome.options]),
+        json.dumps(
+            [(outcome.error or "")[:LONGEST_ERROR] or None, outcome.digests, outcome.options]
+        ),
         mesh,
         timeout if known else max(timeout, COMPILE_TIMEOUT),
         failed=f"rank {dist.get_rank()} compiled {frame}",
         hint=_SAME_OPTIONS,
     )
-    outcomes = {
-        rank: CompileOutcome(error, tuple(digests), options)
-        for rank, (error, digests, options) in (
-            (rank, json.loads(answer)) for rank, answer in answers.items()
-        )
-    }
-    for rank, other in outcomes.items():
-        if other.options != outcome.options:
+    for other in answers.others:
+        options = _outcome(other).options
+        if options != outcome.options:
             raise RuntimeError(
                 f"rank {dist.get_rank()} compiled {frame} with the options {outcome.options}, and "
-                f"rank {rank} with {other.options}: give every rank the same"
+                f"{other.by_whom()} with {options}: give every rank the same"
             )
-    for rank, other in outcomes.items():
-        if other.error is not None:
-            return other.error if rank == dist.get_rank() else f"rank {rank}: {other.error}"
-    differing = [rank for rank, other in outcomes.items() if other.digests != outcome.digests]
-    if differing:
+    for each in answers.all:
+        error = _outcome(each).error
+        if error is not None:
+            return error if each is answers.own else f"{each.by_whom()}: {error}"
+    if answers.others:
+        ranks = [rank for other in answers.others for rank in other.ranks]
+        count = sum(other.count for other in answers.others)
         raise PlansDiffer(
-            f"rank {dist.get_rank()} compiled other collectives for {frame} than ranks "
-            f"{differing}: build the same model, of the same dtypes, with the same parameters "
-            "frozen, and take the same branches, on every rank, or pass strict_order=False",
-            differing,
+            f"rank {dist.get_rank()} compiled other collectives for {frame} than "
+            f"{named(sorted(ranks), count)}: build the same model, of the same dtypes, with the "
+            "same parameters frozen, and take the same branches, on every rank, or pass "
+            "strict_order=False"
         )
     agreed.add((frame, outcome.digests))
     return None
 
 
-def compare_lines(topic: str, what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
+def compare_lines(
+    topic: str,
+    what: str,
+    lines: Sequence[str],
+    mesh: DeviceMesh,
+    timeout: timedelta | None = None,
+) -> None:
     """Raise RuntimeError, with the first difference, unless all of `mesh` have the same `lines`.
 
     All ranks of `mesh` call this, and wait for each other; it also raises RuntimeError if some
     don't come in time. Does nothing where this rank is alone.
     topic: tells the comparison from others, the same on every rank.
     what: what is compared, in words, "the model to shard".
+    timeout: the group's if it is None, or 10 minutes, if that is more: some may still be loading.
     """
     if is_alone(mesh):
         return
     failed = f"rank {dist.get_rank()} came to {what}"
-    digest = hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()
-    timeout = max(group_timeout(mesh), COMPILE_TIMEOUT)  # some may still be loading
-    answers = exchange(f"lines/{topic}", digest, mesh, timeout, failed=failed, hint=_SAME_MODEL)
-    others = [rank for rank, other in answers.items() if other != digest]
-    if others:
-        difference = first_difference(topic, lines, others[0], mesh)
-        raise RuntimeError(f"{what} differs on ranks {others}: {difference}. {_SAME_MODEL}")
+    timeout = timeout or max(group_timeout(mesh), COMPILE_TIMEOUT)
+    text = json.dumps(list(lines))
+    answers = exchange(f"lines/{topic}", text, mesh, timeout, failed=failed, hint=_SAME_MODEL)
+    if answers.others:
+        ranks = sorted(rank for other in answers.others for rank in other.ranks)
+        count = sum(other.count for other in answers.others)
+        raise RuntimeError(
+            f"{what} differs on {named(ranks, count)}: {_difference(lines, answers.others[0])}. "
+            f"{_SAME_MODEL}"
+        )
 
 
-def first_difference(topic: str, lines: Sequence[str], other: int, mesh: DeviceMesh) -> str:
-    """Describe the first difference between `lines` here and on rank `other`, where they differ.
+def first_difference(topic: str, lines: Sequence[str], mesh: DeviceMesh) -> str:
+    """Describe the first difference between `lines` here and on other ranks, where they differ.
 
-    All ranks of `mesh` call this, after an exchange that showed that lines differ, and wait for
-    `other`, then some seconds for the rest. If `other` does not send its lines in time, the text
-    says that. Raises DistError if the store is gone.
+    All ranks of `mesh` call this, and wait for each other. If some do not send their lines in time,
+    or all have the same, the text says that.
     """
-    text = read_from(other, f"differing/{topic}", json.dumps(list(lines)), mesh)
-    if text is None:
-        return f"rank {other} does not say in what"
-    pairs = enumerate(itertools.zip_longest(lines, json.loads(text), fillvalue="nothing more"), 1)
+    text, here = json.dumps(list(lines)), f"rank {dist.get_rank()} looks for the difference"
+    try:
+        answers = exchange(
+            f"differing/{topic}", text, mesh, group_timeout(mesh), failed=here, hint=_SAME_MODEL
+        )
+    except RuntimeError as error:
+        return f"lists are not to be had: {error}"
+    return _difference(lines, answers.others[0]) if answers.others else "lists are the same"
+
+
+def _difference(lines: Sequence[str], other: Answer) -> str:
+    """Describe the first difference between `lines` and those of `other`, as JSON."""
+    if other.text is None:
+        return f"the first {NAMED} ranks with either say in what"
+    pairs = enumerate(
+        itertools.zip_longest(lines, json.loads(other.text), fillvalue="nothing more"), 1
+    )
     number, (here, there) = next(pair for pair in pairs if len(set(pair[1])) > 1)
-    return f"number {number} is {here} on rank {dist.get_rank()}, and {there} on rank {other}"
+    return (
+        f"number {number} is {here} on rank {dist.get_rank()}, and {there} on rank {other.ranks[0]}"
+    )
 
 
 def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) -> str:
@@ -152,17 +170,19 @@ def share(frame: str, text: str, mesh: DeviceMesh, *, is_first: bool = False) ->
     """
     if is_alone(mesh):
         return text
-    first = int(mesh.mesh.flatten()[0])
-    answers = exchange(
+    return tell(
         f"shared/{frame}",
-        text if dist.get_rank() == first else "",
+        text,
         mesh,
         max(group_timeout(mesh), COMPILE_TIMEOUT) if is_first else group_timeout(mesh),
         failed=f"rank {dist.get_rank()} waited for what the first rank planned for {frame}",
         hint=_SAME_OPTIONS,
-        may_differ=True,
     )
-    return answers[first]
+
+
+def _outcome(answer: Answer) -> CompileOutcome:
+    error, digests, options = json.loads(answer.text or "null")
+    return CompileOutcome(error, tuple(digests), options)
 
 
 _SAME_MODEL = "Build the same model on every rank, or raise the process group's timeout"

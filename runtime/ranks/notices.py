@@ -1,7 +1,14 @@
 """Notices in the store of what each rank waits for, and a wait that reads those of the others.
 
 Two ranks that wait for each other at different places, in the store or for a collective, would do
-so for ever: they see it here, and raise.
+so for ever: they see it here, and raise. Of the ranks that wait at a place, one looks for all:
+
+    <session>/waits/<rank>         what a rank waits for, if for long, and at which place
+    <session>/collective/<rank>    which collective it waits for, if for long
+    <place>/late                   a log of ranks that wait there for long
+    <place>/looks                  which of them looks for those that are missing
+    <place>/missing                the ones that it found missing
+    <place>/verdict                what it found them waiting for, elsewhere
 """
 
 from __future__ import annotations
@@ -9,59 +16,165 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from autoshard.runtime.comm import flights
-from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, Arrivals, Store
+from autoshard.runtime.ranks.party import NAMED, Party, named
+from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, Store
 
 PATIENCE_S = 3.0  # until a rank that waits looks for what the others do
-LOOK_S = 1.0  # between two looks
+LOOK_S = 1.0  # between two looks of 1,000 ranks or fewer; more look more rarely
+GATHERING_S = 0.2  # for the others that wait at a place to say so
 
 
 def wait_and_look(
-    store: Store,
-    session: str,
-    arrivals: Arrivals,
+    party: Party,
     place: str,
+    key: str,
     timeout: timedelta,
+    withdraw: Callable[[], None],
     what: str,
     hint: str,
 ) -> None:
-    """Wait for `arrivals`, and look at what the ranks that are missing wait for themselves.
+    """Wait for `key`, which the last rank to come to `place` sets; after PATIENCE_S, look around.
 
-    arrivals: of this exchange, already waited for for PATIENCE_S, which counts for `timeout`.
-    place: prefix of the exchange's keys. While this rank waits, a notice in the store says where.
+    While this rank waits for longer, a notice in the store says where.
+    withdraw: called before this raises: has this rank not come to `place`.
     what, hint: what the message of an error begins and ends with.
     Raises RuntimeError after `timeout`, or if a missing rank waits, at another place or in a
     collective, for this one: the two would wait for ever. At another place, that rank raises, too:
-    this one takes its answer back and waits some seconds for that, before it raises.
+    this one waits some seconds for that, before it raises.
     """
-    rank = dist.get_rank()
-    notice = {"what": what, "place": place, "gives_up": False}
-    deadline = time.monotonic() + timeout.total_seconds() - PATIENCE_S
+    patience_s = min(timeout.total_seconds(), PATIENCE_S)
+    deadline = time.monotonic() + timeout.total_seconds()
+    looker = _Looker(party, place, what)
     try:
-        store.set(_notice_key(session, rank), json.dumps(notice))
-        while not arrivals.wait(LOOK_S):
-            missing = arrivals.missing()
-            stuck = [each for each in missing if _waits_for(store, session, each, rank)]
-            if stuck:
-                others = "; ".join(_describe(store, session, each) for each in stuck)
-                store.delete(f"{place}/{rank}")  # before others go on, and find it here
-                store.set(_notice_key(session, rank), json.dumps({**notice, "gives_up": True}))
-                _let_see(store, session, stuck)
+        if party.wait_for(key, patience_s):
+            return
+        looker.begin()
+        pause_s = GATHERING_S * looker.scale
+        while not party.wait_for(key, pause_s):
+            others = looker.look()
+            if others:
+                withdraw()  # before others go on, and find it here
+                withdraw = _nothing
+                looker.give_up()
                 raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{what}, and ranks {missing} did not within {timeout}: they ended, or went "
+                    f"{what}, and {looker.missing()} did not within {timeout}: they ended, or went "
                     f"another way. {hint}"
                 )
+            pause_s = LOOK_S * looker.scale
+    except BaseException:
+        with contextlib.suppress(dist.DistError):
+            withdraw()
+        raise
     finally:
         with contextlib.suppress(dist.DistError):
-            store.set(_notice_key(session, rank), "{}")  # not deleted: a get would wait for it
+            looker.end()
+
+
+def _nothing() -> None:
+    """Do nothing: what was to be done has been."""
+
+
+class _Looker:
+    """A rank that has waited at a place for long, and looks for those that are missing.
+
+    Of all that wait there one looks, and tells the others; if it ends, another one does.
+    scale: by how much its pauses are longer than those of few ranks.
+    """
+
+    def __init__(self, party: Party, place: str, what: str) -> None:
+        self.scale = max(1.0, party.size / 1000)
+        self._party, self._place = party, place
+        self._notice = {"what": what, "place": place, "of": party.name, "gives_up": False}
+        self._has_begun, self._looks_for_all = False, False
+        self._stuck: list[int] = []
+
+    def begin(self) -> None:
+        """Say in the store that this rank waits here for long."""
+        store, rank = self._party.store, self._party.rank
+        self._has_begun = True
+        store.set(_notice_key(self._party.session, rank), json.dumps(self._notice))
+        store.append(f"{self._place}/late", f"+{rank} ")
+
+    def look(self) -> str:
+        """Describe what missing ranks wait for, if they wait for this one elsewhere; else ""."""
+        store, rank = self._party.store, str(self._party.rank)
+        verdict = f"{self._place}/verdict"
+        if store.set_first(f"{self._place}/looks", rank) != rank:
+            return store.get(verdict) if store.check([verdict]) else ""
+        self._looks_for_all = True
+        here = _present(store.get(f"{self._place}/late"))
+        missing = [each for each in self._party.ranks if each not in here]
+        store.set(f"{self._place}/missing", named(missing, len(missing)))
+        self._stuck = [each for each in missing[:NAMED] if self._waits_elsewhere(each)]
+        others = "; ".join(_describe(store, self._party.session, each) for each in self._stuck)
+        if others:
+            store.set(verdict, others)
+        return others
+
+    def _waits_elsewhere(self, other: int) -> bool:
+        """Tell whether rank `other` waits for this one, which is here.
+
+        It does at another place of ranks of which this is one, or for a collective that this one
+        has not launched.
+        """
+        store, session = self._party.store, self._party.session
+        notice = _read(store, _notice_key(session, other))
+        if "place" in notice:
+            ranks = _read(store, f"{session}/{notice['of']}/ranks")
+            is_over = store.check([f"{notice['place']}/done"])
+            return notice["place"] != self._place and self._party.rank in ranks and not is_over
+        collective = _read(store, collective_key(session, other))
+        return bool(collective) and flights.num_launched(collective["group"]) < collective["number"]
+
+    def missing(self) -> str:
+        """Name the ranks that are missing, as whoever looked last has found."""
+        key = f"{self._place}/missing"
+        return self._party.store.get(key) if self._party.store.check([key]) else "others"
+
+    def give_up(self) -> None:
+        """Say that this rank is about to raise, and let others see what it has waited for.
+
+        The one that looks waits for those that are stuck elsewhere to give up, too, and for those
+        that wait here to have read what it found, for 3 looks at most. Ranks in a collective, which
+        have no notice, are not waited for.
+        """
+        store, session = self._party.store, self._party.session
+        notice = {**self._notice, "gives_up": True}
+        store.set(_notice_key(session, self._party.rank), json.dumps(notice))
+        deadline = time.monotonic() + 3 * LOOK_S * self.scale
+        while self._looks_for_all and time.monotonic() < deadline:
+            notices = (_read(store, _notice_key(session, each)) for each in self._stuck)
+            have_given_up = all(notice.get("gives_up", True) for notice in notices)
+            if have_given_up and store.add(f"{self._place}/come", 0) == 0:
+                return
+            time.sleep(LONGEST_PAUSE_S)
+
+    def end(self) -> None:
+        """Take back what this rank has said in the store."""
+        if self._has_begun:
+            store, rank = self._party.store, self._party.rank
+            store.append(f"{self._place}/late", f"-{rank} ")
+            # Not deleted: a get would wait for it.
+            store.set(_notice_key(self._party.session, rank), "{}")
+            if self._looks_for_all:
+                store.delete(f"{self._place}/verdict", f"{self._place}/looks")
+
+
+def _present(log: str) -> set[int]:
+    """Ranks that came, as "+3", and did not go, as "-3"."""
+    here: set[int] = set()
+    for entry in log.split():
+        (here.add if entry[0] == "+" else here.discard)(int(entry[1:]))
+    return here
 
 
 def collective_notice(rank: int, thread: int) -> dict[str, Any]:
@@ -82,45 +195,16 @@ def collective_key(session: str, rank: int) -> str:
     return f"{session}/collective/{rank}"
 
 
-def _waits_for(store: Store, session: str, other: int, rank: int) -> bool:
-    """Tell whether rank `other` waits for this one, `rank`, which waits elsewhere.
-
-    It does at a place in the store to which `rank` has not come, or for a collective that `rank`
-    has not launched.
-    """
-    place = _notice(store, session, other).get("place")
-    if place is not None:
-        return not store.check([f"{place}/{rank}"])
-    collective = _read(store, collective_key(session, other))
-    return bool(collective) and flights.num_launched(collective["group"]) < collective["number"]
-
-
 def _describe(store: Store, session: str, other: int) -> str:
     """Describe where rank `other` waits, by its notices in the store; "rank 1" if it has none."""
-    notice = _notice(store, session, other) or _read(store, collective_key(session, other))
+    notice = _read(store, _notice_key(session, other))
+    notice = notice or _read(store, collective_key(session, other))
     return str(notice.get("what", f"rank {other}"))
 
 
-def _let_see(store: Store, session: str, stuck: Sequence[int]) -> None:
-    """Wait until the ranks `stuck` have given up, too, so that they see this one's notice.
-
-    It waits for 3 * LOOK_S at most, and not for ranks without a notice, as in a collective.
-    """
-    deadline = time.monotonic() + 3 * LOOK_S
-    while time.monotonic() < deadline:
-        if all(_notice(store, session, rank).get("gives_up", True) for rank in stuck):
-            return
-        time.sleep(LONGEST_PAUSE_S)
-
-
-def _notice(store: Store, session: str, rank: int) -> dict[str, Any]:
-    """Notice of `rank` in the store: what it waits for, and where; {} if it waits nowhere there."""
-    return _read(store, _notice_key(session, rank))
-
-
-def _read(store: Store, key: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
-    return found
+def _read(store: Store, key: str) -> Any:
+    """Return what the JSON at `key` says; {} if there is none."""
+    return json.loads(store.get(key)) if store.check([key]) else {}
 
 
 def _notice_key(session: str, rank: int) -> str:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch
+from autoshard.runtime.ranks.agreement import compare_lines
 from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone, mesh_name
 
 
@@ -28,28 +30,41 @@ class CollectiveOrder:
     """Order of the collectives of one phase of a unit's steps, the same on every rank.
 
     A collective that came next in each of the latest steps that began like this one is not
-    compared; any other is, with what the other ranks are about to launch. As all ranks start with
-    nothing, they remember the same steps, and a rank that leaves these is noticed.
+    compared; any other is, with what the other ranks are about to launch. Before the first step
+    there is none to remember: what is expected of it stands for one, and is compared in one piece.
+    So all ranks start with the same, remember the same steps, and a rank that leaves these is
+    noticed.
 
-    key:   tells it from other orders, the same on every rank.
-    topic: the phase in words, "the forward of layers.3".
+    key:    tells it from other orders, the same on every rank.
+    topic:  the phase in words, "the forward of layers.3".
+    expect: lists the collectives that the first step is expected to launch, in order. Those that
+            it does not launch, or in another order, cost a comparison each.
     """
 
     key: str
     topic: str
     mesh: DeviceMesh
-    _known: list[list[str]] = field(default_factory=lambda: [[]])  # of steps before, latest last
+    expect: Callable[[], list[str]] = list
+    _known: list[list[str]] = field(default_factory=list)  # steps before, latest last
     _taken: list[str] = field(default_factory=list)
-    _ahead: list[tuple[list[str], int]] = field(default_factory=lambda: [([], 0)])
+    _ahead: list[tuple[list[str], int]] = field(default_factory=list)
     """Steps of `_known` that may be running again, each with the place that it has come to."""
+    _has_ended: bool = False  # a step has
 
     def take(self, event: str) -> None:
         """Note that `event` is about to be launched; compare with other ranks if it is new here.
 
         They wait for each other then. What is new here: see the class.
         event: the collective in words, the same on every rank.
-        Raises RuntimeError if other ranks launch another one, or don't come in time.
+        Raises RuntimeError if other ranks launch another one, or don't come in time; at the first
+        call, if something else is expected of their first steps.
         """
+        if not self._known:
+            what, expected = f"what to launch in {self.topic}", self.expect()
+            timeout = group_timeout(self.mesh)
+            compare_lines(f"order/{self.key}", what, expected, self.mesh, timeout)
+            self._known = [expected]
+            self._start()
         self._check(event)
         self._taken.append(event)
 
@@ -63,7 +78,8 @@ class CollectiveOrder:
         if self._taken:
             self._check(_END)
             others = [known for known in self._known if known and known != self._taken]
-            self._known = [*others[1 - _KINDS :], self._taken]
+            self._known = [*others[1 - _KINDS :], self._taken] if self._has_ended else [self._taken]
+            self._has_ended = True  # what was expected of the first step is forgotten
         self._start()
 
     def forget(self) -> None:
@@ -186,6 +202,6 @@ def _compare(
         return
     here = f"in {topic}, rank {dist.get_rank()} came to {event}"
     answers = exchange(f"order/{key}", event, mesh, group_timeout(mesh), failed=here, hint=hint)
-    others = [f"rank {other} to {its}" for other, its in answers.items() if its != event]
+    others = [f"{other.by_whom()} to {other.text}" for other in answers.others]
     if others:
         raise RuntimeError(f"{here}, but {', '.join(others)}: {hint}")

@@ -63,18 +63,18 @@ OPTIONS_DIFFER = r"with the options .*bucketing='auto'.*bucketing='none'|bucketi
 TIMED_OUT = r"did not within|Timed out|ended|stuck|while others wait elsewhere: rank \d"
 ENDS: dict[str, dict[str, str]] = {
     "another model": {
-        "eager": r"rank \d came to the gather of \S+ .*but rank \d to the gather of ",
+        "eager": r"number 4 is the gather of \S+ .* on rank \d, and the gather of \S+ .* on rank ",
         "compiled": COLLECTIVES_DIFFER,
         "one line": MODELS_DIFFER,
     },
     "another option": {"compiled": OPTIONS_DIFFER, "one line": OPTIONS_DIFFER},
     "another dtype": {
-        "eager": r"to the gather of layers\.1 \(float.* to the gather of layers\.1 \(float",
+        "eager": r"is the gather of layers\.1 \(float.* and the gather of layers\.1 \(float",
         "compiled": COLLECTIVES_DIFFER,
         "one line": MODELS_DIFFER,
     },
     "frozen": {
-        "eager": r"the (reduce|gather) of layers\.\d.* but rank \d to the (reduce|gather) of ",
+        "eager": r"is the (reduce|gather) of layers\.\d.* and the (reduce|gather) of layers\.\d",
         "compiled": COLLECTIVES_DIFFER,
         "one line": COLLECTIVES_DIFFER,
     },
