@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autoshard.tools import opt
+from autoshard.tools import checkpoint, opt
 from autoshard.tools.bench import command as bench
 from autoshard.tools.doctor import command as doctor
 from autoshard.tools.parity import command as parity
@@ -28,6 +28,7 @@ COMMANDS = (
     trace.add_parser,
     golden.add_parser,
     doctor.add_parser,
+    checkpoint.add_parser,
     opt.add_parser,
 )
 """Functions that add a command's parser, in the order of help."""

@@ -29,6 +29,11 @@ reduce_scatter_flat: Callable[..., Any] = (
 )
 
 
+def object_device() -> torch.device:
+    """Device of the tensors that the default group sends objects as."""
+    return torch.device(_c10d._get_object_coll_device(_c10d._get_default_group()))
+
+
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Tell whether collectives of `group` on `device` are gloo's."""
     return isinstance(group._get_backend(device), dist.ProcessGroupGloo)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,8 +66,8 @@ def wait_and_look(
                 raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{what}, and {looker.missing()} did not within {timeout}: they ended, or went "
-                    f"another way. {hint}"
+                    f"{what}, and {looker.missing(timeout)}: they ended, or went another way. "
+                    f"{hint}"
                 )
             pause_s = LOOK_S * looker.scale
     except BaseException:
@@ -111,9 +111,10 @@ class _Looker:
         if store.set_first(f"{self._place}/looks", rank) != rank:
             return store.get(verdict) if store.check([verdict]) else ""
         self._looks_for_all = True
-        here = _present(store.get(f"{self._place}/late"))
+        here, gone = _present(store.get(f"{self._place}/late"))
         missing = [each for each in self._party.ranks if each not in here]
-        store.set(f"{self._place}/missing", named(missing, len(missing)))
+        never = [each for each in missing if each not in gone]
+        store.set(f"{self._place}/missing", json.dumps([_named(never), _named(sorted(gone))]))
         self._stuck = [each for each in missing[:NAMED] if self._waits_elsewhere(each)]
         others = "; ".join(_describe(store, self._party.session, each) for each in self._stuck)
         if others:
@@ -135,10 +136,12 @@ class _Looker:
         collective = _read(store, collective_key(session, other))
         return bool(collective) and flights.num_launched(collective["group"]) < collective["number"]
 
-    def missing(self) -> str:
-        """Name the ranks that are missing, as whoever looked last has found."""
+    def missing(self, timeout: timedelta) -> str:
+        """Say which ranks have not come within `timeout`, as whoever looked last has found."""
         key = f"{self._place}/missing"
-        return self._party.store.get(key) if self._party.store.check([key]) else "others"
+        never, gone = _read(self._party.store, key) or ("others", "")
+        said = [f"{never} did not within {timeout}"] if never else []
+        return " and ".join([*said, *([f"{gone} came and gave up"] if gone else [])])
 
     def give_up(self) -> None:
         """Say that this rank is about to raise, and let others see what it has waited for.
@@ -169,12 +172,19 @@ class _Looker:
                 store.delete(f"{self._place}/verdict", f"{self._place}/looks")
 
 
-def _present(log: str) -> set[int]:
-    """Ranks that came, as "+3", and did not go, as "-3"."""
+def _present(log: str) -> tuple[set[int], set[int]]:
+    """Ranks that came, as "+3", and are there; and those that came and went, as "-3"."""
     here: set[int] = set()
+    came: set[int] = set()
     for entry in log.split():
-        (here.add if entry[0] == "+" else here.discard)(int(entry[1:]))
-    return here
+        rank = int(entry[1:])
+        (here.add if entry[0] == "+" else here.discard)(rank)
+        came.add(rank)
+    return here, came - here
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return named(ranks, len(ranks)) if ranks else ""
 
 
 def collective_notice(rank: int, thread: int) -> dict[str, Any]:

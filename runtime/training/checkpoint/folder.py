@@ -6,37 +6,56 @@ are, at their sizes.
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
 import shutil
+import time
 import uuid
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from autoshard.runtime.training.checkpoint import manifest as manifests
+from autoshard.runtime.training.checkpoint.manifest import File, Manifest, describe
 from autoshard.runtime.training.checkpoint.on_ranks import num_ranks
 from autoshard.runtime.training.checkpoint.reader import Reader
 
-FORMAT = 1
-COMPLETE = "complete.json"
+ABANDONED_S = 24 * 3600  # a folder of another run to which nothing was written for so long
 _NAME = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 _runs: dict[Path, str] = {}  # by folder: which run this is; rank 0 alone knows
 
 
-def prepare(root: Path, aside: Path) -> str:
-    """Make `root` if need be, and in it the empty folder `aside` to write to.
+def prepare(root: Path, step: int) -> Path:
+    """Make `root` if need be, and in it an empty folder of this run to write `step` to.
 
-    Deletes all `.writing_` folders in `root` before, as left by ranks that were killed. Returns "".
+    Deletes what killed processes of this run have left there, and what others have, if nothing was
+    written to it for ABANDONED_S: several runs may save to `root` at a time. Returns the folder.
     """
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob(".writing_*"):  # by ranks that were killed
-        shutil.rmtree(left)
+    run = _run(root)
+    for left in (*root.glob(".writing_*"), *root.glob(".deleting_*")):
+        if left.name.endswith(f".{run}") or time.time() - _written(left) > ABANDONED_S:
+            shutil.rmtree(left, ignore_errors=True)
+    aside = root / f".writing_{step:08d}.{run}"
     aside.mkdir()
-    return ""
+    return aside
 
 
-def publish(root: Path, aside: Path, step: int, keep: int) -> str:
+def _run(root: Path) -> str:
+    """Name of the run that this process is of, as far as `root` is concerned."""
+    return _runs.setdefault(root.resolve(), uuid.uuid4().hex)
+
+
+def _written(folder: Path) -> float:
+    """When something was last written to `folder`, in seconds; now if it has just gone."""
+    try:
+        return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
+    except OSError:
+        return time.time()
+
+
+def publish(root: Path, aside: Path, step: int, keep: int, written: Mapping[str, File]) -> str:
     """Check what was written to `aside`, rename it to be a checkpoint, and delete older ones.
 
     The manifest is written first, and flushed to the disk; it names the run, which other
@@ -45,21 +64,17 @@ def publish(root: Path, aside: Path, step: int, keep: int) -> str:
 
     keep: how many complete checkpoints of this run stay, this one included; those saved first are
         deleted, whatever their steps. Incomplete ones stay.
+    written: what ranks have written, by name.
     Returns its name: "step_00000040", or "step_00000040.1" if there was one of that step.
     Raises OSError if a file is missing or too short, or as `Reader.read_metadata`.
     """
     metadata = Reader(aside).read_metadata()
-    sizes: dict[str, int] = {}
     for stored in metadata.storage_data.values():
-        path = aside / stored.relative_path
-        end = stored.offset + stored.length
-        if not path.exists() or path.stat().st_size < end:
-            raise OSError(f"{path.name} is missing or too short: do all ranks share {root}?")
-        sizes[path.name] = path.stat().st_size
-    sizes[".metadata"] = (aside / ".metadata").stat().st_size
-    saved = _complete(root)
-    run = _runs.setdefault(root.resolve(), uuid.uuid4().hex)
-    others = [name for name in saved if _manifest(root / name).get("run", run) != run]
+        name = stored.relative_path
+        if name not in written or written[name].size < stored.offset + stored.length:
+            raise OSError(f"{name} is missing or too short: do all ranks share {root}?")
+    saved, run = _complete(root), _run(root)
+    others = [name for name, each in saved.items() if each.run != run]
     if others and len(others) == len(saved):
         warnings.warn(
             f"{root} has checkpoints of another run, which stay: {others}. Give each run a folder "
@@ -67,53 +82,89 @@ def publish(root: Path, aside: Path, step: int, keep: int) -> str:
             RuntimeWarning,
             stacklevel=5,
         )
-    manifest = {
-        "format": FORMAT,
-        "run": run,
-        "number": 1 + max(saved.values(), default=0),
-        "step": step,
-        "world": num_ranks(),
-        "files": sizes,
-    }
-    with (aside / COMPLETE).open("w") as file:
-        json.dump(manifest, file)
-        file.flush()
-        os.fsync(file.fileno())
-    attempts = [attempt for other, attempt in map(step_of, _names(root)) if other == step]
-    name = f"step_{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
-    aside.rename(root / name)
+    files = {**written, ".metadata": describe(aside / ".metadata")}
+    number = 1 + max((each.number for each in saved.values()), default=0)
+    Manifest(run, number, step, num_ranks(), files).write(aside)
+    name = _rename(aside, root, step)
     _sync(root)
     for old in [*(name for name in saved if name not in others), name][:-keep]:
-        shutil.rmtree(root / old)
+        _delete(root / old)
     return name
 
 
-def choose(root: Path, step: int | None) -> tuple[str, int] | None:
+def _rename(aside: Path, root: Path, step: int) -> str:
+    """Rename `aside` to be a checkpoint of `step` in `root`; return its name, which none had."""
+    attempts = [attempt for other, attempt in map(step_of, _names(root)) if other == step]
+    attempt = max(attempts, default=-1) + 1
+    while True:
+        name = f"step_{step:08d}" + (f".{attempt}" if attempt else "")
+        try:
+            aside.rename(root / name)
+            return name
+        except OSError as error:  # another run was quicker
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            attempt += 1
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint; at no time is a part of it there by its name."""
+    aside = checkpoint.parent / f".deleting_{uuid.uuid4().hex}"
+    checkpoint.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def choose(root: Path, step: int | None) -> tuple[str, Manifest] | None:
     """Choose the complete checkpoint saved last, or the last of `step` if that is given.
 
     Checkpoints that this process saves to `root` later get the identity of its run. Warns of those
     that are not complete: files are missing, or of another size, or the manifest can't be read.
 
-    Returns its name, and the number of ranks that saved it; None if `root` has no checkpoint.
+    Returns its name and manifest; None if `root` has no checkpoint.
     Raises OSError if `step` is given and there is none of it, or if there are only incomplete ones.
     """
-    saved = _complete(root)
-    broken = [name for name in _names(root) if name not in saved]
+    saved, broken = _sorted_out(root)
     if broken and not saved:
         raise OSError(
-            f"{broken}, which were complete once, are no more, and there is no other checkpoint: "
-            "delete them to begin anew"
+            f"{list(broken)} can't be loaded as complete checkpoints, and there is no other one: "
+            f"{next(iter(broken.values()))}. Move them away to begin anew"
         )
     if broken:
-        warnings.warn(f"{broken} in {root} are not complete", RuntimeWarning, stacklevel=5)
+        said = "; ".join(f"{name}: {why}" for name, why in broken.items())
+        warnings.warn(f"in {root} are not complete: {said}", RuntimeWarning, stacklevel=5)
     found = [name for name in saved if step is None or step_of(name)[0] == step]
     if step is not None and not found:
         raise OSError(f"there is no complete checkpoint of step {step}, but {list(saved)}")
     if not found:
         return None
-    manifest = _manifest(root / found[-1])
-    _runs[root.resolve()] = manifest.get("run", uuid.uuid4().hex)
-    return found[-1], int(manifest["world"])
+    manifest = saved[found[-1]]
+    _runs[root.resolve()] = manifest.run or uuid.uuid4().hex
+    return found[-1], manifest
+
+
+def verify(root: Path) -> dict[str, tuple[Manifest | None, str | None]]:
+    """Read all checkpoints in `root`, or the one that it is itself, and compare their digests.
+
+    Returns, by name, what each says of itself, if that can be read, and what is wrong with it: None
+    if nothing is.
+    """
+    found: dict[str, tuple[Manifest | None, str | None]] = {}
+    for checkpoint in [root / name for name in _names(root)] or [root]:
+        manifest = _look(checkpoint)
+        if isinstance(manifest, str):
+            found[checkpoint.name] = None, manifest
+            continue
+        try:
+            manifests.check_files(checkpoint, manifest, manifest.files)
+            found[checkpoint.name] = manifest, None
+        except OSError as error:
+            found[checkpoint.name] = manifest, str(error)
+    return found
+
+
+def is_there(checkpoint: Path) -> bool:
+    """Tell whether `checkpoint` is complete, still."""
+    return isinstance(_look(checkpoint), Manifest)
 
 
 def step_of(name: str) -> tuple[int, int]:
@@ -126,13 +177,24 @@ def step_of(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def _complete(root: Path) -> dict[str, int]:
-    """Map names of complete checkpoints, in the order in which they were saved, to `_number`.
+def _complete(root: Path) -> dict[str, Manifest]:
+    """Complete checkpoints by name, in the order in which they were saved.
 
     Their steps may be in another order: a run may have gone back to an earlier step.
     """
-    numbers = {name: _number(root / name) for name in _names(root)}
-    return dict(sorted(((k, v) for k, v in numbers.items() if v), key=lambda each: each[1]))
+    return _sorted_out(root)[0]
+
+
+def _sorted_out(root: Path) -> tuple[dict[str, Manifest], dict[str, str]]:
+    """Complete checkpoints by name, in the order of saving, and why others are not complete."""
+    complete, broken = {}, {}
+    for name in _names(root):
+        found = _look(root / name)
+        if isinstance(found, Manifest):
+            complete[name] = found
+        elif (root / name).exists():  # another run may have deleted it
+            broken[name] = found
+    return dict(sorted(complete.items(), key=lambda each: each[1].number)), broken
 
 
 def _names(root: Path) -> list[str]:
@@ -140,23 +202,15 @@ def _names(root: Path) -> list[str]:
     return sorted(name for name in found if _NAME.fullmatch(name))
 
 
-def _number(path: Path) -> int:
-    """Number of a complete checkpoint in the order of saving, from 1; 0 if it is not complete.
-
-    0, too, if its manifest can't be read or is of another format.
-    """
+def _look(checkpoint: Path) -> Manifest | str:
+    """Return the manifest of `checkpoint`, or why it is not complete, as sizes of files say."""
     try:
-        manifest = _manifest(path)
-        sizes = manifest["files"].items()
-        is_there = all((path / name).stat().st_size == size for name, size in sizes)
-        is_known = manifest["format"] == FORMAT and isinstance(manifest["world"], int)
-        return int(manifest["number"]) if is_known and is_there else 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((path / COMPLETE).read_text())
+        manifest = manifests.read(checkpoint)
+        for name, file in manifest.files.items():
+            if (checkpoint / name).stat().st_size != file.size:
+                return f"{name} is of another size"
+    except (OSError, ValueError) as error:
+        return str(error)
     return manifest
 
 

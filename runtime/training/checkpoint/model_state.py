@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,12 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.runtime.eager import access
+from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone
 from autoshard.runtime.training.checkpoint import optimizer_state
 from autoshard.runtime.training.checkpoint.objects import to_bytes, to_plain
 from autoshard.runtime.training.checkpoint.reader import new_tensor
+
+Buffers = dict[str, Tensor]
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."  # keys begin so
 _GROUPS = f"{_OPTIMIZER}param_groups."
@@ -62,6 +68,59 @@ def room_for(
                 raise ValueError("there is no optimizer's state: load the model alone")
             room["optimizer"] = optimizer_state.room_for(model, optimizer, _beginnings(below))
     return room
+
+
+def rounded(known: Mapping[str, Any], room: Mapping[str, Any]) -> str:
+    """Describe which tensors of the model can't have all that was saved of them; "" if none.
+
+    known: metadata of what is saved, by key. room: as `room_for` made it.
+    """
+    found = []
+    for name, value in room["model"].items():
+        saved = known.get(_MODEL + name)
+        if isinstance(value, Tensor) and isinstance(saved, TensorStorageMetadata):
+            there, here = saved.properties.dtype, value.dtype
+            if torch.promote_types(there, here) != here:
+                found.append(f"{name!r} in {there}, and the model has it in {here}")
+    more = f" ({len(found)} such tensors)" if len(found) > 1 else ""
+    return f"{found[0]}{more}" if found else ""
+
+
+def own_buffers(state: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh | None) -> Buffers:
+    """Return the saved buffers of `model` as they are on this rank, if ranks have different ones.
+
+    Running statistics are each rank's own, where nothing synchronises them. Empty if all ranks of
+    `mesh`, who call this together, have the same, which `state` has, too.
+
+    state: as of `state_of`. mesh: None if no module of `model` is sharded.
+    """
+    params = {id(param) for param in model.parameters()}
+    buffers = {
+        name: value.detach()
+        for name, value in state["model"].items()
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and id(value) not in params
+    }
+    if mesh is not None and not is_alone(mesh):
+        said = hashlib.sha256()
+        for value in buffers.values():
+            said.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        answers = exchange(
+            "buffers",
+            said.hexdigest(),
+            mesh,
+            group_timeout(mesh),
+            failed="a checkpoint is saved",
+            hint="All ranks save together",
+            may_differ=True,
+        )
+        return buffers if answers.others else {}
+    return {}
+
+
+def load_own_buffers(own: Mapping[str, Tensor], room: Mapping[str, Any]) -> None:
+    """Put this rank's own buffers into `room`, which the others' were read into."""
+    for name, value in own.items():
+        room["model"][name].copy_(value)
 
 
 def room_for_groups(known: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+
+from autoshard import _torch
 
 
 class CheckpointError(RuntimeError):
@@ -38,13 +41,31 @@ def on_each_rank(work: Callable[[], Any], what: str) -> Any:
         it tells of the lowest such rank.
     """
     result, error = _attempt(work)
-    errors = [error] * num_ranks()
-    if dist.is_initialized():
-        dist.all_gather_object(errors, error)
-    for rank, each in enumerate(errors):
-        if each is not None:
-            raise CheckpointError(f"rank {this_rank()}: {what}: on rank {rank}, {each}")
+    first = _lowest(this_rank() if error is not None else num_ranks())
+    if first < num_ranks():
+        said = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(said, src=first)
+        raise CheckpointError(f"rank {this_rank()}: {what}: on rank {first}, {said[0]}")
     return result
+
+
+def _lowest(number: int) -> int:
+    """Return the lowest `number` of all ranks."""
+    if not dist.is_initialized():
+        return number
+    lowest = torch.tensor([number], device=_torch.dist.object_device())
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    return int(lowest.item())
+
+
+def gathered(value: Any) -> list[Any] | None:
+    """Return the `value` of each rank, on rank 0; None on others. They are pickled."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * num_ranks() if this_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values
 
 
 def reasons(error: CheckpointException) -> str:

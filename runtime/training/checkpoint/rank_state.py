@@ -28,8 +28,8 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> object: ...
 
 
-def own_state(states: Mapping[str, Stateful]) -> Tensor:
-    """Return the states of `states` and of this rank's random number generators, as bytes.
+def own_state(states: Mapping[str, Stateful], buffers: Mapping[str, Tensor]) -> Tensor:
+    """Return the states of `states`, `buffers`, and this rank's random number generators, as bytes.
 
     Generators are those of torch, of the current CUDA device, of Python, and of NumPy if imported.
     `state_dict()` of each object is called. Raises ValueError for what can't be read as weights
@@ -37,6 +37,7 @@ def own_state(states: Mapping[str, Stateful]) -> Tensor:
     """
     own: dict[str, Any] = {
         "states": {name: to_plain(each.state_dict()) for name, each in states.items()},
+        "buffers": dict(buffers),
         "torch": torch.get_rng_state(),
         "random": random.getstate(),
     }

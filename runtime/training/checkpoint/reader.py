@@ -26,12 +26,16 @@ from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError, reas
 class Reader(FileSystemReader):
     """Reader of a checkpoint's files, whose index may have nothing but what belongs there."""
 
+    _index: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's index.
+        """Return the checkpoint's index, which is read once.
 
         Raises FileNotFoundError if there is none, UnpicklingError if it has other types or names a
         file outside of the checkpoint.
         """
+        if self._index is not None:
+            return self._index
         try:
             with open(Path(self.path) / ".metadata", "rb") as file:
                 metadata = _Index(file).load()
@@ -42,6 +46,7 @@ class Reader(FileSystemReader):
         for stored in metadata.storage_data.values():
             if Path(stored.relative_path).name != stored.relative_path:
                 raise pickle.UnpicklingError(f"{stored.relative_path} is outside of the checkpoint")
+        self._index = metadata
         return metadata
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import warnings
@@ -13,21 +14,33 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.order import compare_event
-from autoshard.runtime.training.checkpoint.folder import choose, prepare, publish, step_of
+from autoshard.runtime.training.checkpoint.folder import (
+    choose,
+    is_there,
+    prepare,
+    publish,
+    step_of,
+)
+from autoshard.runtime.training.checkpoint.manifest import File, Manifest, check_files, describe
 from autoshard.runtime.training.checkpoint.model_state import (
+    load_own_buffers,
     load_state,
     match_groups,
+    own_buffers,
     quiet,
     room_for,
     room_for_groups,
+    rounded,
     state_of,
 )
 from autoshard.runtime.training.checkpoint.objects import from_bytes
 from autoshard.runtime.training.checkpoint.on_ranks import (
     CheckpointError,
+    gathered,
     num_ranks,
     on_each_rank,
     on_first_rank,
@@ -59,8 +72,9 @@ def save_checkpoint(
 
     Ranks wait for each other; each writes its own part, and nothing is gathered. The same step may
     be saved again: the path ends in ".1", ".2" and so on then. `.writing_*` in `folder`, as killed
-    ranks leave, is deleted. Rank 0 warns if all complete checkpoints in `folder` are of another
-    run.
+    ranks of this run leave, is deleted, and that of other runs after a day. Several runs may save
+    to `folder` at a time; rank 0 warns if all complete checkpoints there are of another run.
+    Where ranks have different buffers, as running statistics, each saves its own.
 
     states: other objects with a state, by name: each rank saves its own, made of tensors, numbers,
         text, and lists and dicts of them. Random number generators' states are saved, too.
@@ -72,27 +86,45 @@ def save_checkpoint(
     """
     if step < 0 or keep < 1:
         raise ValueError(f"expected step >= 0 and keep >= 1, got step={step}, keep={keep}")
-    _check_together(model, f"save_checkpoint(step={step})")
+    mesh = _check_together(model, f"save_checkpoint(step={step})")
     root = Path(folder)
-    aside = root / f".writing_{step:08d}"
+    what = f"checkpoint of step {step} in {root}"
     state = on_each_rank(lambda: state_of(model, optimizer), f"checkpoint of step {step}")
-    own = on_each_rank(lambda: own_state(states or {}), f"states of step {step}")
-    on_first_rank(lambda: prepare(root, aside), f"checkpoint of step {step} in {root}")
+    buffers = own_buffers(state, model, mesh)
+    own = on_each_rank(lambda: own_state(states or {}, buffers), f"states of step {step}")
+    aside = on_first_rank(lambda: prepare(root, step), what)
     state[RANKS] = {str(this_rank()): own}
     try:
         with quiet():
             save(state, checkpoint_id=aside)
-    except CheckpointException as error:
+        files = on_each_rank(lambda: _written_here(aside), what)
+    except (CheckpointException, CheckpointError) as error:
+        why = reasons(error) if isinstance(error, CheckpointException) else str(error)
+        why += on_first_rank(lambda: _if_full(root), f"disk of {root}")
         on_first_rank(lambda: shutil.rmtree(aside, ignore_errors=True), f"removal of {aside}")
         raise CheckpointError(
             f"rank {this_rank()}: the checkpoint of step {step} could not be written to {root}: "
-            f"{reasons(error)}. What was complete before is still there; make room, or give a "
+            f"{why}. What was complete before is still there; make room, or give a "
             "folder that all ranks can write to"
         ) from None
-    name: str = on_first_rank(
-        lambda: publish(root, aside, step, keep), f"checkpoint of step {step} in {root}"
-    )
+    of_all = gathered(files) or []
+    written = {name: file for each in of_all for name, file in each.items()}
+    name: str = on_first_rank(lambda: publish(root, aside, step, keep, written), what)
     return root / name
+
+
+def _if_full(root: Path) -> str:
+    """Say that the disk of `root` is full, if it is: torch says where a file broke off."""
+    free = shutil.disk_usage(root).free
+    return f" (no space left on device: {free} bytes are free)" if free < _LITTLE else ""
+
+
+_LITTLE = 1 << 20  # bytes, of which a part of a file would have been written
+
+
+def _written_here(aside: Path) -> dict[str, File]:
+    """Describe the files in `aside` that this rank has written."""
+    return {path.name: describe(path) for path in aside.glob(f"__{this_rank()}_*")}
 
 
 def load_checkpoint(
@@ -105,11 +137,14 @@ def load_checkpoint(
 ) -> int | None:
     """Load the checkpoint that was saved last, or the last of `step`; all ranks call this.
 
-    Ranks wait for each other. Each rank's `states`, and then its random number generators, are set
-    as it had them. Strategies, meshes, dtypes and the number of ranks may be others than those it
-    was saved with. If the number of ranks is another, random number generators are left as they
-    are, and `states` are given what rank 0 had of them, with a warning. What this process saves to
-    `folder` afterwards belongs to the run that it has loaded, whose old checkpoints `keep` counts.
+    Ranks wait for each other. Files are compared with their digests first. Each rank's `states`,
+    its buffers, and then its random number generators, are set as it had them. Strategies, meshes,
+    dtypes and the number of ranks may be others than those it was saved with; a dtype that can't
+    have all that was saved is warned of. If the number of ranks is another, random number
+    generators are left as they are, and `states` and buffers are given what rank 0 had of them,
+    with a warning. A checkpoint that another run deletes meanwhile is passed over. What this
+    process saves to `folder` afterwards belongs to the run that it has loaded, whose old
+    checkpoints `keep` counts.
 
     states: objects to load, by the names that they were saved with.
     Returns its step; None if there is no checkpoint and no `step` was given. Raises CheckpointError
@@ -120,31 +155,63 @@ def load_checkpoint(
     """
     _check_together(model, f"load_checkpoint(step={step})")
     root = Path(folder)
-    chosen = on_first_rank(lambda: choose(root, step), f"checkpoint in {root}")
-    if chosen is None:
-        return None
-    name, world = chosen
-    path, source = root / name, str(this_rank() if world == num_ranks() else 0)
+    for _ in range(_TRIES):
+        chosen = on_first_rank(lambda: choose(root, step), f"checkpoint in {root}")
+        if chosen is None:
+            return None
+        name, manifest = chosen
+        path = root / name
+        try:
+            return _load(path, manifest, model, optimizer, states or {})
+        except CheckpointError:
+            if on_first_rank(functools.partial(is_there, path), f"checkpoint in {path}"):
+                raise
+    raise CheckpointError(
+        f"rank {this_rank()}: {_TRIES} checkpoints in {root} were deleted while they were read: "
+        "give `keep` of the run that saves there a larger number"
+    )
+
+
+_TRIES = 5  # another run may delete a checkpoint, for newer ones, while it is read
+
+
+def _load(
+    path: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    states: Mapping[str, Stateful],
+) -> int:
+    """Load the checkpoint at `path`, and return its step, as `load_checkpoint`."""
+    world = manifest.world
+    source = str(this_rank() if world == num_ranks() else 0)
     what, reader = f"checkpoint in {path}", Reader(path)
+    own_share = sorted(manifest.files)[this_rank() :: num_ranks()]
+    on_each_rank(lambda: check_files(path, manifest, own_share), what)
     room, rest = on_each_rank(lambda: _make_room(reader, model, optimizer, source), what)
     with quiet():
         read_into(reader, rest)
-    found = on_each_rank(lambda: _check_read(room, rest, states or {}, world), what)
+    found = on_each_rank(lambda: _check_read(room, rest, states, world), what)
+    loss = rounded(reader.read_metadata().state_dict_metadata, room)
+    if loss and this_rank() == 0:
+        warnings.warn(f"{path} has {loss}: it is rounded", RuntimeWarning, stacklevel=3)
     states_of_params = {"state": room["optimizer"]["state"]}
     with quiet():
         read_into(reader, {"model": room["model"], "optimizer": states_of_params})
+    if world == num_ranks():
+        load_own_buffers(found.get("buffers", {}), room)
     on_each_rank(lambda: load_state(model, optimizer, room), what)
-    on_each_rank(lambda: load_states(found["states"], states or {}), what)
+    on_each_rank(lambda: load_states(found["states"], states), what)
     if world == num_ranks():
         set_generators(found)
     else:
         warnings.warn(
             f"{path} was saved by {world} ranks and is loaded by {num_ranks()}: random number "
-            f"generators are left as they are, and {sorted(states or {})} are as rank 0 had them",
+            f"generators are left as they are, and {sorted(states)} are as rank 0 had them",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return step_of(name)[0]
+    return step_of(path.name)[0]
 
 
 def _make_room(
@@ -183,15 +250,17 @@ def _check_read(
     return own
 
 
-def _check_together(model: nn.Module, what: str) -> None:
-    """Raise RuntimeError unless all ranks of `model` are at `what`.
+def _check_together(model: nn.Module, what: str) -> DeviceMesh | None:
+    """Raise RuntimeError unless all ranks of `model` are at `what`; return their mesh.
 
     They wait for each other: a rank that came here alone would meet another collective of its
-    peers. Does nothing if no module of `model` is sharded.
+    peers. Does nothing, and returns None, if no module of `model` is sharded.
 
     what: the call, with arguments that must be the same, as text.
     """
     units = (access.unit_of(module) for module in model.modules())
     unit = next((unit for unit in units if unit is not None), None)
-    if unit is not None:
-        compare_event(what, unit.axes.mesh, hint="all ranks save and load, at the same step")
+    if unit is None:
+        return None
+    compare_event(what, unit.axes.mesh, hint="all ranks save and load, at the same step")
+    return unit.axes.mesh

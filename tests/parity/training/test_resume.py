@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import os
 import pickle
 import random
 import resource
 import shutil
 import signal
 import tempfile
+import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.runtime.training.checkpoint.folder import _runs
+from autoshard.runtime.training.checkpoint import manifest as manifests
+from autoshard.runtime.training.checkpoint.folder import ABANDONED_S, _runs
 
 
 class Loader:
@@ -341,7 +344,11 @@ def test_what_a_killed_run_leaves(rank: int, folder: str) -> None:
     autoshard.save_checkpoint(folder, model, step=1)
     autoshard.save_checkpoint(folder, model, step=2)
     if rank == 0:
-        shutil.copytree(Path(folder) / "step_00000002", Path(folder) / ".writing_00000003")
+        shutil.copytree(
+            Path(folder) / "step_00000002",
+            Path(folder) / f".writing_00000003.{_runs[Path(folder).resolve()]}",
+        )
+        shutil.copytree(Path(folder) / "step_00000002", Path(folder) / ".writing_00000003.another")
         (Path(folder) / "step_00000002" / "__1_0.distcp").write_bytes(b"")
     dist.barrier()
     other, _ = built(seed=3)
@@ -352,7 +359,14 @@ def test_what_a_killed_run_leaves(rank: int, folder: str) -> None:
     assert len(told) == (1 if rank == 0 else 0)
     dist.barrier()
     autoshard.save_checkpoint(folder, model, step=4)
-    assert not list(Path(folder).glob(".writing*"))
+    left = Path(folder) / ".writing_00000003.another"  # of a run that may be there, still
+    assert list(Path(folder).glob(".writing*")) == [left]
+    dist.barrier()
+    if rank == 0:
+        for each in (left, *left.iterdir()):
+            os.utime(each, (0.0, time.time() - ABANDONED_S - 60))
+    autoshard.save_checkpoint(folder, model, step=5)
+    assert not left.exists()
 
 
 @on_ranks(2)
@@ -474,13 +488,72 @@ def test_an_index_with_code_in_it(rank: int, folder: str) -> None:
     path = autoshard.save_checkpoint(folder, model, step=1)
     if rank == 0:
         (path / ".metadata").write_bytes(pickle.dumps(Attack()))
-        manifest = json.loads((path / "complete.json").read_text())
-        manifest["files"][".metadata"] = (path / ".metadata").stat().st_size
-        (path / "complete.json").write_text(json.dumps(manifest))
+    dist.barrier()
+    with pytest.raises(autoshard.CheckpointError, match=r"\.metadata is of another size"):
+        autoshard.load_checkpoint(folder, model)
+    if rank == 0:
+        was = manifests.read(path)
+        files = {**was.files, ".metadata": manifests.describe(path / ".metadata")}
+        dataclasses.replace(was, files=files).write(path)
     dist.barrier()
     with pytest.raises(autoshard.CheckpointError, match="open has no place in"):
         autoshard.load_checkpoint(folder, model)
     assert not (Path(tempfile.gettempdir()) / "autoshard_attack").exists()
+
+
+class WithStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
+
+@in_both_forms
+@on_ranks(2)
+def test_running_statistics(rank: int, form: str, folder: str) -> None:
+    """They are each rank's own: 2 + 2 steps are 4, for them, too."""
+
+    def built() -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = in_form(autoshard.shard(WithStatistics()), form)
+        return model, sgd(model)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    wanted = built()
+    for number in range(4):
+        step(*wanted, number)
+    first = built()
+    for number in range(2):
+        step(*first, number)
+    autoshard.save_checkpoint(folder, *first, step=2)
+    second = built()
+    assert autoshard.load_checkpoint(folder, *second) == 2
+    for number in range(2, 4):
+        step(*second, number)
+    for name, value in wanted[0].named_buffers():
+        assert torch.equal(dict(second[0].named_buffers())[name], value), name
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, second[0].norm.running_mean)
+    assert not torch.equal(*both)
+
+
+@on_ranks(2)
+def test_a_dtype_that_rounds(rank: int, folder: str) -> None:
+    autoshard.save_checkpoint(folder, autoshard.shard(nn.Linear(3, 4)), step=1)
+    rounding = autoshard.shard(nn.Linear(3, 4).bfloat16())
+    says = r"'weight' in torch\.float32, and the model has it in torch\.bfloat16 \(2 such tensors\)"
+    with pytest.warns(RuntimeWarning, match=says) if rank == 0 else nullcontext():
+        autoshard.load_checkpoint(folder, rounding)
+    autoshard.load_checkpoint(folder, autoshard.shard(nn.Linear(3, 4).double()))
 
 
 def _names(folder: str) -> list[str]:
