@@ -24,6 +24,7 @@ _PLACES = {
     "load_checkpoint": "runtime.training.checkpoint.save_and_load",
     "parity": "tools.parity.compare",
     "plans": "runtime.compiled.plans",
+    "preempted": "runtime.training.preemption",
     "register_forward_method": "runtime.eager.access",
     "replicate": "runtime.sharding.shard",
     "save_checkpoint": "runtime.training.checkpoint.save_and_load",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.training.checkpoint.save_and_load import (
         save_checkpoint as save_checkpoint,
     )
+    from autoshard.runtime.training.preemption import preempted as preempted
     from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from autoshard.runtime.unit.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autoshard import _torch
 from autoshard.passes.ir.layout import Member, show_members
+from autoshard.runtime.comm.mesh import name_ranks
 from autoshard.runtime.comm.packing import BucketLayout
 from autoshard.runtime.comm.shard_names import names_at
 from autoshard.runtime.comm.transport import Work
@@ -148,11 +149,21 @@ waiting: dict[int, Waiting] = {}
 """Collective that each thread waits for now, by the thread's `threading.get_ident()`."""
 
 _launched: Counter[tuple[int, str]] = Counter()
+_latest: dict[tuple[int, str], Issued] = {}
 
 
 def num_launched(group: str) -> int:
     """Number of collectives that this rank has launched over the group of that name."""
     return _launched[dist.get_rank(), group]
+
+
+def latest_launched(rank: int) -> dict[str, tuple[int, Issued]]:
+    """Return the latest collective that `rank`, of this process, has launched over each group.
+
+    With its number, from 1 on.
+    """
+    found = list(_latest.items())  # another thread may launch one
+    return {group: (_launched[it, group], issued) for (it, group), issued in found if it == rank}
 
 
 def wait_for(works: list[Work], issued: Issued, number: int) -> None:
@@ -189,8 +200,8 @@ def _explained(issued: Issued) -> Iterator[None]:
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(_torch.dist.resolve_group(issued.group))
         raise RuntimeError(
-            f"rank {dist.get_rank()}: {issued} over ranks {ranks} failed, as one of them ended, is "
-            "stuck, or went another way: look at what each of them says last, or at what "
+            f"rank {dist.get_rank()}: {issued} over {name_ranks(ranks)} failed, as one of them "
+            "ended, is stuck, or went another way: look at what each of them says last, or at what "
             f"AUTOSHARD_WATCHDOG=30 makes them say. {error}"
         ) from error
 
@@ -227,7 +238,9 @@ def launch(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begu
     """
     for launched, _ in _observers:
         launched(issued)
-    _launched[dist.get_rank(), issued.group] += 1
+    key = dist.get_rank(), issued.group
+    _launched[key] += 1
+    _latest[key] = issued
     with _explained(issued):
         if _is_recorded():
             begin = _caller(str(issued), begin)

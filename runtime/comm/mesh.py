@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
+import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,9 +62,36 @@ def ensure_process_group() -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend)
+        try:
+            dist.init_process_group(backend)
+        except RuntimeError as error:
+            hint = restarts_over_one_store()
+            if hint:
+                raise RuntimeError(f"{error} {hint}") from error
+            raise
     else:
         dist.init_process_group(backend, store=_torch.dist.HashStore(), rank=0, world_size=1)
+
+
+def restarts_over_one_store() -> str:
+    """Say what goes wrong where torchrun starts ranks again, and keeps its store; else ""."""
+    num_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if num_restarts <= 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        f"torchrun may start these ranks again {num_restarts} times, over one store, in which they "
+        "find addresses of processes that are gone: attempts fail until those are overwritten. "
+        "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and each attempt has a store of "
+        "its own"
+    )
+
+
+@functools.cache
+def warn_of_restarts() -> None:
+    """Warn on rank 0, once, as `restarts_over_one_store` says."""
+    hint = restarts_over_one_store()
+    if hint and dist.is_initialized() and dist.get_rank() == 0:
+        warnings.warn(hint, RuntimeWarning, stacklevel=2)
 
 
 def world_size() -> int:
@@ -332,3 +362,17 @@ def smaller_axes(axes: Axes, ranks: int) -> Axes:
         smaller = DeviceMesh(axes.mesh.device_type, grid, mesh_dim_names=("outer", "inner"))
         known = _smaller[key] = weakref.ref(group), smaller["inner"]
     return Axes(known[1], known[1], None)
+
+
+NAMED = 16  # ranks of which a message names each
+
+
+def name_ranks(ranks: Sequence[int], count: int | None = None) -> str:
+    """Name `ranks`, of which there are `count`, as "ranks [1, 2] and 5 more", NAMED at most.
+
+    count: as many as are given, if it is None.
+    """
+    count = len(ranks) if count is None else count
+    shown = list(ranks[:NAMED])
+    more = f" and {count - len(shown)} more" if count > len(shown) else ""
+    return f"ranks {shown}{more}"

@@ -273,7 +273,7 @@ class _LocalShards(torch.autograd.Function):
         ctx.use.end()
         for unit in ctx.units:
             unit.shows_unsharded = False
-        unmanaged.note_backward()
+        unmanaged.note_backward(ctx.table.root)
         steps_of(ctx.table.root).backward_ran = True
         if stamps_of(ctx.sharded) != ctx.stamps:
             for sharded, stamp in zip(ctx.sharded, ctx.stamps, strict=True):

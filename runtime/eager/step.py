@@ -353,7 +353,7 @@ class Step:
             self._task = _torch.autograd.graph_task()
             self._is_nested = _torch.autograd.in_nested_backward()
             steps_of(self.owner).backward_ran = True
-            unmanaged.note_backward()
+            unmanaged.note_backward(self.owner)
 
     def finish_backward(self, *, waits: bool = True) -> None:
         """End the backward: launch what is left to reduce, and drop what was gathered for it.

@@ -17,15 +17,22 @@ import torch
 from torch import nn
 
 from autoshard import _torch
-from autoshard.runtime.unit.unit import unit_of
+from autoshard.runtime.ranks.ledger import Ledger
+from autoshard.runtime.unit.unit import Unit, unit_of
 
 _backwards: deque[int] = deque(maxlen=64)  # graph tasks of late in which something was reduced
 _WATCH = "_autoshard_watch"  # on a parameter: the hook that watches, or watched, it
 
 
-def note_backward() -> None:
-    """Note that a sharded parameter is part of the backward now running."""
-    _backwards.append(_torch.autograd.graph_task())
+def note_backward(owner: Unit) -> None:
+    """Note that parameters of `owner`'s model are part of the backward now running.
+
+    Raises RuntimeError if ranks have not done the same before it (`Ledger`).
+    """
+    task = _torch.autograd.graph_task()
+    _backwards.append(task)
+    if not owner.is_unordered:
+        owner.state(Ledger).note_backward(task)
 
 
 def tell_or_watch(

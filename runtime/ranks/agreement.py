@@ -19,9 +19,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone, tell
 from autoshard.runtime.ranks.meeting import Answer
-from autoshard.runtime.ranks.party import NAMED, named
 
 LONGEST_ERROR = 5_000  # characters that other ranks are told of
 COMPILE_TIMEOUT = timedelta(minutes=10)  # ranks may differ by a compilation, cold against cached
@@ -92,8 +92,8 @@ def agree(frame: str, outcome: CompileOutcome, mesh: DeviceMesh, agreed: Agreed)
         count = sum(other.count for other in answers.others)
         raise PlansDiffer(
             f"rank {dist.get_rank()} compiled other collectives for {frame} than "
-            f"{named(sorted(ranks), count)}: build the same model, of the same dtypes, with the "
-            "same parameters frozen, and take the same branches, on every rank, or pass "
+            f"{name_ranks(sorted(ranks), count)}: build the same model, of the same dtypes, with "
+            "the same parameters frozen, and take the same branches, on every rank, or pass "
             "strict_order=False"
         )
     agreed.add((frame, outcome.digests))
@@ -125,8 +125,8 @@ def compare_lines(
         ranks = sorted(rank for other in answers.others for rank in other.ranks)
         count = sum(other.count for other in answers.others)
         raise RuntimeError(
-            f"{what} differs on {named(ranks, count)}: {_difference(lines, answers.others[0])}. "
-            f"{_SAME_MODEL}"
+            f"{what} differs on {name_ranks(ranks, count)}: "
+            f"{_difference(lines, answers.others[0])}. {_SAME_MODEL}"
         )
 
 

@@ -90,6 +90,56 @@ def tell(
         return party.store.get(f"{key}/{number}")
 
 
+def client() -> Store:
+    """Return this rank's client of the default store, its only connection to it."""
+    return _local.own_sessions().store
+
+
+def party_of_world() -> Party:
+    """Return the party of all ranks; they wait for each other at the first call.
+
+    Raises RuntimeError if some do not come within the timeout of the default group.
+    """
+    sessions, timeout = (
+        _local.own_sessions(),
+        _torch.dist.group_timeout(_torch.dist.default_group()),
+    )
+    if _WORLD not in sessions.by_mesh:
+        alone = Party(sessions.store, _WORLD, dist.get_rank(), range(dist.get_world_size()))
+        here = f"rank {dist.get_rank()} looked for the others"
+        sessions.by_mesh[_WORLD] = _found(sessions, alone, timeout, failed=here, hint="")
+    return sessions.by_mesh[_WORLD]
+
+
+_WORLD = "world"  # no mesh is called so
+
+
+def party_of(mesh: DeviceMesh) -> Party | None:
+    """Return the party of the ranks of `mesh`, if they have exchanged anything; else None."""
+    sessions = _local.sessions.get(_torch.dist.default_store())
+    return sessions.by_mesh.get(mesh_name(mesh)) if sessions is not None else None
+
+
+def new_place(party: Party, topic: str) -> str:
+    """Return a prefix of keys of `party`, another one at each call with `topic`.
+
+    All of its ranks call this in the same order, and get the same ones.
+    """
+    prefix = f"{party.prefix}/{topic}"
+    number = _local.rounds[prefix] = _local.rounds.get(prefix, -1) + 1
+    return f"{prefix}/{number}"
+
+
+def begin_session() -> None:
+    """Have ranks agree on a new session before they exchange anything else; all of them call this.
+
+    For tests in which ranks have gone apart, on purpose.
+    """
+    for sessions in _local.sessions.values():
+        sessions.by_mesh.clear()
+        sessions.own = uuid.uuid4().hex
+
+
 def is_alone(mesh: DeviceMesh) -> bool:
     """Tell whether there is no other rank in `mesh` to exchange anything with.
 
@@ -175,15 +225,16 @@ class _Local(threading.local):
         self.rounds: dict[str, int] = {}  # prefix of places -> how often ranks have met there
         self.sessions: weakref.WeakKeyDictionary[Any, _Sessions] = weakref.WeakKeyDictionary()
 
-    def sessions_of(self, mesh: DeviceMesh) -> _Sessions:
-        """Return the sessions over the default store; made, with a thread, if there are none.
-
-        Also sets the time for the store to answer in to the timeout of collectives over `mesh`.
-        """
+    def own_sessions(self) -> _Sessions:
+        """Return the sessions over the default store; made, with a thread, if there are none."""
         store = _torch.dist.default_store()
         if store not in self.sessions:
             self.sessions[store] = _Sessions(store)
-        found = self.sessions[store]
+        return self.sessions[store]
+
+    def sessions_of(self, mesh: DeviceMesh) -> _Sessions:
+        """Return `own_sessions`, with the timeout of collectives over `mesh` for an answer."""
+        found = self.own_sessions()
         found.store.limit_s = group_timeout(mesh).total_seconds()
         return found
 
@@ -200,15 +251,21 @@ def _party(mesh: DeviceMesh, timeout: timedelta, *, failed: str, hint: str) -> P
     sessions, name = _local.sessions_of(mesh), mesh_name(mesh)
     if name not in sessions.by_mesh:
         party = Party(sessions.store, name, dist.get_rank(), mesh.mesh.flatten().tolist())
-        try:
-            found = find_each_other(party, sessions.own, timeout.total_seconds())
-        except Missing as missing:
-            raise RuntimeError(
-                f"{failed}, and {missing} did not within {timeout}: they ended, or went another "
-                f"way. {hint}"
-            ) from None
-        sessions.by_mesh[name] = found
+        sessions.by_mesh[name] = _found(sessions, party, timeout, failed=failed, hint=hint)
     return sessions.by_mesh[name]
+
+
+def _found(
+    sessions: _Sessions, alone: Party, timeout: timedelta, *, failed: str, hint: str
+) -> Party:
+    """Return the party of `alone` with its session; its ranks wait for each other."""
+    try:
+        return find_each_other(alone, sessions.own, timeout.total_seconds())
+    except Missing as missing:
+        raise RuntimeError(
+            f"{failed}, and {missing} did not within {timeout}: they ended, or went another "
+            f"way. {hint}"
+        ) from None
 
 
 @contextlib.contextmanager

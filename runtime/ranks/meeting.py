@@ -29,7 +29,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autoshard.runtime.ranks.party import NAMED, Party, named
+from autoshard.runtime.comm.mesh import NAMED, name_ranks
+from autoshard.runtime.ranks.party import Party
 
 Wait = Callable[[str, Callable[[], Any]], None]
 """Waits until a key is there; otherwise it calls the function, which undoes this rank's coming, and
@@ -55,7 +56,7 @@ class Answer:
 
     def by_whom(self) -> str:
         """Name the ranks, as "ranks [1, 2] and 5 more"."""
-        return f"rank {self.ranks[0]}" if self.count == 1 else named(self.ranks, self.count)
+        return f"rank {self.ranks[0]}" if self.count == 1 else name_ranks(self.ranks, self.count)
 
 
 @dataclass(frozen=True)

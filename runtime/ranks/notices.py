@@ -23,7 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard.runtime.comm import flights
-from autoshard.runtime.ranks.party import NAMED, Party, named
+from autoshard.runtime.comm.mesh import NAMED, name_ranks
+from autoshard.runtime.ranks.party import Party
 from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, Store
 
 PATIENCE_S = 3.0  # until a rank that waits looks for what the others do
@@ -184,7 +185,7 @@ def _present(log: str) -> tuple[set[int], set[int]]:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return named(ranks, len(ranks)) if ranks else ""
+    return name_ranks(ranks, len(ranks)) if ranks else ""
 
 
 def collective_notice(rank: int, thread: int) -> dict[str, Any]:

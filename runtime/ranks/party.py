@@ -19,9 +19,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks.store import Store
-
-NAMED = 16  # ranks of which an error names each
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,7 @@ class Missing(Exception):
     """Ranks that did not come in time, the first NAMED of them, and how many there are."""
 
     def __init__(self, ranks: Sequence[int], count: int) -> None:
-        super().__init__(named(ranks, count))
-
-
-def named(ranks: Sequence[int], count: int) -> str:
-    """Name `ranks`, of which there are `count`, as "ranks [1, 2] and 5 more"."""
-    shown = list(ranks[:NAMED])
-    more = f" and {count - len(shown)} more" if count > len(shown) else ""
-    return f"ranks {shown}{more}" if shown else f"{count} ranks"
+        super().__init__(name_ranks(ranks, count))
 
 
 def find_each_other(party: Party, own: str, timeout_s: float) -> Party:

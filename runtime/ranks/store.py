@@ -108,6 +108,23 @@ class Store:
             pause_s = min(1.5 * pause_s, longest_s)
         return True
 
+    def begin(self, question: Callable[[Any], Any]) -> Callable[[], Any]:
+        """Have the thread call `question` with the store, and return at once.
+
+        Returns a function that waits for what `question` has returned, and returns it; or None, if
+        it has raised, or has not ended within `limit_s`.
+        """
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked.put((lambda: question(self._store), answer))
+
+        def end() -> Any:
+            try:
+                return answer.get(timeout=self.limit_s)[0]
+            except queue.Empty:
+                return None
+
+        return end
+
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Have the thread call `question`; return what that returns, or raise what it raises.
 

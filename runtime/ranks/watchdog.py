@@ -1,21 +1,28 @@
 """Watchdog: says where each rank is when a collective does not end.
 
+It runs by itself, and speaks after DEFAULT_S; earlier if it is told to:
+
     AUTOSHARD_WATCHDOG=30 torchrun ...     or     autoshard.watchdog(30)
 
-A thread of each rank looks at what its rank has launched. If a collective has not ended within so
-many seconds, it asks all ranks, over the store, where they are; those that live answer:
+A thread of each rank looks at what its rank waits for. If a collective has not ended within so many
+seconds, one of the ranks that wait for it asks all others, over the store, where they are; those
+that live answer:
 
     rank 0 has waited 30 s for the gather of layers.3.up.weight and 3 more (bucket 3 of its graph),
       in backward: collective 41 of group 1, of ranks [0, 1, 2]
       rank 1 waits for it, too
-      rank 2 has launched 40 there, the last one the gather of layers.2.up.weight and 3 more; it
-        is at train.py:17 in load_batch
+      rank 2 is behind: it has launched 40 there, the last one the gather of layers.2.up.weight and
+        3 more; it is at train.py:17 in load_batch
 
-It stops nothing: the timeout of the group does.
+Ranks that are at the same place share a line. It stops nothing: the timeout of the group does.
+
+On an accelerator the host does not wait where the device does: there, what is launched is observed,
+with an event after each wait, and only if the watchdog was asked for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -23,7 +30,8 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,61 +42,110 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.flights import Issued
+from autoshard.runtime.comm.mesh import name_ranks
 from autoshard.runtime.comm.streams import is_captured
+from autoshard.runtime.ranks.exchange import client
+from autoshard.runtime.ranks.store import Store
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "AUTOSHARD_WATCHDOG"
-DEBUG_AFTER_S = 60.0  # where TORCH_DISTRIBUTED_DEBUG is set
-LOOK_S = 1.0  # between two looks
-ANSWER_S = 4.0  # for others to answer in
-_ASKED, _ANSWER = "autoshard/watchdog/asked", "autoshard/watchdog/answer"
+DEFAULT_S = 60.0
+LOOK_S = 1.0  # between two looks of 500 ranks or fewer; more look more rarely
+ANSWER_S = 4.0  # for others to answer in; of more ranks, longer
+SHOWN = 12  # lines of a report
+_PREFIX = "autoshard/watchdog"
 
 
-@dataclass
-class _Open:
-    """Collective that was launched and may not have ended.
-
-    number: among those of its group since the watchdog started.
-    event: recorded on the device after the wait; None before that. The collective has ended when
-        the device has passed it.
-    """
+@dataclass(frozen=True)
+class _Late:
+    """Collective that this rank waits for: which one of its group's, and since when."""
 
     what: Issued
-    number: int  # of its group's
-    in_backward: bool
+    number: int
     since: float
-    event: Any = None
+    where: str
+
+
+class _OnDevice:
+    """What this rank has launched on an accelerator, as far as the device has not passed it."""
+
+    def __init__(self) -> None:
+        """Begin to observe collectives."""
+        self._open: dict[int, tuple[_Late, Any]] = {}  # with an event, once it was waited for
+        self._lock = threading.RLock()
+        self._observing = flights.observe(self._launched, self._waited)
+        self._observing.__enter__()
+
+    def end(self) -> None:
+        """Stop observing."""
+        self._observing.__exit__(None, None, None)
+
+    def _launched(self, issued: Issued) -> None:
+        """Note `issued`, right before its launch, until nobody can wait for it any more."""
+        where = "backward" if _torch.autograd.in_backward() else "forward"
+        number = flights.num_launched(issued.group) + 1
+        # A copy: the end of the original says that nobody waits for it any more.
+        late = _Late(dataclasses.replace(issued), number, time.monotonic(), where)
+        with self._lock:
+            self._open[id(issued)] = late, None
+        weakref.finalize(issued, self._forget, id(issued), late).atexit = False
+
+    def _forget(self, key: int, late: _Late) -> None:
+        """Drop `late`, if nobody has waited for it."""
+        with self._lock:
+            known, event = self._open.get(key, (None, None))
+            if known is late and event is None:
+                del self._open[key]
+
+    def _waited(self, issued: Issued) -> None:
+        """Record an event on the current stream; `issued` is over when the device has passed it.
+
+        While a CUDA graph is captured, it counts as over at once.
+        """
+        with self._lock:
+            if id(issued) not in self._open:
+                return
+            if is_captured():
+                del self._open[id(issued)]
+                return
+            event = torch.Event()
+            event.record()
+            self._open[id(issued)] = self._open[id(issued)][0], event
+
+    def oldest(self) -> _Late | None:
+        """Return the oldest collective that has not ended."""
+        with self._lock:
+            for key, (_, event) in list(self._open.items()):
+                if event is not None and event.query():
+                    del self._open[key]
+            # A copy: a collection in the middle of it may `_forget` some.
+            late = [each for each, _ in list(self._open.values())]
+        return min(late, key=lambda each: each.since, default=None)
 
 
 class Watchdog:
     """Watchdog of this process, from when it is made to `stop`: logs which collective ranks are at.
 
-    Making one starts a daemon thread, and has collectives observed.
     after_s: seconds that a collective may take.
-    store: a client of the store for the watchdog alone.
+    store: a client of the store.
+    observes: whether collectives on an accelerator are observed.
     """
 
-    def __init__(self, after_s: float, store: Any, rank: int) -> None:
-        """Begin to observe collectives, and start a daemon thread that looks for late ones.
+    def __init__(self, after_s: float, store: Store, rank: int, *, observes: bool) -> None:
+        """Start a daemon thread that looks for late collectives, and answers other ranks.
 
-        Those launched before are not seen, and what other ranks asked before is not answered. The
-        thread that makes this is the one whose line of code is reported. Asks `store`.
+        What others asked before is not answered. The thread that makes this is the one whose line
+        of code is reported.
         """
-        self._after_s = after_s
-        self._store, self._rank = store, rank
+        self._after_s, self._rank, self.store = after_s, rank, store
+        self._scale = max(1.0, dist.get_world_size() / 500)
         self._main = threading.get_ident()
-        self._counts: dict[str, int] = {}
-        self._latest: dict[str, _Open] = {}  # by group
-        self._open: dict[int, _Open] = {}
         self._told: dict[tuple[str, int], float] = {}  # what was reported, and of which age
-        self._lock = threading.RLock()
+        self._on_device = _OnDevice() if observes else None
         self._stop = threading.Event()
-        self._seen = self._store.add(_ASKED, 0)  # of an earlier life
-        self._observing = flights.observe(self._launched, self._waited)
-        self._observing.__enter__()
-        self._thread = threading.Thread(target=self._run, name="autoshard watchdog", daemon=True)
-        self._thread.start()
+        self._seen = store.add(f"{_PREFIX}/asked", 0)  # of an earlier life
+        threading.Thread(target=self._run, name="autoshard watchdog", daemon=True).start()
 
     @property
     def is_running(self) -> bool:
@@ -99,43 +156,8 @@ class Watchdog:
         """Stop observing; the thread ends by itself. A second call does nothing."""
         if not self._stop.is_set():
             self._stop.set()
-            self._observing.__exit__(None, None, None)
-
-    def _launched(self, issued: Issued) -> None:
-        """Open an entry for `issued`, right before its launch, and count it in its group.
-
-        The entry is dropped if `issued` is freed without a wait.
-        """
-        key = id(issued)
-        with self._lock:
-            number = self._counts[issued.group] = self._counts.get(issued.group, 0) + 1
-            is_backward = _torch.autograd.in_backward()
-            # A copy: the end of the original says that nobody waits for it any more.
-            entry = _Open(replace(issued), number, is_backward, time.monotonic())
-            self._latest[issued.group] = self._open[key] = entry
-        weakref.finalize(issued, self._forget, key, entry).atexit = False
-
-    def _forget(self, key: int, entry: _Open) -> None:
-        """Drop `entry`, whose collective nobody can wait for any more, if nobody has."""
-        with self._lock:
-            if self._open.get(key) is entry and entry.event is None:
-                del self._open[key]
-
-    def _waited(self, issued: Issued) -> None:
-        """Close the entry of `issued`, which was waited for, if it has one.
-
-        Where there is an accelerator it stays open until that has passed an event, recorded now on
-        the current stream; while a CUDA graph is captured, it is closed at once.
-        """
-        with self._lock:
-            entry = self._open.get(id(issued))
-            if entry is None:
-                return
-            if torch.accelerator.is_available() and not is_captured():
-                entry.event = torch.Event()
-                entry.event.record()
-            else:
-                del self._open[id(issued)]
+            if self._on_device is not None:
+                self._on_device.end()
 
     def _run(self) -> None:
         """Answer other ranks, and log reports as errors, until stopped; the watchdog's thread.
@@ -143,107 +165,139 @@ class Watchdog:
         A RuntimeError, as when the store is gone, stops the watchdog, and is logged for debugging.
         """
         try:
-            while not self._stop.wait(min(LOOK_S, self._after_s / 2)):
+            while not self._stop.wait(min(LOOK_S * self._scale, self._after_s / 2)):
                 self._answer()
-                stuck = self._stuck()
-                if stuck is not None:
-                    log.error("%s", self._report(stuck))
+                late = self._due()
+                if late is not None and self._is_to_report(late):
+                    log.error("%s", self._report(late))
         except RuntimeError as error:  # the store is gone, or the group: this run is over
             log.debug("the watchdog ends: %s", error)
             self.stop()
 
-    def _stuck(self) -> _Open | None:
+    def _oldest(self) -> _Late | None:
+        """Return the oldest collective that this rank waits for: its host, or its device."""
+        waiting = [
+            _Late(each.issued, each.number, each.since, _phase(thread))
+            for thread, each in list(flights.waiting.items())
+        ]
+        on_device = self._on_device.oldest() if self._on_device is not None else None
+        late = waiting + ([on_device] if on_device is not None else [])
+        return min(late, key=lambda each: each.since, default=None)
+
+    def _due(self) -> _Late | None:
         """Return the oldest collective that has not ended, if it is late and due for a report.
 
         It is due once it is `after_s` old, and then each time that its age has doubled; what is
-        returned counts as reported. Entries that the device has passed are dropped first.
+        returned counts as reported.
         """
-        with self._lock:
-            for key, entry in list(self._open.items()):
-                if entry.event is not None and entry.event.query():
-                    del self._open[key]
-            if not self._open:
-                return None
-            # A copy, as in `_position`: a collection in the middle of it may `_forget` some.
-            first = min(list(self._open.values()), key=lambda entry: entry.since)
-            age = time.monotonic() - first.since
-            place = first.what.group, first.number
-            if age < max(self._after_s, 2 * self._told.get(place, 0.0)):
-                return None
-            self._told = {place: age}
-            return first
+        first = self._oldest()
+        if first is None:
+            return None
+        age = time.monotonic() - first.since
+        place = first.what.group, first.number
+        if age < max(self._after_s, 2 * self._told.get(place, 0.0)):
+            return None
+        self._told = {place: age}
+        return first
+
+    def _is_to_report(self, late: _Late) -> bool:
+        """Tell whether this rank is the first to report `late`, at about this age."""
+        age = time.monotonic() - late.since
+        times = int(age / self._after_s).bit_length()
+        key = f"{_PREFIX}/reports/{late.what.group}/{late.number}/{times}"
+        return self.store.set_first(key, str(self._rank)) == str(self._rank)
 
     def _answer(self) -> None:
         """Tell the store where this rank is, if another one has asked."""
-        asked = self._store.add(_ASKED, 0)
+        asked = self.store.add(f"{_PREFIX}/asked", 0)
         if asked > self._seen:
             self._seen = asked
-            self._store.set(f"{_ANSWER}/{asked}/{self._rank}", json.dumps(self._position()))
+            self.store.append(f"{_PREFIX}/answers/{asked}", json.dumps(self._position()) + "\n")
 
     def _position(self) -> dict[str, Any]:
-        """Where this rank is: {"code": its line, "groups": {name: [number, collective, waits]}}.
+        """Where this rank is: {"rank", "code": its line, "groups": {name: [number, what, waits]}}.
 
-        number, collective: the latest launched over the group, the latter in words.
-        waits: whether one of the group has not ended.
+        number, what: the latest collective launched over the group, the latter in words.
+        waits: whether it waits for one of the group.
         """
-        with self._lock:
-            waits = {entry.what.group for entry in list(self._open.values())}
-            return {
-                "code": _code_of(sys._current_frames().get(self._main)),
-                "groups": {
-                    group: [entry.number, str(entry.what), group in waits]
-                    for group, entry in self._latest.items()
-                },
-            }
+        late = self._oldest()
+        return {
+            "rank": self._rank,
+            "code": _code_of(sys._current_frames().get(self._main)),
+            "groups": {
+                group: [number, str(issued), late is not None and late.what.group == group]
+                for group, (number, issued) in flights.latest_launched(self._rank).items()
+            },
+        }
 
-    def _report(self, stuck: _Open) -> str:
-        """Ask the ranks of the group of `stuck` where they are; describe each in a line.
+    def _report(self, late: _Late) -> str:
+        """Ask the ranks of the group of `late` where they are; describe it in a few lines.
 
-        Waits ANSWER_S at most, and answers others meanwhile. The first line is of this rank.
+        Waits for a while, and answers others meanwhile. The first line is of this rank.
         """
-        asked = self._store.add(_ASKED, 1)
-        group = stuck.what.group
+        asked = self.store.add(f"{_PREFIX}/asked", 1)
+        group = late.what.group
         ranks = dist.get_process_group_ranks(_torch.dist.resolve_group(group))
         positions: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + ANSWER_S * self._scale
         while len(positions) < len(ranks) and time.monotonic() < deadline:
             self._answer()
-            for rank in ranks:
-                # An answer to whoever asked later is as good.
-                for number in range(asked, self._seen + 1):
-                    key = f"{_ANSWER}/{number}/{rank}"
-                    if rank not in positions and self._store.check([key]):
-                        positions[rank] = json.loads(self._store.get(key))
-            time.sleep(LOOK_S / 10)
-        where = "backward" if stuck.in_backward else "forward"
+            for number in range(
+                asked, self._seen + 1
+            ):  # answers to whoever asked later are as good
+                key = f"{_PREFIX}/answers/{number}"
+                if self.store.check([key]):
+                    for line in self.store.get(key).splitlines():
+                        position = json.loads(line)
+                        positions.setdefault(position["rank"], position)
+            time.sleep(LOOK_S / 10 * self._scale)
+        together: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank in ranks:
+            if rank != self._rank:
+                together[_state(positions.get(rank), group, late.number)].append(rank)
         lines = [
-            f"rank {self._rank} has waited {time.monotonic() - stuck.since:.0f} s for "
-            f"{stuck.what}, in {where}: collective {stuck.number} of group {group}, of ranks "
-            f"{ranks}; it is at {_code_of(sys._current_frames().get(self._main))}"
+            f"rank {self._rank} has waited {time.monotonic() - late.since:.0f} s for {late.what}, "
+            f"in {late.where}: collective {late.number} of group {group}, of {name_ranks(ranks)}; "
+            f"it is at {_code_of(sys._current_frames().get(self._main))}"
         ]
-        lines += [
-            _line(rank, positions.get(rank), group, stuck.number)
-            for rank in ranks
-            if rank != self._rank
-        ]
-        return "\n  ".join(lines)
+        for (of_one, of_several), which in list(together.items())[:SHOWN]:
+            said = f"rank {which[0]} {of_one}" if len(which) == 1 else ""
+            lines.append(said or f"{name_ranks(which)} {of_several}")
+        left = sum(len(which) for which in list(together.values())[SHOWN:])
+        return "\n  ".join([*lines, *([f"{left} more ranks are elsewhere"] if left else [])])
 
 
-def _line(rank: int, position: dict[str, Any] | None, group: str, number: int) -> str:
-    """Describe where `rank` is, for a rank that waits for collective `number` of `group`.
+def _phase(thread: int) -> str:
+    """Tell whether `thread` runs a backward, by its Python frames: "backward" or "forward"."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.autograd.graph":
+            return "backward"
+        frame = frame.f_back
+    return "forward"
 
-    position: what `rank` has answered; None if it has not.
+
+def _state(position: dict[str, Any] | None, group: str, number: int) -> tuple[str, str]:
+    """Describe where a rank is, for one that waits for collective `number` of `group`.
+
+    position: what it has answered; None if it has not.
+    Returns what is said of one rank, and of several.
     """
     if position is None:
-        return f"rank {rank} does not answer: it has ended, or is stopped, or watches nothing"
+        why = "ended, or stopped, or watching nothing"
+        return f"does not answer: it is {why}", f"do not answer: they are {why}"
     reached, what, waits = position["groups"].get(group, [0, "none", False])
     if reached == number and waits:
-        return f"rank {rank} waits for it, too"
+        return "waits for it, too", "wait for it, too"
+    at = position["code"]
     if reached >= number:
-        return f"rank {rank} has gone on to {reached}, {what}; it is at {position['code']}"
+        on = f"gone on to {reached}, {what}"
+        return f"has {on}; it is at {at}", f"have {on}; they are at {at}"
     last = f", the last one {what}" if reached else ""
-    return f"rank {rank} is behind: it has launched {reached} there{last}; it is at " + str(
-        position["code"]
+    launched = f"launched {reached} there{last}"
+    return (
+        f"is behind: it has {launched}; it is at {at}",
+        f"are behind: they have {launched}; they are at {at}",
     )
 
 
@@ -270,15 +324,17 @@ _running: list[Watchdog] = []  # one, or none
 
 
 def watchdog(after_s: float | None = 30.0) -> None:
-    """Start a thread that logs where every rank is when a collective does not end.
+    """Have a thread log where every rank is when a collective does not end, after `after_s`.
 
-    All ranks call this, after `init_process_group`: a rank without a watchdog does not answer.
+    One runs by itself from when a model is sharded, with DEFAULT_S. All ranks call this, after
+    `init_process_group`: a rank without a watchdog does not answer.
     after_s: seconds that a collective may take; None only stops the watchdog. A new one takes the
         place of the one that runs, which is stopped first.
-    The environment variable AUTOSHARD_WATCHDOG does the same for all models that are sharded later,
-    and TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL does with 60 s.
+    The environment variable AUTOSHARD_WATCHDOG does the same for all models that are sharded later;
+    0 is for none.
     The thread asks a GPU for events, which a capture of a CUDA graph forbids to all threads, unless
-    it is configured otherwise: `torch.cuda.graph(graph, capture_error_mode="thread_local")`.
+    it is configured otherwise: `torch.cuda.graph(graph, capture_error_mode="thread_local")`. The
+    one that runs by itself does not.
     Raises ValueError if `after_s` is not positive, RuntimeError if there is no process group.
     """
     if after_s is not None and not after_s > 0:
@@ -289,24 +345,30 @@ def watchdog(after_s: float | None = 30.0) -> None:
         return
     if not dist.is_initialized():
         raise RuntimeError("watchdog() needs a process group: call init_process_group() before")
-    store = _torch.dist.default_store().clone()
-    _running.append(Watchdog(after_s, store, dist.get_rank()))
+    _start(after_s, observes=torch.accelerator.is_available())
+
+
+def _start(after_s: float, *, observes: bool) -> None:
+    """Start a watchdog of the default process group."""
+    _running.append(Watchdog(after_s, client(), dist.get_rank(), observes=observes))
 
 
 def watch_as_told() -> None:
-    """Start a watchdog if the environment asks for one, and none is running.
+    """Start a watchdog for the default process group, if none is running, as the environment says.
 
-    AUTOSHARD_WATCHDOG asks by a number of seconds, 0 or less for none; without it
-    TORCH_DISTRIBUTED_DEBUG does, as INFO or DETAIL. Nothing starts without a process group, or over
-    the fake backend. Raises ValueError if AUTOSHARD_WATCHDOG is no number.
+    AUTOSHARD_WATCHDOG says after how many seconds it speaks, 0 or less for none; without it they
+    are DEFAULT_S. Nothing starts for one rank, or over the fake backend. Raises ValueError if
+    AUTOSHARD_WATCHDOG is no number.
     """
     told = os.environ.get(VARIABLE, "")
-    is_debugged = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() in ("INFO", "DETAIL")
-    if not (told or is_debugged) or any(each.is_running for each in _running):
-        return
     try:
-        after_s = float(told) if told else DEBUG_AFTER_S
+        after_s = float(told or DEFAULT_S)
     except ValueError:
         raise ValueError(f"{VARIABLE}={told!r}: a number of seconds is expected") from None
-    if after_s > 0 and dist.is_initialized() and dist.get_backend() != "fake":
-        watchdog(after_s)
+    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
+        return
+    if after_s <= 0 or any(each.is_running and each.store is client() for each in _running):
+        return
+    while _running:
+        _running.pop().stop()  # of a process group that is gone
+    _start(after_s, observes=bool(told) and torch.accelerator.is_available())

@@ -25,6 +25,7 @@ from autoshard.runtime.comm.mesh import (
     mesh_device,
     replicate_axes,
     smaller_axes,
+    warn_of_restarts,
 )
 from autoshard.runtime.eager import access, outside
 from autoshard.runtime.ranks.watchdog import watch_as_told
@@ -495,6 +496,7 @@ def _make_unit(
     """
     reshard, smaller = _read_reshard(reshard_after_forward, axes)
     watch_as_told()
+    warn_of_restarts()
     outside.explain_uncaught()
     unit = Unit(modules, axes, UnitSettings(reshard, mp_policy, offload_policy, smaller))
     materialize.move(modules, mesh_device(axes.mesh), ignored)

@@ -19,10 +19,11 @@ from autoshard import _torch
 from autoshard.passes.ir.layout import part_of
 from autoshard.runtime.comm.mesh import world_size
 from autoshard.runtime.eager import access, unmanaged
+from autoshard.runtime.ranks.ledger import Ledger
 from autoshard.runtime.training.local_step import STEP, stand_in_of
 from autoshard.runtime.unit.param import ShardedParam, check_wanted, find, is_ignored, lent_by
 from autoshard.runtime.unit.reduce import is_waiting
-from autoshard.runtime.unit.unit import heads
+from autoshard.runtime.unit.unit import Unit, heads, root_of, unit_of
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
@@ -206,11 +207,12 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
     Also raised if `backward(inputs=...)` was given a gathered copy. Warns, now or after the next
     backward, of plain parameters that are trained together with sharded ones, with several ranks;
     plain ones are not looked at if all learning rates are 0, or without a gradient. Counts the
-    step for each sharded parameter, which tells that its values change.
+    step for each sharded parameter, which tells that its values change, and notes it in the ledger
+    that ranks compare.
     """
     check_wanted()
     plain: list[nn.Parameter] = []
-    has_sharded = False
+    has_sharded, first = False, None
     for group in optimizer.param_groups:
         for param in group["params"]:
             sharded = find(param)
@@ -241,10 +243,30 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
                 )
             else:
                 sharded.num_updates += 1
+                first = first or sharded
                 has_sharded |= sharded.axes.num_ranks > 1
     if plain and world_size() > 1 and not _is_idle(optimizer):
         _check_plain(type(optimizer).__name__, plain)
         unmanaged.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
+    if first is not None and not _makes_state(optimizer):
+        root = _root_of(optimizer, first)
+        if not root.is_unordered:
+            root.state(Ledger).note_step(optimizer, root.identity, root.axes.mesh)
+
+
+def _root_of(optimizer: torch.optim.Optimizer, sharded: ShardedParam) -> Unit:
+    """Return the root of the model of `sharded`, the first such parameter of `optimizer`."""
+    known = _roots.get(optimizer)
+    root = known() if known is not None else None
+    if root is None or not root.is_root:
+        root = unit_of(root_of(sharded))
+        assert root is not None
+        _roots[optimizer] = weakref.ref(root)
+    return root
+
+
+_roots: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Unit]]
+_roots = weakref.WeakKeyDictionary()
 
 
 def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
@@ -273,6 +295,15 @@ def _is_idle(optimizer: torch.optim.Optimizer) -> bool:
     torch.distributed.checkpoint makes state with such a step.
     """
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
+
+
+def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step may be one of torch.distributed.checkpoint, which makes state so.
+
+    Unlike `_is_idle` it looks at no tensor, which may be on a device.
+    """
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all(isinstance(rate, float) and rate == 0.0 for rate in rates)
 
 
 def _check_plain(kind: str, plain: list[nn.Parameter]) -> None:

@@ -202,6 +202,8 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
     torch.set_num_threads(1)
     from support import compilations, extras
 
+    from autoshard.runtime.ranks import exchange
+
     extras.leave_out()
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
@@ -214,6 +216,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
         gc.collect(1)  # models of the test before: what waits in them is to be nobody's concern
         try:
             torch._dynamo.reset()
+            exchange.begin_session()  # ranks may have gone apart in the test before
             if is_new_group:
                 renew_group(dist.PrefixStore(f"test {number}", store))
             torch.manual_seed(0)

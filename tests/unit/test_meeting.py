@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks import meeting, notices
 from autoshard.runtime.ranks.meeting import Answers, meet
 from autoshard.runtime.ranks.notices import wait_and_look
-from autoshard.runtime.ranks.party import NAMED, Missing, Party, find_each_other, named
+from autoshard.runtime.ranks.party import Missing, Party, find_each_other
 from autoshard.runtime.ranks.store import Store
 
 LIMIT_S = 60.0
@@ -208,5 +209,5 @@ def test_another_one_looks_if_the_first_is_gone() -> None:
 
 
 def test_names() -> None:
-    assert named([1, 2], 2) == "ranks [1, 2]"
-    assert named(range(100), 100) == f"ranks {list(range(NAMED))} and {100 - NAMED} more"
+    assert name_ranks([1, 2], 2) == "ranks [1, 2]"
+    assert name_ranks(range(100), 100) == f"ranks {list(range(NAMED))} and {100 - NAMED} more"

@@ -75,3 +75,14 @@ def test_a_second_group_has_the_priority_of_the_first(
     options = made.call_args.kwargs["pg_options"]
     assert (options is not None) == is_high
     assert options is None or options.is_high_priority_stream
+
+
+def test_restarts_over_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not mesh.restarts_over_one_store()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert "again 3 times, over one store" in mesh.restarts_over_one_store()
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in mesh.restarts_over_one_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert not mesh.restarts_over_one_store()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -91,6 +92,25 @@ def test_a_rank_that_is_late(rank: int, form: str) -> None:
         assert "(bucket 0 of its graph)" in first[0]
 
 
+@on_ranks(4)
+def test_one_report_of_several_ranks(rank: int) -> None:
+    """One of those that wait speaks, and those that are at the same place share a line."""
+    model = model_of("eager")
+    net_loss(model, rank, 0).backward()
+    with watched(1.0) as said:
+        net_loss(model, rank, 1).backward()
+        if rank == 3:
+            load_a_batch_slowly()
+        net_loss(model, rank, 2).backward()
+        dist.barrier()
+    everything: list[Any] = [None] * 4
+    dist.all_gather_object(everything, said)
+    reports = [report for of_rank in everything for report in of_rank if "behind" in report]
+    late = [report for report in reports if "rank 3 is behind" in report]
+    assert 1 <= len(late) <= 4, reports  # twice as late, and again; not one a rank
+    assert any(re.search(r"ranks \[\d, \d\] wait for it, too", report) for report in late), late
+
+
 @on_ranks(2)
 def test_what_nobody_waits_for_is_no_news(rank: int) -> None:
     """A forward that an exception ends leaves gathers that were launched ahead."""
@@ -148,8 +168,17 @@ def test_the_environment_starts_one(rank: int) -> None:
         patch.setenv(watchdog.VARIABLE, "20")
         autoshard.shard(Net())
         assert [each.is_running for each in watchdog._running] == [True]
-    autoshard.watchdog(None)
-    assert not watchdog._running
+        autoshard.watchdog(None)
+        assert not watchdog._running
+        patch.setenv(watchdog.VARIABLE, "0")
+        autoshard.shard(Net())
+        assert not watchdog._running
+        patch.delenv(watchdog.VARIABLE)
+        autoshard.shard(Net())
+        (running,) = watchdog._running
+        assert running._after_s == watchdog.DEFAULT_S
+        autoshard.shard(Net())
+        assert watchdog._running == [running]
 
 
 @in_both_forms

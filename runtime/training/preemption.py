@@ -1,0 +1,103 @@
+"""Preemption: a signal that one rank gets ends the loop of all ranks after the same step.
+
+A scheduler sends SIGTERM, or SIGUSR1 if it is told to, some time before it kills a job: to all
+ranks, or to some. A rank that got one says in the store in which call of `preempted` it was. Other
+ranks ask the store now and then, meanwhile; between two calls all of them have collectives, so that
+each has heard of it by the next time that it asks, and all know the call at which to stop.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from autoshard import _torch
+from autoshard.runtime.ranks.exchange import party_of_world
+from autoshard.runtime.ranks.party import Party
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+RANKS_A_CALL = 64  # that ask the store in each call; of more ranks, each asks more rarely
+
+_received = threading.Event()
+
+
+class _Calls:
+    """Calls of `preempted` by one rank, since a process group was made."""
+
+    def __init__(self) -> None:
+        """Have all ranks find each other in the store; they call this together."""
+        party = party_of_world() if dist.is_initialized() and dist.get_world_size() > 1 else None
+        self._party: Party | None = party
+        self._count = 0
+        self._has_said = False
+        self._stop: int | None = None
+        self._asked: Callable[[], Any] | None = None
+        self._interval = -(-party.size // RANKS_A_CALL) if party is not None else 1
+
+    def is_last(self) -> bool:
+        """Count a call; tell whether all ranks stop at this one."""
+        self._count += 1
+        if self._party is None:
+            return _received.is_set()
+        if self._asked is not None:
+            said = self._asked()
+            self._asked = None
+            if said is not None:
+                # All have asked since by the next time that they do, and looked one call later.
+                self._stop = (int(said) // self._interval + 1) * self._interval + 1
+        if self._stop is not None:
+            return self._count >= self._stop
+        key = f"{self._party.prefix}/preempted"
+        if _received.is_set() and not self._has_said:
+            self._party.store.set_first(key, str(self._count))
+            self._has_said = True
+        if self._count % self._interval == 0:
+            self._asked = self._party.store.begin(lambda store: _value(store, key))
+        return False
+
+
+def _value(store: Any, key: str) -> str | None:
+    return bytes(store.get(key)).decode() if store.check([key]) else None
+
+
+_calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
+_alone: list[_Calls] = []  # without a process group: one, or none
+
+
+def preempted() -> bool:
+    """Tell whether this run is to save and end, as a rank got SIGTERM or SIGUSR1; once a step.
+
+        for step in range(first, steps):
+            train(step)
+            if autoshard.preempted():
+                autoshard.save_checkpoint(folder, model, optimizer, step=step + 1)
+                break
+
+    All ranks call it after each step, and get True at the same one: a few steps after the signal,
+    and in all later calls. From the first call on, the signals do not end this process: with
+    SIGTERM alone torchrun waits 30 s before it kills. The first call is made in the main thread,
+    where all ranks wait for each other; later ones wait for nobody.
+    Raises ValueError if the first call is in another thread; RuntimeError if some ranks don't come
+    to it.
+    """
+    group = _torch.dist.default_group() if dist.is_initialized() else None
+    calls = _calls.get(group) if group is not None else next(iter(_alone), None)
+    if calls is None:
+        for each in SIGNALS:
+            signal.signal(each, _note)
+        calls = _Calls()
+        if group is not None:
+            _calls[group] = calls
+        else:
+            _alone.append(calls)
+    return calls.is_last()
+
+
+def _note(number: int, frame: Any) -> None:
+    """Note a signal, as its handler."""
+    _received.set()

@@ -1,0 +1,109 @@
+"""Ranks that send and receive as ever, and train in different ways: all say so, soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import SmallNet, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, in_both_forms, in_form, sgd
+
+import autoshard
+from autoshard.runtime.ranks.ledger import Ledger
+from autoshard.runtime.unit.unit import unit_of
+
+LAST = 40  # step
+
+
+def train(form: str, each: Callable[[Any, Any, int], None], make: Any = adamw) -> int:
+    """Train until an error comes, which is returned, or LAST."""
+    torch.manual_seed(0)
+    model = in_form(autoshard.shard(SmallNet()), form)
+    optimizer = make(model)
+    for step in range(LAST):
+        each(model, optimizer, step)
+    return LAST
+
+
+def backward(model: Any, rank: int, step: int) -> None:
+    net_loss(model, rank, step).backward()
+
+
+def update(optimizer: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@in_both_forms
+@on_ranks(2)
+def test_another_learning_rate(rank: int, form: str) -> None:
+    def each(model: Any, optimizer: Any, step: int) -> None:
+        backward(model, rank, step)
+        if step == 3 and rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.5
+        update(optimizer)
+
+    says = (
+        r"rank \d and rank \d have not done the same: after backward 4, rank \d did a step of "
+        r"AdamW\(lr=.*lr=0\.5, .* go on from a checkpoint before that|lr=0\.5, .*lr=0\.0"
+    )
+    with pytest.raises(RuntimeError, match=says):
+        train(form, each)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_a_step_that_is_left_out(rank: int, form: str) -> None:
+    def each(model: Any, optimizer: Any, step: int) -> None:
+        backward(model, rank, step)
+        if not (step == 20 and rank == 1):
+            update(optimizer)
+
+    says = r"after backward 21, rank \d did (nothing, and rank \d a step|a step .* rank \d nothing)"
+    with pytest.raises(RuntimeError, match=says):
+        train(form, each, sgd)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_a_micro_batch_more_then_one_fewer(rank: int, form: str) -> None:
+    def each(model: Any, optimizer: Any, step: int) -> None:
+        count = 2 + {5: 1, 6: -1}.get(step, 0) * rank
+        for number in range(count):
+            backward(model, rank, number)
+        update(optimizer)
+
+    with pytest.raises(RuntimeError, match=r"after backward 12, rank \d did (nothing|a step)"):
+        train(form, each, sgd)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_ranks_that_do_the_same(rank: int, form: str) -> None:
+    """Schedules, micro-batches and two optimizers; a model of the same names after another."""
+
+    def each(model: Any, optimizer: Any, step: int) -> None:
+        for number in range(1 + step % 3):
+            backward(model, rank, number)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        update(optimizer)
+
+    for make in (adamw, sgd):
+        assert train(form, each, make) == LAST
+
+
+@on_ranks(2)
+def test_ranks_that_may_differ(rank: int) -> None:
+    """With `strict_order=False` nothing is compared."""
+    model = autoshard.shard(SmallNet(), strict_order=False)
+    optimizer = sgd(model)
+    for step in range(20):
+        backward(model, rank, step)
+        if not (rank == 1 and step % 2):
+            update(optimizer)
+    unit = unit_of(model)
+    assert unit is not None
+    assert unit.state(Ledger).backwards == 0
