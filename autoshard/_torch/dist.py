@@ -66,6 +66,14 @@ def pretend_ranks(world_size: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
+def is_member(name: str) -> bool:
+    """Tell whether this rank is in a process group registered under `name`."""
+    try:
+        return bool(resolve_group(name).size())
+    except (RuntimeError, LookupError):
+        return False
+
+
 def group_size(name: str) -> int:
     """World size of the process group that c10d registered under `name`."""
     return int(resolve_group(name).size())

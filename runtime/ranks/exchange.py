@@ -63,7 +63,7 @@ def exchange(
         place = f"{prefix}/{number}"
         before = f"{prefix}/{number - 1}" if number else None
 
-        def wait(key: str, withdraw: Callable[[], Any]) -> None:
+        def wait(key: str, withdraw: Callable[[], bool]) -> None:
             wait_and_look(party, place, key, timeout, withdraw, failed, hint)
 
         answers = meet(party, place, before, answer, wait, may_differ=may_differ)
@@ -138,6 +138,12 @@ def begin_session() -> None:
     for sessions in _local.sessions.values():
         sessions.by_mesh.clear()
         sessions.own = uuid.uuid4().hex
+
+
+def there_are_others() -> bool:
+    """Tell whether there are other ranks than this one in the default group."""
+    others = dist.is_initialized() and dist.get_world_size() > 1
+    return others and dist.get_backend() not in _skipped
 
 
 def is_alone(mesh: DeviceMesh) -> bool:

@@ -10,7 +10,9 @@ store, which a thread asks meanwhile:
     <place of a model>/apart         two ranks that have not done the same
 
 What was asked at one backward is looked at as the next begins. Backwards go in step, as they have
-collectives: so all ranks raise in the same one, when all have seen that two are apart.
+collectives; on a device, where the host runs ahead, it waits before it asks for what the device was
+given before the backward before. So whoever asks SEEN backwards after two were found to be apart
+finds that, and all ranks raise in the same backward.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.runtime.comm.streams import is_captured
 from autoshard.runtime.ranks.exchange import is_alone, new_place, party_of
 from autoshard.runtime.ranks.party import Party
 
 EARLY, INTERVAL = 16, 8  # backwards: up to the first of them, every second is compared
 A_RANK = 1 / 32  # backwards between two comparisons, for each rank: the store serves all
+SEEN = 4  # backwards
 TOLD = 10  # backwards that a message may tell of
 LONGEST = 400  # characters for what was done after one of them
 
@@ -41,6 +45,10 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was done; all ranks do so together, as where they load a checkpoint."""
         self.backwards = 0
         self.latest: deque[tuple[int, str]] = deque(maxlen=TOLD)
         self._digest = hashlib.sha256()
@@ -49,6 +57,8 @@ class Ledger:
         self._party: Party | None = None
         self._place = ""
         self._asked: Callable[[], str | None] | None = None
+        self._numbers: deque[int] = deque([0, 0], maxlen=3)  # of the latest comparisons
+        self._event: Any = None  # of the backward before, on a device
 
     def note_step(self, optimizer: torch.optim.Optimizer, model: str, mesh: DeviceMesh) -> None:
         """Note that `optimizer` is about to take a step; nothing where this rank is alone.
@@ -80,15 +90,27 @@ class Ledger:
         self._digest.update(b"a backward")
         self.latest.append((self.backwards, done[:LONGEST]))
         self.backwards += 1
-        self._look()
-        if self._party is None:
+        if self._party is None or is_captured():
             return
+        self._look()
+        before = self._record()
         interval = 2 if self.backwards <= EARLY else max(INTERVAL, int(self._party.size * A_RANK))
         if self.backwards % interval == 0:
+            if before is not None:
+                before.synchronize()
+            self._numbers.append(self.backwards)
             did = [*self.latest]
             said = {"rank": self._party.rank, "digest": self._digest.hexdigest(), "did": did}
-            question = _Comparison(self._party, self._place, self.backwards, interval, said)
+            question = _Comparison(self._party, self._place, [*self._numbers], said)
             self._asked = self._party.store.begin(question)
+
+    def _record(self) -> Any:
+        """Record an event on the device, if there is one; return that of the backward before."""
+        if not torch.accelerator.is_available():
+            return None
+        before, self._event = self._event, torch.Event()
+        self._event.record()
+        return before
 
     def _look(self) -> None:
         """Raise RuntimeError if what was asked before has shown that ranks are apart."""
@@ -100,25 +122,33 @@ class Ledger:
 
 
 class _Comparison:
-    """Question to the store whether the first rank to come to a backward had done the same."""
+    """Question to the store whether the first rank to come to a backward had done the same.
+
+    numbers: of this backward, the last, and of those compared before.
+    """
 
     def __init__(
-        self, party: Party, place: str, number: int, interval: int, said: dict[str, Any]
+        self, party: Party, place: str, numbers: Sequence[int], said: dict[str, Any]
     ) -> None:
-        self._place, self._number, self._interval = place, number, interval
+        self._place, self._numbers = place, numbers
         self._said, self._is_first = said, party.rank == party.ranks[0]
 
     def __call__(self, store: Any) -> str | None:
-        """Ask, and tell all if it has not; return what two ranks have said that are apart."""
-        apart = f"{self._place}/apart"
-        known = bytes(store.get(apart)).decode() if store.check([apart]) else None
+        """Ask, and tell all if it has not; return what two ranks have said that are apart.
+
+        None if that was found too late for all to find it now.
+        """
+        apart, (old, *_, number) = f"{self._place}/apart", self._numbers
         mine = json.dumps(self._said)
-        first = bytes(store.compare_set(f"{self._place}/{self._number}", "", mine)).decode()
-        if known is None and json.loads(first)["digest"] != self._said["digest"]:
-            store.set(apart, json.dumps([json.loads(first), self._said]))
-        if self._is_first and self._number > 2 * self._interval:  # all have come to the one before
-            store.delete_key(f"{self._place}/{self._number - 2 * self._interval}")
-        return known
+        first = bytes(store.compare_set(f"{self._place}/{number}", "", mine)).decode()
+        if json.loads(first)["digest"] != self._said["digest"]:
+            store.compare_set(apart, "", json.dumps([number, json.loads(first), self._said]))
+        if self._is_first and old:  # all have come to the one after it
+            store.delete_key(f"{self._place}/{old}")
+        if not store.check([apart]):
+            return None
+        since, *two = json.loads(store.get(apart))
+        return json.dumps(two) if since <= number - SEEN else None
 
 
 def _describe(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -136,7 +166,7 @@ def _describe(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return (
         f"rank {one['rank']} and rank {other['rank']} have not done the same{what}. Run as many "
         "backwards and optimizer steps on each rank, with the same hyper-parameters. Shards of the "
-        "model have been trained in different ways since: go on from a checkpoint before that"
+        "model have been trained in different ways since: load a checkpoint from before that"
     )
 
 
@@ -150,7 +180,10 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number for a tensor of one; not for one on a device, which would be waited for."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.item() if value.numel() == 1 and value.device.type == "cpu" else ...
+    """Return what is the same on all ranks if they say the same, without waiting for a device."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        return value.item()
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if is_plain else type(value).__name__

@@ -25,16 +25,15 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks.party import Party
 
-Wait = Callable[[str, Callable[[], Any]], None]
+Wait = Callable[[str, Callable[[], bool]], None]
 """Waits until a key is there; otherwise it calls the function, which undoes this rank's coming, and
-raises."""
+raises, but if the function returns False: then it is too late, as all have come."""
 
 LONG = 20_000  # characters of a text, of which not every rank need have a copy
 LEAVING_S = 3.0  # for the others to have read what a rank that is about to raise has said
@@ -100,7 +99,7 @@ def meet(
             _clear(party, before)
         same = not differs
     else:
-        wait(f"{place}/done", lambda: store.add(f"{place}/come", -1))
+        wait(f"{place}/done", lambda: _withdraw(party, place))
         same = store.get(f"{place}/done") == "same"
     if same:
         return Answers(Answer(answer, party.ranks[:NAMED], party.size))
@@ -108,6 +107,14 @@ def meet(
     if answers.others and not may_differ:
         _leave_together(party, place)
     return answers
+
+
+def _withdraw(party: Party, place: str) -> bool:
+    """Have this rank not come to `place`; return False, and leave it, if all have come."""
+    if party.store.add(f"{place}/come", -1) < party.size - 1:
+        return True
+    party.store.add(f"{place}/come", 1)
+    return False
 
 
 def _digest(answer: str) -> str:
@@ -125,7 +132,7 @@ def _tell_apart(party: Party, place: str, digest: str, answer: str, wait: Wait) 
         store.append(f"{place}/of/{digest}", f"{party.rank} ")
     if store.add(f"{place}/told", 1) == party.size:
         store.set(f"{place}/all_told", "1")
-    wait(f"{place}/all_told", lambda: None)
+    wait(f"{place}/all_told", lambda: True)
     others = []
     for each, length in _digests(party, place).items():
         if each != digest:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autoshard import _torch
 from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks.party import Party
@@ -29,6 +30,7 @@ from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, Store
 
 PATIENCE_S = 3.0  # until a rank that waits looks for what the others do
 LOOK_S = 1.0  # between two looks of 1,000 ranks or fewer; more look more rarely
+LEAVING_S = 3.0  # for the last that has come to say so
 GATHERING_S = 0.2  # for the others that wait at a place to say so
 
 
@@ -37,14 +39,15 @@ def wait_and_look(
     place: str,
     key: str,
     timeout: timedelta,
-    withdraw: Callable[[], None],
+    withdraw: Callable[[], bool],
     what: str,
     hint: str,
 ) -> None:
     """Wait for `key`, which the last rank to come to `place` sets; after PATIENCE_S, look around.
 
     While this rank waits for longer, a notice in the store says where.
-    withdraw: called before this raises: has this rank not come to `place`.
+    withdraw: called before this raises: has this rank not come to `place`. Returns False if it is
+        too late, as all have come meanwhile: this does not raise then.
     what, hint: what the message of an error begins and ends with.
     Raises RuntimeError after `timeout`, or if a missing rank waits, at another place or in a
     collective, for this one: the two would wait for ever. At another place, that rank raises, too:
@@ -60,9 +63,12 @@ def wait_and_look(
         pause_s = GATHERING_S * looker.scale
         while not party.wait_for(key, pause_s):
             others = looker.look()
-            if others:
-                withdraw()  # before others go on, and find it here
+            if others or time.monotonic() > deadline:
+                if not withdraw():  # before others go on, and find it here
+                    party.wait_for(key, LEAVING_S)
+                    return
                 withdraw = _nothing
+            if others:
                 looker.give_up()
                 raise RuntimeError(f"{what}, while others wait elsewhere: {others}. {hint}")
             if time.monotonic() > deadline:
@@ -80,8 +86,9 @@ def wait_and_look(
             looker.end()
 
 
-def _nothing() -> None:
+def _nothing() -> bool:
     """Do nothing: what was to be done has been."""
+    return True
 
 
 class _Looker:
@@ -135,7 +142,9 @@ class _Looker:
             is_over = store.check([f"{notice['place']}/done"])
             return notice["place"] != self._place and self._party.rank in ranks and not is_over
         collective = _read(store, collective_key(session, other))
-        return bool(collective) and flights.num_launched(collective["group"]) < collective["number"]
+        if not collective or not _torch.dist.is_member(collective["group"]):
+            return False
+        return flights.num_launched(collective["group"]) < int(collective["number"])
 
     def missing(self, timeout: timedelta) -> str:
         """Say which ranks have not come within `timeout`, as whoever looked last has found."""

@@ -88,7 +88,7 @@ class CollectiveOrder:
         The steps before are forgotten: the next one may expect only what was launched until then,
         and compares the rest. Other ranks are not told.
         """
-        self._known = [self._taken]
+        self._known = [self._taken] if self._known else []
         self._start()
 
     def _start(self) -> None:

@@ -34,15 +34,14 @@ class Store:
 
     Then it raises DistNetworkError, and so does every later question, at once. A thread asks, over
     a connection of its own (a clone of `store`), from when this is made until it is freed.
-    idle: called with the store itself by the thread that asks, whenever there was nothing to ask
-        for IDLE_S.
+    idle: called with the store itself by the thread that asks, every IDLE_S.
     """
 
     def __init__(self, store: Any, idle: Callable[[Any], None] = lambda store: None) -> None:
         """Clone `store`, and start a daemon thread that asks the clone until this object is freed.
 
-        `limit_s` is 60 until it is set. The thread calls `idle` with the clone about once IDLE_S if
-        there is nothing to ask; what that raises is passed over.
+        `limit_s` is 60 until it is set. The thread calls `idle` with the clone about once IDLE_S;
+        what that raises is passed over.
         """
         self.limit_s = 60.0
         self._store = store.clone()
@@ -149,20 +148,21 @@ class Store:
 def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]) -> None:
     """Answer questions in turn until a None comes, as the thread of a `Store` does.
 
-    What a question returns, or the exception that it raises, is put into its queue. When none came
-    for IDLE_S, `idle` is called, and its exceptions are passed over.
+    What a question returns, or the exception that it raises, is put into its queue. Every IDLE_S,
+    between two questions, `idle` is called, and its exceptions are passed over.
     """
+    last = time.monotonic()
     while True:
-        try:
+        with contextlib.suppress(queue.Empty):
             each = asked.get(timeout=IDLE_S)
-        except queue.Empty:
+            if each is None:
+                return
+            question, answer = each
+            try:
+                answer.put((question(), None))
+            except Exception as error:
+                answer.put((None, error))
+        if time.monotonic() - last >= IDLE_S:
             with contextlib.suppress(Exception):  # a store that is gone: who asks is told
                 idle()
-            continue
-        if each is None:
-            return
-        question, answer = each
-        try:
-            answer.put((question(), None))
-        except Exception as error:
-            answer.put((None, error))
+            last = time.monotonic()

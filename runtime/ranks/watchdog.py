@@ -22,6 +22,7 @@ with an event after each wait, and only if the watchdog was asked for.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import logging
@@ -145,12 +146,18 @@ class Watchdog:
         self._on_device = _OnDevice() if observes else None
         self._stop = threading.Event()
         self._seen = store.add(f"{_PREFIX}/asked", 0)  # of an earlier life
-        threading.Thread(target=self._run, name="autoshard watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="autoshard watchdog", daemon=True)
+        self._thread.start()
 
     @property
     def is_running(self) -> bool:
         """Tell whether it still watches: it was not stopped, and has not lost its store."""
         return not self._stop.is_set()
+
+    def end(self) -> None:
+        """Stop, and wait for the thread, as it must not ask the store while Python ends."""
+        self.stop()
+        self._thread.join(timeout=LOOK_S)
 
     def stop(self) -> None:
         """Stop observing; the thread ends by itself. A second call does nothing."""
@@ -162,16 +169,20 @@ class Watchdog:
     def _run(self) -> None:
         """Answer other ranks, and log reports as errors, until stopped; the watchdog's thread.
 
-        A RuntimeError, as when the store is gone, stops the watchdog, and is logged for debugging.
+        The end of the default process group stops it, too: the store may be gone next. A
+        RuntimeError, as when the store is gone, stops the watchdog, and is logged for debugging.
         """
         try:
             while not self._stop.wait(min(LOOK_S * self._scale, self._after_s / 2)):
+                if not dist.is_initialized():
+                    return
                 self._answer()
                 late = self._due()
                 if late is not None and self._is_to_report(late):
                     log.error("%s", self._report(late))
         except RuntimeError as error:  # the store is gone, or the group: this run is over
             log.debug("the watchdog ends: %s", error)
+        finally:
             self.stop()
 
     def _oldest(self) -> _Late | None:
@@ -204,7 +215,8 @@ class Watchdog:
         """Tell whether this rank is the first to report `late`, at about this age."""
         age = time.monotonic() - late.since
         times = int(age / self._after_s).bit_length()
-        key = f"{_PREFIX}/reports/{late.what.group}/{late.number}/{times}"
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        key = f"{_PREFIX}/reports/{life}/{late.what.group}/{late.number}/{times}"
         return self.store.set_first(key, str(self._rank)) == str(self._rank)
 
     def _answer(self) -> None:
@@ -328,7 +340,8 @@ def watchdog(after_s: float | None = 30.0) -> None:
 
     One runs by itself from when a model is sharded, with DEFAULT_S. All ranks call this, after
     `init_process_group`: a rank without a watchdog does not answer.
-    after_s: seconds that a collective may take; None only stops the watchdog. A new one takes the
+    after_s: seconds that a collective may take; None only stops the watchdog, until a model is
+        sharded. A new one takes the
         place of the one that runs, which is stopped first.
     The environment variable AUTOSHARD_WATCHDOG does the same for all models that are sharded later;
     0 is for none.
@@ -346,6 +359,12 @@ def watchdog(after_s: float | None = 30.0) -> None:
     if not dist.is_initialized():
         raise RuntimeError("watchdog() needs a process group: call init_process_group() before")
     _start(after_s, observes=torch.accelerator.is_available())
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    while _running:
+        _running.pop().end()
 
 
 def _start(after_s: float, *, observes: bool) -> None:

@@ -23,7 +23,7 @@ from autoshard.runtime.ranks.ledger import Ledger
 from autoshard.runtime.training.local_step import STEP, stand_in_of
 from autoshard.runtime.unit.param import ShardedParam, check_wanted, find, is_ignored, lent_by
 from autoshard.runtime.unit.reduce import is_waiting
-from autoshard.runtime.unit.unit import Unit, heads, root_of, unit_of
+from autoshard.runtime.unit.unit import heads
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
@@ -249,24 +249,9 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
         _check_plain(type(optimizer).__name__, plain)
         unmanaged.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
     if first is not None and not _makes_state(optimizer):
-        root = _root_of(optimizer, first)
+        root = unmanaged.root_of_model(first.unit)
         if not root.is_unordered:
             root.state(Ledger).note_step(optimizer, root.identity, root.axes.mesh)
-
-
-def _root_of(optimizer: torch.optim.Optimizer, sharded: ShardedParam) -> Unit:
-    """Return the root of the model of `sharded`, the first such parameter of `optimizer`."""
-    known = _roots.get(optimizer)
-    root = known() if known is not None else None
-    if root is None or not root.is_root:
-        root = unit_of(root_of(sharded))
-        assert root is not None
-        _roots[optimizer] = weakref.ref(root)
-    return root
-
-
-_roots: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Unit]]
-_roots = weakref.WeakKeyDictionary()
 
 
 def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:

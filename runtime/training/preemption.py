@@ -2,28 +2,31 @@
 
 A scheduler sends SIGTERM, or SIGUSR1 if it is told to, some time before it kills a job: to all
 ranks, or to some. A rank that got one says in the store in which call of `preempted` it was. Other
-ranks ask the store now and then, meanwhile; between two calls all of them have collectives, so that
-each has heard of it by the next time that it asks, and all know the call at which to stop.
+ranks ask the store now and then, meanwhile. Between two calls all of them have collectives, so that
+none is far ahead, and all know by which call each has heard of it.
+
+On a device the host runs ahead of collectives. Before it asks it waits for what the device was
+given before the call before: then others have launched that, too.
 """
 
 from __future__ import annotations
 
 import signal
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from autoshard import _torch
-from autoshard.runtime.ranks.exchange import party_of_world
+from autoshard.runtime.ranks.exchange import party_of_world, there_are_others
 from autoshard.runtime.ranks.party import Party
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 RANKS_A_CALL = 64  # that ask the store in each call; of more ranks, each asks more rarely
 
-_received = threading.Event()
+_received: list[int] = []  # signals; a lock would not do, as one may come while another is noted
 
 
 class _Calls:
@@ -31,8 +34,9 @@ class _Calls:
 
     def __init__(self) -> None:
         """Have all ranks find each other in the store; they call this together."""
-        party = party_of_world() if dist.is_initialized() and dist.get_world_size() > 1 else None
+        party = party_of_world() if there_are_others() else None
         self._party: Party | None = party
+        self._event: Any = None  # of the call before, on a device
         self._count = 0
         self._has_said = False
         self._stop: int | None = None
@@ -43,19 +47,24 @@ class _Calls:
         """Count a call; tell whether all ranks stop at this one."""
         self._count += 1
         if self._party is None:
-            return _received.is_set()
+            return bool(_received)
         if self._asked is not None:
             said = self._asked()
             self._asked = None
             if said is not None:
-                # All have asked since by the next time that they do, and looked one call later.
-                self._stop = (int(said) // self._interval + 1) * self._interval + 1
+                # Who asks two calls later finds it, and looks at what it has found one after.
+                self._stop = -(-(int(said) + 2) // self._interval) * self._interval + 1
         if self._stop is not None:
             return self._count >= self._stop
         key = f"{self._party.prefix}/preempted"
-        if _received.is_set() and not self._has_said:
+        if _received and not self._has_said:
             self._party.store.set_first(key, str(self._count))
             self._has_said = True
+        if torch.accelerator.is_available():
+            before, self._event = self._event, torch.Event()
+            self._event.record()
+            if before is not None:
+                before.synchronize()
         if self._count % self._interval == 0:
             self._asked = self._party.store.begin(lambda store: _value(store, key))
         return False
@@ -100,4 +109,4 @@ def preempted() -> bool:
 
 def _note(number: int, frame: Any) -> None:
     """Note a signal, as its handler."""
-    _received.set()
+    _received.append(number)

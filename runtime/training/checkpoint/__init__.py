@@ -3,12 +3,12 @@
     folder/step_00000040/         as torch.distributed.checkpoint writes it
         .metadata  __0_0.distcp   the model, the optimizer, and each rank's own states
         complete.json             written last: the files, their digests, and the run they are of
-    folder/.writing_00000045.RUN/ one that is being written, or whose writing was broken off
+    folder/.writing_00000045.*/   one that is being written, or whose writing was broken off
 
 A checkpoint is written to a folder of its own, checked, and renamed. The one before is there until
 then, so that at any time one of the two can be loaded. Jobs that share a folder do not meet: names
-end in that of the run until they are published. Loading runs no code: files are read as
-weights only, and torch's pickled index may only have types that belong there.
+end in those of the run and the process until they are published. Loading runs no code: files are
+read as weights only, and torch's pickled index may only have types that belong there.
 
     save_and_load.py     what users call
     model_state.py       what is saved of the model and the optimizer, and room to read it into

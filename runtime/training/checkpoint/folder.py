@@ -6,6 +6,7 @@ are, at their sizes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -21,23 +22,28 @@ from autoshard.runtime.training.checkpoint.manifest import File, Manifest, descr
 from autoshard.runtime.training.checkpoint.on_ranks import num_ranks
 from autoshard.runtime.training.checkpoint.reader import Reader
 
-ABANDONED_S = 24 * 3600  # a folder of another run to which nothing was written for so long
+# Folders to which nothing was written for so long: of another run, and of a process of this one
+# that may be gone; two jobs that go on from one checkpoint are of one run.
+ABANDONED_S, LEFT_S = 24 * 3600, 600
 _NAME = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+_PROCESS = uuid.uuid4().hex
 _runs: dict[Path, str] = {}  # by folder: which run this is; rank 0 alone knows
 
 
 def prepare(root: Path, step: int) -> Path:
-    """Make `root` if need be, and in it an empty folder of this run to write `step` to.
+    """Make `root` if need be, and in it an empty folder of this process to write `step` to.
 
-    Deletes what killed processes of this run have left there, and what others have, if nothing was
-    written to it for ABANDONED_S: several runs may save to `root` at a time. Returns the folder.
+    Deletes what killed processes of this run have left there, if nothing was written to it for
+    LEFT_S, and what others have for ABANDONED_S: several may save to `root` at a time. Returns the
+    folder.
     """
     root.mkdir(parents=True, exist_ok=True)
     run = _run(root)
     for left in (*root.glob(".writing_*"), *root.glob(".deleting_*")):
-        if left.name.endswith(f".{run}") or time.time() - _written(left) > ABANDONED_S:
+        is_own, is_of_run = left.name.endswith(_PROCESS), f".{run}." in left.name
+        if is_own or time.time() - _written(left) > (LEFT_S if is_of_run else ABANDONED_S):
             shutil.rmtree(left, ignore_errors=True)
-    aside = root / f".writing_{step:08d}.{run}"
+    aside = root / f".writing_{step:08d}.{run}.{_PROCESS}"
     aside.mkdir()
     return aside
 
@@ -110,7 +116,8 @@ def _rename(aside: Path, root: Path, step: int) -> str:
 def _delete(checkpoint: Path) -> None:
     """Delete a checkpoint; at no time is a part of it there by its name."""
     aside = checkpoint.parent / f".deleting_{uuid.uuid4().hex}"
-    checkpoint.rename(aside)
+    with contextlib.suppress(FileNotFoundError):  # another job of this run has deleted it
+        checkpoint.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -218,6 +225,7 @@ def _sync(folder: Path) -> None:
     """Flush `folder` itself to the disk, so that a rename in it is there after a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with contextlib.suppress(OSError):  # some file systems can't
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -94,16 +94,18 @@ def own_buffers(state: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh | N
 
     state: as of `state_of`. mesh: None if no module of `model` is sharded.
     """
-    params = {id(param) for param in model.parameters()}
+    places = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     buffers = {
-        name: value.detach()
+        name: value.detach().cpu()
         for name, value in state["model"].items()
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and id(value) not in params
+        if isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.untyped_storage().data_ptr() in places
     }
     if mesh is not None and not is_alone(mesh):
         said = hashlib.sha256()
         for value in buffers.values():
-            said.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            said.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         answers = exchange(
             "buffers",
             said.hexdigest(),

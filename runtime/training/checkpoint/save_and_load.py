@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.eager import access
+from autoshard.runtime.ranks.ledger import Ledger
 from autoshard.runtime.ranks.order import compare_event
 from autoshard.runtime.training.checkpoint.folder import (
     choose,
@@ -192,16 +193,16 @@ def _load(
     with quiet():
         read_into(reader, rest)
     found = on_each_rank(lambda: _check_read(room, rest, states, world), what)
-    loss = rounded(reader.read_metadata().state_dict_metadata, room)
-    if loss and this_rank() == 0:
-        warnings.warn(f"{path} has {loss}: it is rounded", RuntimeWarning, stacklevel=3)
     states_of_params = {"state": room["optimizer"]["state"]}
     with quiet():
         read_into(reader, {"model": room["model"], "optimizer": states_of_params})
-    if world == num_ranks():
-        load_own_buffers(found.get("buffers", {}), room)
+    on_each_rank(lambda: load_own_buffers(found.get("buffers", {}), room), what)
     on_each_rank(lambda: load_state(model, optimizer, room), what)
     on_each_rank(lambda: load_states(found["states"], states), what)
+    _begin_anew(model)
+    loss = rounded(reader.read_metadata().state_dict_metadata, room)
+    if loss and this_rank() == 0:
+        warnings.warn(f"{path} has {loss}: it is rounded", RuntimeWarning, stacklevel=3)
     if world == num_ranks():
         set_generators(found)
     else:
@@ -212,6 +213,14 @@ def _load(
             stacklevel=3,
         )
     return step_of(path.name)[0]
+
+
+def _begin_anew(model: nn.Module) -> None:
+    """Have ranks compare what they do with `model` from now on, and not what they did before."""
+    for module in model.modules():
+        unit = access.unit_of(module)
+        if unit is not None:
+            unit.state(Ledger).begin_anew()
 
 
 def _make_room(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import SmallNet, net_loss
 from support.ranks import on_ranks
 from support.training import adamw, in_both_forms, in_form, sgd
@@ -48,10 +51,51 @@ def test_another_learning_rate(rank: int, form: str) -> None:
 
     says = (
         r"rank \d and rank \d have not done the same: after backward 4, rank \d did a step of "
-        r"AdamW\(lr=.*lr=0\.5, .* go on from a checkpoint before that|lr=0\.5, .*lr=0\.0"
+        r"AdamW\(lr=.*lr=0\.5, .* load a checkpoint from before that|lr=0\.5, .*lr=0\.0"
     )
     with pytest.raises(RuntimeError, match=says):
         train(form, each)
+
+
+@on_ranks(3)
+def test_all_of_three_ranks_raise_in_the_same_backward(rank: int) -> None:
+    """And go on from a checkpoint, where all do the same."""
+    done = [0]
+
+    def each(model: Any, optimizer: Any, step: int) -> None:
+        if rank == 1:
+            time.sleep(0.01)  # it comes last to each comparison
+        backward(model, rank, step)
+        done[0] += 1
+        if step == 3:
+            optimizer.param_groups[0]["lr"] = (0.5, 0.1, 0.1)[rank]
+        update(optimizer)
+
+    with pytest.raises(RuntimeError, match="have not done the same: after backward 4"):
+        train("eager", each)
+    counts: list[Any] = [None] * 3
+    dist.all_gather_object(counts, done[0])
+    assert len(set(counts)) == 1, counts
+
+
+@on_ranks(2)
+def test_going_on_from_a_checkpoint(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = autoshard.shard(SmallNet())
+    optimizer = sgd(model)
+    autoshard.save_checkpoint(tmp_path, model, optimizer, step=0)
+
+    def train(left_out: int) -> None:
+        for step in range(LAST):
+            backward(model, rank, step)
+            if not (step == left_out and rank == 1):
+                update(optimizer)
+
+    with pytest.raises(RuntimeError, match="have not done the same"):
+        train(2)
+    model.reset_iter_state()
+    assert autoshard.load_checkpoint(tmp_path, model, optimizer) == 0
+    train(-1)
 
 
 @in_both_forms

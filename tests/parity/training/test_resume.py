@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.runtime.training.checkpoint import manifest as manifests
-from autoshard.runtime.training.checkpoint.folder import ABANDONED_S, _runs
+from autoshard.runtime.training.checkpoint.folder import ABANDONED_S, LEFT_S, _runs
 
 
 class Loader:
@@ -359,14 +359,15 @@ def test_what_a_killed_run_leaves(rank: int, folder: str) -> None:
     assert len(told) == (1 if rank == 0 else 0)
     dist.barrier()
     autoshard.save_checkpoint(folder, model, step=4)
-    left = Path(folder) / ".writing_00000003.another"  # of a run that may be there, still
-    assert list(Path(folder).glob(".writing*")) == [left]
-    dist.barrier()
-    if rank == 0:
-        for each in (left, *left.iterdir()):
-            os.utime(each, (0.0, time.time() - ABANDONED_S - 60))
-    autoshard.save_checkpoint(folder, model, step=5)
-    assert not left.exists()
+    for age_s, num_left in ((LEFT_S, 1), (ABANDONED_S, 0)):  # another run may be there, still
+        dist.barrier()
+        if rank == 0:
+            assert len(list(Path(folder).glob(".writing*"))) == num_left + 1
+            for each in Path(folder).glob(".writing*"):
+                for path in (each, *each.iterdir()):
+                    os.utime(path, (0.0, time.time() - age_s - 60))
+        autoshard.save_checkpoint(folder, model, step=5)
+        assert len(list(Path(folder).glob(".writing*"))) == num_left
 
 
 @on_ranks(2)
