@@ -344,11 +344,9 @@ def test_what_a_killed_run_leaves(rank: int, folder: str) -> None:
     autoshard.save_checkpoint(folder, model, step=1)
     autoshard.save_checkpoint(folder, model, step=2)
     if rank == 0:
-        shutil.copytree(
-            Path(folder) / "step_00000002",
-            Path(folder) / f".writing_00000003.{_runs[Path(folder).resolve()]}",
-        )
-        shutil.copytree(Path(folder) / "step_00000002", Path(folder) / ".writing_00000003.another")
+        for run in (_runs[Path(folder).resolve()], "another"):
+            left = Path(folder) / f".writing_00000003.{run}.gone"
+            shutil.copytree(Path(folder) / "step_00000002", left)
         (Path(folder) / "step_00000002" / "__1_0.distcp").write_bytes(b"")
     dist.barrier()
     other, _ = built(seed=3)
