@@ -108,7 +108,7 @@ def talk(asked: Store, rank: int, size: int, number: int, found: Party | None) -
     prefix = f"{found.prefix}/order/program"
     place, before = f"{prefix}/{number}", f"{prefix}/{number - 1}" if number else None
 
-    def wait(key: str, withdraw: Callable[[], Any]) -> None:
+    def wait(key: str, withdraw: Callable[[], bool]) -> None:
         wait_and_look(found, place, key, TIMEOUT, withdraw, f"rank {rank} came", "")
 
     answers = meet(found, place, before, "an eager forward of root", wait, may_differ=False)
@@ -240,11 +240,11 @@ class VirtualStore(Store):
         """Ask what is behind `counting`, which is busy until `busy[0]`."""
         self._store, self._clock, self._busy = counting, clock, busy
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
         start = max(self._clock.now + TRIP_S / 2, self._busy[0])
         self._busy[0] = start + ANSWER_S
         self._clock.sleep_until(start + ANSWER_S)
-        found = question()
+        found = question(self._store)
         self._clock.sleep(TRIP_S / 2)
         return found
 

@@ -42,14 +42,13 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     from autoshard.runtime.training.checkpoint.folder import verify
 
     found = verify(options.folder)
-    for name, (manifest, problem) in found.items():
-        print(f"{name}: {problem or describe(manifest)}")
-    return int(any(problem is not None for _, problem in found.values()))
+    for name, each in found.items():
+        print(f"{name}: {each if isinstance(each, str) else describe(each)}")
+    return int(any(isinstance(each, str) for each in found.values()))
 
 
-def describe(manifest: Manifest | None) -> str:
+def describe(manifest: Manifest) -> str:
     """Describe a checkpoint that can be loaded, as "complete, 3 files of 1,234 bytes, ..."."""
-    assert manifest is not None
     size = sum(file.size for file in manifest.files.values())
     digests = [file.sha256 for file in manifest.files.values()]
     by = "by their digests" if None not in digests else "by their sizes alone: it has no digests"

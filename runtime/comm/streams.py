@@ -35,6 +35,27 @@ def copy_stream(device: torch.device, direction: str) -> Any:
     return torch.Stream(device)
 
 
+class EventBefore:
+    """Event on the device, recorded at the latest of some calls, to be waited for at the next.
+
+    A host that does so is no more than one call ahead of its device.
+    """
+
+    def __init__(self) -> None:
+        self._latest: Any = None
+
+    def record(self) -> Any:
+        """Record an event now; return that of the call before.
+
+        None at the first call, and where there is no device.
+        """
+        if not torch.accelerator.is_available():
+            return None
+        before, self._latest = self._latest, torch.Event()
+        self._latest.record()
+        return before
+
+
 def is_captured() -> bool:
     """Tell whether what the device is given now becomes part of a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.compiled.plans import record
 from autoshard.runtime.unit.param import ShardedParam, resolve
-from autoshard.runtime.unit.unit import Unit, listed, root_of, unit_of
+from autoshard.runtime.unit.unit import Unit, listed, root_unit
 
 _numbers = itertools.count()
 _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
@@ -42,7 +42,6 @@ class Table:
         `params` are referred to weakly, in this order.
         """
         self._params = [weakref.ref(param) for param in params]
-        self._root: Callable[[], Unit | None] = lambda: None
         number = next(_numbers)
         self.tensor = torch.tensor([number])
         self.unused_outputs: frozenset[int] = frozenset()
@@ -61,16 +60,8 @@ class Table:
 
     @property
     def root(self) -> Unit:
-        """Unit of the outermost sharded module that the parameters are in, by the first of them.
-
-        Remembered for as long as it is a root.
-        """
-        known = self._root()
-        if known is None or not known.is_root:
-            known = unit_of(root_of(self[0]))
-            assert known is not None
-            self._root = weakref.ref(known)
-        return known
+        """Unit of the outermost sharded module that the parameters are in, by the first of them."""
+        return root_unit(self[0].unit)
 
     @functools.cached_property
     def members(self) -> weakref.WeakSet[ShardedParam]:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from autoshard import _torch
 from autoshard.runtime.ranks.ledger import Ledger
-from autoshard.runtime.unit.unit import Unit, root_of, unit_of
+from autoshard.runtime.unit.unit import Unit, root_unit, unit_of
 
 _backwards: deque[int] = deque(maxlen=64)  # graph tasks of late in which something was reduced
 _WATCH = "_autoshard_watch"  # on a parameter: the hook that watches, or watched, it
@@ -33,28 +31,9 @@ def note_backward(owner: Unit) -> None:
     """
     task = _torch.autograd.graph_task()
     _backwards.append(task)
-    root = root_of_model(owner)
+    root = root_unit(owner)
     if not root.is_unordered:
         root.state(Ledger).note_backward(task)
-
-
-@dataclass
-class _Root:
-    """Root of the model that a unit is of, as it was found."""
-
-    unit: weakref.ref[Unit] | None = None
-
-
-def root_of_model(unit: Unit) -> Unit:
-    """Return the root of the model that `unit` is of."""
-    if unit.is_root or not unit.params:
-        return unit
-    known = unit.state(_Root)
-    root = known.unit() if known.unit is not None else None
-    if root is None or not root.is_root:
-        root = unit_of(root_of(unit.params[0])) or unit
-        known.unit = weakref.ref(root)
-    return root
 
 
 def tell_or_watch(

@@ -130,16 +130,6 @@ def new_place(party: Party, topic: str) -> str:
     return f"{prefix}/{number}"
 
 
-def begin_session() -> None:
-    """Have ranks agree on a new session before they exchange anything else; all of them call this.
-
-    For tests in which ranks have gone apart, on purpose.
-    """
-    for sessions in _local.sessions.values():
-        sessions.by_mesh.clear()
-        sessions.own = uuid.uuid4().hex
-
-
 def there_are_others() -> bool:
     """Tell whether there are other ranks than this one in the default group."""
     others = dist.is_initialized() and dist.get_world_size() > 1

@@ -17,6 +17,7 @@ finds that, and all ranks raise in the same backward.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import deque
@@ -24,9 +25,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.comm.streams import is_captured
+from autoshard.runtime.comm.streams import EventBefore, is_captured
 from autoshard.runtime.ranks.exchange import is_alone, new_place, party_of
 from autoshard.runtime.ranks.party import Party
 
@@ -38,7 +40,7 @@ LONGEST = 400  # characters for what was done after one of them
 
 
 class Ledger:
-    """What this rank has done with a model.
+    """Record of what this rank has done with a model.
 
     backwards: how many have begun.
     latest:    what was done after each of the latest, in words, with its number.
@@ -58,7 +60,7 @@ class Ledger:
         self._place = ""
         self._asked: Callable[[], str | None] | None = None
         self._numbers: deque[int] = deque([0, 0], maxlen=3)  # of the latest comparisons
-        self._event: Any = None  # of the backward before, on a device
+        self._event = EventBefore()  # of the backward before
 
     def note_step(self, optimizer: torch.optim.Optimizer, model: str, mesh: DeviceMesh) -> None:
         """Note that `optimizer` is about to take a step; nothing where this rank is alone.
@@ -93,7 +95,7 @@ class Ledger:
         if self._party is None or is_captured():
             return
         self._look()
-        before = self._record()
+        before = self._event.record()
         interval = 2 if self.backwards <= EARLY else max(INTERVAL, int(self._party.size * A_RANK))
         if self.backwards % interval == 0:
             if before is not None:
@@ -104,19 +106,12 @@ class Ledger:
             question = _Comparison(self._party, self._place, [*self._numbers], said)
             self._asked = self._party.store.begin(question)
 
-    def _record(self) -> Any:
-        """Record an event on the device, if there is one; return that of the backward before."""
-        if not torch.accelerator.is_available():
-            return None
-        before, self._event = self._event, torch.Event()
-        self._event.record()
-        return before
-
     def _look(self) -> None:
         """Raise RuntimeError if what was asked before has shown that ranks are apart."""
         if self._asked is not None:
-            apart = self._asked()
-            self._asked = None
+            asked, self._asked, apart = self._asked, None, None
+            with contextlib.suppress(dist.DistError):  # collectives will say so
+                apart = asked()
             if apart is not None:
                 raise RuntimeError(_describe(*json.loads(apart)))
 

@@ -29,14 +29,14 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
-from autoshard.runtime.ranks.party import Party
+from autoshard.runtime.ranks import notices
+from autoshard.runtime.ranks.party import LEAVING_S, Party
 
 Wait = Callable[[str, Callable[[], bool]], None]
 """Waits until a key is there; otherwise it calls the function, which undoes this rank's coming, and
 raises, but if the function returns False: then it is too late, as all have come."""
 
 LONG = 20_000  # characters of a text, of which not every rank need have a copy
-LEAVING_S = 3.0  # for the others to have read what a rank that is about to raise has said
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """What all ranks of a party answered: `own`, and `others` that differ, by their first ranks."""
+    """Answers of all ranks of a party: `own`, and `others` that differ from it."""
 
     own: Answer
     others: Sequence[Answer] = ()
@@ -161,7 +161,7 @@ def _leave_together(party: Party, place: str) -> None:
             party.wait_for(f"{place}/all_left", LEAVING_S)
 
 
-_KEYS = ("first", "differs", "come", "done", "late", "missing", "looks")
+_KEYS = ("first", "differs", "come", "done", *notices.KEYS)
 _IF_THEY_DIFFERED = ("kinds", "digests", "told", "all_told", "left", "all_left")
 
 

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
-from autoshard.runtime.ranks.party import Party
+from autoshard.runtime.ranks.party import LEAVING_S, Party
 from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, Store
 
 PATIENCE_S = 3.0  # until a rank that waits looks for what the others do
 LOOK_S = 1.0  # between two looks of 1,000 ranks or fewer; more look more rarely
-LEAVING_S = 3.0  # for the last that has come to say so
 GATHERING_S = 0.2  # for the others that wait at a place to say so
+KEYS = ("late", "missing", "looks")  # of a place, that stay when all go on
 
 
 def wait_and_look(

@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
-from autoshard.runtime.ranks.store import Store
+from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Store
+
+LEAVING_S = 3.0  # for others to have read what was said before a rank goes on, or ends
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def _answer_all(party: Party, own: str, deadline: float) -> str:
     has = f"{session}/{party.name}/has"
     store.set(f"{session}/{party.name}/ranks", json.dumps(list(party.ranks)))
     answered: dict[str, int] = {}
-    num_asked, pause_s = 0, 0.001
+    num_asked, pause_s = 0, SHORTEST_PAUSE_S
     while store.add(has, 0) < party.size - 1:
         now_asked = store.add(asked, 0)
         if now_asked != num_asked and store.check([log]):
@@ -105,11 +107,11 @@ def _answer_all(party: Party, own: str, deadline: float) -> str:
             if new:
                 store.set_all({f"{here}/to/{number}": session for number in new})
             answered |= new
-            num_asked, pause_s = now_asked, 0.001
+            num_asked, pause_s = now_asked, SHORTEST_PAUSE_S
         if time.monotonic() > deadline:
             raise _missing(party, here, answered)
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, max(0.1, party.size * 20e-6))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     store.delete(log, asked, has)
     return session
 

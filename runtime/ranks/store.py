@@ -56,37 +56,32 @@ class Store:
         ).start()
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(lambda: self._store.check(list(keys))))
+        return bool(self._ask(lambda store: store.check(list(keys))))
 
     def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
+        self._ask(lambda store: store.set(key, value))
 
     def get(self, key: str) -> str:
         """Return the value of `key`, which has to be there: torch waits for one that is not."""
-        return self.get_all([key])[0]
-
-    def get_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the values of `keys`, all of which have to be there."""
-        found = self._ask(lambda: self._store.multi_get(list(keys)))
-        return [value.decode() for value in found]
+        return bytes(self._ask(lambda store: store.get(key))).decode()
 
     def set_all(self, values: Mapping[str, str]) -> None:
-        self._ask(lambda: self._store.multi_set(list(values), list(values.values())))
+        self._ask(lambda store: store.multi_set(list(values), list(values.values())))
 
     def delete(self, *keys: str) -> None:
-        self._ask(lambda: [self._store.delete_key(key) for key in keys])
+        self._ask(lambda store: [store.delete_key(key) for key in keys])
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at `key`, 0 if there is none, and return the sum; in one piece."""
-        return int(self._ask(lambda: self._store.add(key, amount)))
+        return int(self._ask(lambda store: store.add(key, amount)))
 
     def append(self, key: str, text: str) -> None:
         """Append to the text at `key`, empty if there is none, in one piece."""
-        self._ask(lambda: self._store.append(key, text))
+        self._ask(lambda store: store.append(key, text))
 
     def set_first(self, key: str, value: str) -> str:
         """Set `key` if it is not there, in one piece; return what is there then."""
-        found = self._ask(lambda: self._store.compare_set(key, "", value))
+        found = self._ask(lambda store: store.compare_set(key, "", value))
         return bytes(found).decode()
 
     def wait_for(self, key: str, seconds: float, num_ranks: int = 1) -> bool:
@@ -110,39 +105,30 @@ class Store:
     def begin(self, question: Callable[[Any], Any]) -> Callable[[], Any]:
         """Have the thread call `question` with the store, and return at once.
 
-        Returns a function that waits for what `question` has returned, and returns it; or None, if
-        it has raised, or has not ended within `limit_s`.
+        Returns a function that waits for what `question` returns, and returns it, or raises what it
+        raises; DistNetworkError after `limit_s` without an answer, and at once in all later calls.
         """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._asked.put((lambda: question(self._store), answer))
+        if not self._is_silent:
+            self._asked.put((lambda: question(self._store), answer))
 
         def end() -> Any:
             try:
-                return answer.get(timeout=self.limit_s)[0]
+                found, error = answer.get(timeout=0.0 if self._is_silent else self.limit_s)
             except queue.Empty:
-                return None
+                self._is_silent = True
+                raise dist.DistNetworkError(
+                    f"the store has not answered for {self.limit_s:.0f} s"
+                ) from None
+            if error is not None:
+                raise error
+            return found
 
         return end
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """Have the thread call `question`; return what that returns, or raise what it raises.
-
-        Raises DistNetworkError after `limit_s` without an answer, and at once in all later calls.
-        """
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        try:
-            if self._is_silent:
-                raise queue.Empty
-            self._asked.put((question, answer))
-            found, error = answer.get(timeout=self.limit_s)
-        except queue.Empty:
-            self._is_silent = True
-            raise dist.DistNetworkError(
-                f"the store has not answered for {self.limit_s:.0f} s"
-            ) from None
-        if error is not None:
-            raise error
-        return found
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """Have the thread call `question` with the store, and wait, as `begin`."""
+        return self.begin(question)()
 
 
 def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]) -> None:

@@ -45,7 +45,7 @@ from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.flights import Issued
 from autoshard.runtime.comm.mesh import name_ranks
 from autoshard.runtime.comm.streams import is_captured
-from autoshard.runtime.ranks.exchange import client
+from autoshard.runtime.ranks.exchange import client, there_are_others
 from autoshard.runtime.ranks.store import Store
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class _Late:
 
 
 class _OnDevice:
-    """What this rank has launched on an accelerator, as far as the device has not passed it."""
+    """Collectives that this rank has launched on a device, until that has passed them."""
 
     def __init__(self) -> None:
         """Begin to observe collectives."""
@@ -341,8 +341,7 @@ def watchdog(after_s: float | None = 30.0) -> None:
     One runs by itself from when a model is sharded, with DEFAULT_S. All ranks call this, after
     `init_process_group`: a rank without a watchdog does not answer.
     after_s: seconds that a collective may take; None only stops the watchdog, until a model is
-        sharded. A new one takes the
-        place of the one that runs, which is stopped first.
+        sharded. A new one takes the place of the one that runs, which is stopped first.
     The environment variable AUTOSHARD_WATCHDOG does the same for all models that are sharded later;
     0 is for none.
     The thread asks a GPU for events, which a capture of a CUDA graph forbids to all threads, unless
@@ -384,9 +383,9 @@ def watch_as_told() -> None:
         after_s = float(told or DEFAULT_S)
     except ValueError:
         raise ValueError(f"{VARIABLE}={told!r}: a number of seconds is expected") from None
-    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
+    if after_s <= 0 or not there_are_others():
         return
-    if after_s <= 0 or any(each.is_running and each.store is client() for each in _running):
+    if any(each.is_running and each.store is client() for each in _running):
         return
     while _running:
         _running.pop().stop()  # of a process group that is gone

@@ -23,7 +23,7 @@ from autoshard.runtime.ranks.ledger import Ledger
 from autoshard.runtime.training.local_step import STEP, stand_in_of
 from autoshard.runtime.unit.param import ShardedParam, check_wanted, find, is_ignored, lent_by
 from autoshard.runtime.unit.reduce import is_waiting
-from autoshard.runtime.unit.unit import heads
+from autoshard.runtime.unit.unit import heads, root_unit
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4  # an optimizer keeps parameters in a list in a dict in a list in its __dict__
@@ -249,7 +249,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
         _check_plain(type(optimizer).__name__, plain)
         unmanaged.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
     if first is not None and not _makes_state(optimizer):
-        root = unmanaged.root_of_model(first.unit)
+        root = root_unit(first.unit)
         if not root.is_unordered:
             root.state(Ledger).note_step(optimizer, root.identity, root.axes.mesh)
 

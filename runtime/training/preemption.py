@@ -11,17 +11,18 @@ given before the call before: then others have launched that, too.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import signal
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from autoshard import _torch
+from autoshard.runtime.comm.streams import EventBefore
 from autoshard.runtime.ranks.exchange import party_of_world, there_are_others
-from autoshard.runtime.ranks.party import Party
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 RANKS_A_CALL = 64  # that ask the store in each call; of more ranks, each asks more rarely
@@ -34,23 +35,21 @@ class _Calls:
 
     def __init__(self) -> None:
         """Have all ranks find each other in the store; they call this together."""
-        party = party_of_world() if there_are_others() else None
-        self._party: Party | None = party
-        self._event: Any = None  # of the call before, on a device
+        self._party = party_of_world()
+        self._event = EventBefore()  # of the call before
         self._count = 0
         self._has_said = False
         self._stop: int | None = None
         self._asked: Callable[[], Any] | None = None
-        self._interval = -(-party.size // RANKS_A_CALL) if party is not None else 1
+        self._interval = -(-self._party.size // RANKS_A_CALL)
 
     def is_last(self) -> bool:
         """Count a call; tell whether all ranks stop at this one."""
         self._count += 1
-        if self._party is None:
-            return bool(_received)
         if self._asked is not None:
-            said = self._asked()
-            self._asked = None
+            asked, self._asked, said = self._asked, None, None
+            with contextlib.suppress(dist.DistError):  # collectives will say so
+                said = asked()
             if said is not None:
                 # Who asks two calls later finds it, and looks at what it has found one after.
                 self._stop = -(-(int(said) + 2) // self._interval) * self._interval + 1
@@ -60,11 +59,9 @@ class _Calls:
         if _received and not self._has_said:
             self._party.store.set_first(key, str(self._count))
             self._has_said = True
-        if torch.accelerator.is_available():
-            before, self._event = self._event, torch.Event()
-            self._event.record()
-            if before is not None:
-                before.synchronize()
+        before = self._event.record()
+        if before is not None:
+            before.synchronize()
         if self._count % self._interval == 0:
             self._asked = self._party.store.begin(lambda store: _value(store, key))
         return False
@@ -74,8 +71,7 @@ def _value(store: Any, key: str) -> str | None:
     return bytes(store.get(key)).decode() if store.check([key]) else None
 
 
-_calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
-_alone: list[_Calls] = []  # without a process group: one, or none
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
 
 
 def preempted() -> bool:
@@ -94,17 +90,20 @@ def preempted() -> bool:
     Raises ValueError if the first call is in another thread; RuntimeError if some ranks don't come
     to it.
     """
-    group = _torch.dist.default_group() if dist.is_initialized() else None
-    calls = _calls.get(group) if group is not None else next(iter(_alone), None)
-    if calls is None:
-        for each in SIGNALS:
-            signal.signal(each, _note)
-        calls = _Calls()
-        if group is not None:
-            _calls[group] = calls
-        else:
-            _alone.append(calls)
-    return calls.is_last()
+    _handle_signals()
+    if not there_are_others():
+        return bool(_received)
+    group = _torch.dist.default_group()
+    if group not in _calls:
+        _calls[group] = _Calls()
+    return _calls[group].is_last()
+
+
+@functools.cache
+def _handle_signals() -> None:
+    """Have signals noted from now on, in all of this process; a second call does nothing."""
+    for each in SIGNALS:
+        signal.signal(each, _note)
 
 
 def _note(number: int, frame: Any) -> None:

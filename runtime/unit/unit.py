@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -327,6 +327,29 @@ def units_below(unit: Unit) -> list[Unit]:
     """List `unit`, and the units that modules inside its own head, in the order of the modules."""
     found = {unit_of(each): None for module in unit.modules for each in module.modules()}
     return [each for each in found if each is not None]
+
+
+@dataclass
+class _Root:
+    """Root of the model that a unit is of, as it was last found."""
+
+    unit: Callable[[], Unit | None] = lambda: None
+
+
+def root_unit(unit: Unit) -> Unit:
+    """Return the unit of the outermost sharded module that `unit` is in.
+
+    It is remembered for as long as it is a root. A unit without parameters is its own.
+    """
+    if unit.is_root or not unit.params:
+        return unit
+    known = unit.state(_Root)
+    root = known.unit()
+    if root is None or not root.is_root:
+        root = unit_of(root_of(unit.params[0]))
+        assert root is not None
+        known.unit = weakref.ref(root)
+    return root
 
 
 def root_of(param: ShardedParam) -> nn.Module:

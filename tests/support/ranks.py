@@ -29,8 +29,9 @@ import tempfile
 import time
 import traceback
 import unittest.mock
+import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,6 +171,45 @@ def forks() -> Any:
     return context
 
 
+def in_processes(
+    rank_of: Callable[..., None],
+    *arguments: Any,
+    environments: Sequence[Mapping[str, str]] = ({}, {}),
+    limit_s: float = 90.0,
+) -> list[Any]:
+    """What each rank sends, as processes of their own, which may end; None for one that only ends.
+
+    rank_of: called with its environment, `arguments`, and the pipe to send by.
+    environments: what each has beside torchrun's.
+    """
+    context, port, world = forks(), str(free_port()), len(environments)
+    pipes, processes = [], []
+    for rank, more in enumerate(environments):
+        number = str(rank)
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        of_rank = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(world), **where, **more}
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=rank_of, args=(of_rank, *arguments, there), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        return [_sent(pipe, limit_s) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _sent(pipe: Any, limit_s: float) -> Any:
+    assert pipe.poll(limit_s), f"no end within {limit_s:.0f} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
 @atexit.register
 def _stop_pools() -> None:
     for pool in list(_pools.values()):
@@ -216,7 +256,9 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
         gc.collect(1)  # models of the test before: what waits in them is to be nobody's concern
         try:
             torch._dynamo.reset()
-            exchange.begin_session()  # ranks may have gone apart in the test before
+            for sessions in exchange._local.sessions.values():
+                sessions.by_mesh.clear()  # ranks may have gone apart in the test before
+                sessions.own = uuid.uuid4().hex
             if is_new_group:
                 renew_group(dist.PrefixStore(f"test {number}", store))
             torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from autoshard import _torch
+from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks import meeting, notices
 from autoshard.runtime.ranks.meeting import Answers, meet
@@ -206,6 +209,50 @@ def test_another_one_looks_if_the_first_is_gone() -> None:
         begun.set()
         says = "and ranks [2] did not within 0:00:02 and ranks [0] came and gave up: they ended"
         assert says in str(second.exception(LIMIT_S))
+
+
+def test_too_late_to_withdraw() -> None:
+    """A rank that gives up as the last one comes is through with the others."""
+    ranks = Ranks(2)
+    first, second = ranks.find()
+    withdrawn = []
+
+    def give_up(key: str, withdraw: Callable[[], bool]) -> None:
+        withdrawn.append(withdraw())
+        if not withdrawn[-1]:
+            return
+        second.store.add(f"{first.prefix}/late/0/come", 1)  # it comes after all
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        meet(first, f"{first.prefix}/late/0", None, "a", give_up, may_differ=False)
+    place = f"{first.prefix}/late/1"
+    second.store.set(f"{place}/done", "same")
+    second.store.add(f"{place}/come", 1)
+    second.store.add(f"{place}/come", -1)
+
+    def come(key: str, withdraw: Callable[[], bool]) -> None:
+        second.store.add(f"{place}/come", 1)
+        give_up(key, withdraw)
+
+    meet(first, place, None, "a", come, may_differ=False)
+    assert withdrawn == [True, False]
+    assert second.store.add(f"{place}/come", 0) == 2
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("is_member", [False, True])
+def test_a_collective_of_others(is_member: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing rank that waits in one which this rank is not to launch does not wait for it."""
+    monkeypatch.setattr(_torch.dist, "is_member", lambda group: is_member)
+    monkeypatch.setattr(flights, "num_launched", lambda group: 0)
+    ranks = Ranks(2)
+    first, _ = ranks.find()
+    notice = {"what": "rank 1 waits for the gather of a", "group": "7", "number": 3}
+    first.store.set(notices.collective_key(first.session, 1), json.dumps(notice))
+    says = "wait elsewhere: rank 1 waits for the gather of a" if is_member else "did not within"
+    with pytest.raises(RuntimeError, match=says):
+        ranks.say(0, "a", timeout_s=0.8)
 
 
 def test_names() -> None:

@@ -38,7 +38,7 @@ def test_answers() -> None:
     store.set("a", "one")
     store.set("b", "two")
     assert store.check(["a", "b"])
-    assert store.get_all(["b", "a"]) == ["two", "one"]
+    assert [store.get("b"), store.get("a")] == ["two", "one"]
     store.delete("a")
     assert not store.check(["a"])
     assert store.get("b") == "two"

@@ -79,7 +79,7 @@ def publish(root: Path, aside: Path, step: int, keep: int, written: Mapping[str,
         name = stored.relative_path
         if name not in written or written[name].size < stored.offset + stored.length:
             raise OSError(f"{name} is missing or too short: do all ranks share {root}?")
-    saved, run = _complete(root), _run(root)
+    (saved, _), run = _sorted_out(root), _run(root)
     others = [name for name, each in saved.items() if each.run != run]
     if others and len(others) == len(saved):
         warnings.warn(
@@ -149,23 +149,19 @@ def choose(root: Path, step: int | None) -> tuple[str, Manifest] | None:
     return found[-1], manifest
 
 
-def verify(root: Path) -> dict[str, tuple[Manifest | None, str | None]]:
+def verify(root: Path) -> dict[str, Manifest | str]:
     """Read all checkpoints in `root`, or the one that it is itself, and compare their digests.
 
-    Returns, by name, what each says of itself, if that can be read, and what is wrong with it: None
-    if nothing is.
+    Returns, by name, the manifest of each, or what is wrong with it.
     """
-    found: dict[str, tuple[Manifest | None, str | None]] = {}
+    found: dict[str, Manifest | str] = {}
     for checkpoint in [root / name for name in _names(root)] or [root]:
-        manifest = _look(checkpoint)
-        if isinstance(manifest, str):
-            found[checkpoint.name] = None, manifest
-            continue
-        try:
-            manifests.check_files(checkpoint, manifest, manifest.files)
-            found[checkpoint.name] = manifest, None
-        except OSError as error:
-            found[checkpoint.name] = manifest, str(error)
+        found[checkpoint.name] = manifest = _look(checkpoint)
+        if isinstance(manifest, Manifest):
+            try:
+                manifests.check_files(checkpoint, manifest, manifest.files)
+            except OSError as error:
+                found[checkpoint.name] = str(error)
     return found
 
 
@@ -184,16 +180,11 @@ def step_of(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def _complete(root: Path) -> dict[str, Manifest]:
-    """Complete checkpoints by name, in the order in which they were saved.
+def _sorted_out(root: Path) -> tuple[dict[str, Manifest], dict[str, str]]:
+    """Complete checkpoints by name, in the order of saving, and why others are not complete.
 
     Their steps may be in another order: a run may have gone back to an earlier step.
     """
-    return _sorted_out(root)[0]
-
-
-def _sorted_out(root: Path) -> tuple[dict[str, Manifest], dict[str, str]]:
-    """Complete checkpoints by name, in the order of saving, and why others are not complete."""
     complete, broken = {}, {}
     for name in _names(root):
         found = _look(root / name)

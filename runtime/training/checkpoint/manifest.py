@@ -34,7 +34,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """Description of a checkpoint, which lies in it as `complete.json`.
 
     run:    that it was saved by: one process of rank 0, or several, each of which went on.
     number: of the checkpoint in its folder, in the order of saving, from 1.

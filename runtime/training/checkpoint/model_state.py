@@ -21,6 +21,7 @@ from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone
 from autoshard.runtime.training.checkpoint import optimizer_state
 from autoshard.runtime.training.checkpoint.objects import to_bytes, to_plain
+from autoshard.runtime.training.checkpoint.on_ranks import this_rank
 from autoshard.runtime.training.checkpoint.reader import new_tensor
 
 Buffers = dict[str, Tensor]
@@ -94,6 +95,8 @@ def own_buffers(state: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh | N
 
     state: as of `state_of`. mesh: None if no module of `model` is sharded.
     """
+    if mesh is None or is_alone(mesh):
+        return {}
     places = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     buffers = {
         name: value.detach().cpu()
@@ -102,21 +105,19 @@ def own_buffers(state: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh | N
         and not isinstance(value, DTensor)
         and value.untyped_storage().data_ptr() in places
     }
-    if mesh is not None and not is_alone(mesh):
-        said = hashlib.sha256()
-        for value in buffers.values():
-            said.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        answers = exchange(
-            "buffers",
-            said.hexdigest(),
-            mesh,
-            group_timeout(mesh),
-            failed="a checkpoint is saved",
-            hint="All ranks save together",
-            may_differ=True,
-        )
-        return buffers if answers.others else {}
-    return {}
+    said = hashlib.sha256()
+    for value in buffers.values():
+        said.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    answers = exchange(
+        "buffers",
+        said.hexdigest(),
+        mesh,
+        group_timeout(mesh),
+        failed=f"rank {this_rank()} came to save the model's buffers",
+        hint="All ranks save together",
+        may_differ=True,
+    )
+    return buffers if answers.others else {}
 
 
 def load_own_buffers(own: Mapping[str, Tensor], room: Mapping[str, Any]) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import diverging
-from support.ranks import forks, free_port
+from support.ranks import in_processes
 
 LIMIT_S = 60.0
 DONE = "done"
@@ -20,38 +19,9 @@ DONE = "done"
 
 def run(case: str, form: str, caches: Path) -> list[str]:
     """How each rank ended; "" for one that has not said it."""
-    context, port = forks(), str(free_port())
-    pipes, processes = [], []
-    for rank in range(2):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHINDUCTOR_CACHE_DIR": str(caches / str(rank)),
-        }
-        here, there = context.Pipe(duplex=False)
-        arguments = (environment, case, form, there)
-        process = context.Process(target=diverging.run_rank, args=arguments, daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-    try:
-        return [_end(pipe) for pipe in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _end(pipe: Any) -> str:
-    assert pipe.poll(LIMIT_S), f"no end within {LIMIT_S:.0f} s"
-    try:
-        return str(pipe.recv())
-    except EOFError:
-        return ""
+    environments = [{"TORCHINDUCTOR_CACHE_DIR": str(caches / str(rank))} for rank in range(2)]
+    ends = in_processes(diverging.run_rank, case, form, environments=environments, limit_s=LIMIT_S)
+    return [end or "" for end in ends]
 
 
 FORMS = ("eager", "compiled", "one line")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.models import SmallNet, net_loss
 from support.ranks import on_ranks
 from support.training import adamw, in_both_forms, in_form, sgd
+from torch import nn
 
 import autoshard
 from autoshard.runtime.ranks.ledger import Ledger
@@ -137,6 +138,33 @@ def test_ranks_that_do_the_same(rank: int, form: str) -> None:
 
     for make in (adamw, sgd):
         assert train(form, each, make) == LAST
+
+
+class Around(nn.Module):
+    """Runs its parts by themselves, without a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = SmallNet(), nn.Linear(1, 1)
+
+
+@on_ranks(2)
+def test_a_model_without_a_forward(rank: int) -> None:
+    """Backwards and steps are those of the model, whatever part of it has run."""
+    torch.manual_seed(0)
+    model = Around()
+    autoshard.fully_shard(model.net)
+    autoshard.fully_shard(model)
+    optimizer = sgd(model)
+
+    def train() -> None:
+        for step in range(LAST):
+            backward(model.net, rank, step)
+            if not (step == 2 and rank == 1):
+                update(optimizer)
+
+    with pytest.raises(RuntimeError, match="have not done the same"):
+        train()
 
 
 @on_ranks(2)

@@ -63,17 +63,23 @@ def load_a_batch_slowly() -> None:
     time.sleep(LATE_S)
 
 
-@pytest.mark.parametrize("form", ["eager", "compiled"])
-@on_ranks(2)
-def test_a_rank_that_is_late(rank: int, form: str) -> None:
+def said_while_one_is_late(rank: int, form: str, *, late: int) -> list[str]:
+    """What this rank's watchdog says while rank `late` loads a batch slowly."""
     model = model_of(form)
     net_loss(model, rank, 0).backward()
     with watched(1.0) as said:
         net_loss(model, rank, 1).backward()
-        if rank == 1:
+        if rank == late:
             load_a_batch_slowly()
         net_loss(model, rank, 2).backward()
         dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@on_ranks(2)
+def test_a_rank_that_is_late(rank: int, form: str) -> None:
+    said = said_while_one_is_late(rank, form, late=1)
     # On a loaded machine there may be others, of ranks that are slow by themselves.
     late = [each for each in said if "behind" in each and "load_a_batch_slowly" in each]
     if rank == 1:
@@ -95,14 +101,7 @@ def test_a_rank_that_is_late(rank: int, form: str) -> None:
 @on_ranks(4)
 def test_one_report_of_several_ranks(rank: int) -> None:
     """One of those that wait speaks, and those that are at the same place share a line."""
-    model = model_of("eager")
-    net_loss(model, rank, 0).backward()
-    with watched(1.0) as said:
-        net_loss(model, rank, 1).backward()
-        if rank == 3:
-            load_a_batch_slowly()
-        net_loss(model, rank, 2).backward()
-        dist.barrier()
+    said = said_while_one_is_late(rank, "eager", late=3)
     everything: list[Any] = [None] * 4
     dist.all_gather_object(everything, said)
     reports = [report for of_rank in everything for report in of_rank if "behind" in report]

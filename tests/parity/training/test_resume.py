@@ -14,6 +14,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -379,6 +380,10 @@ def test_a_disk_that_is_full(rank: int, folder: str) -> None:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
         with pytest.raises(autoshard.CheckpointError, match=r"on rank 1, .*File too large"):
+            autoshard.save_checkpoint(folder, model, optimizer, step=2)
+        says = r"File too large \(no space left on device: 100 bytes are free\)"
+        full = mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=100))
+        with full, pytest.raises(autoshard.CheckpointError, match=says):
             autoshard.save_checkpoint(folder, model, optimizer, step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
