@@ -216,11 +216,15 @@ class Clock:
         lock.acquire()
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run `tasks` in threads, one at a time, until all have ended."""
+        """Run `tasks` in threads, one at a time, until all have ended; raise what one raises."""
+        errors: list[Exception] = []
 
         def begin(task: Callable[[], None]) -> None:
             self.sleep(0.0)
-            task()
+            try:
+                task()
+            except Exception as error:
+                errors.append(error)
             self._is_idle.release()
 
         threads = [threading.Thread(target=begin, args=(task,), daemon=True) for task in tasks]
@@ -231,6 +235,8 @@ class Clock:
             self.now, _, lock = heapq.heappop(self._asleep)
             lock.release()
             self._is_idle.acquire()
+            if errors:
+                raise errors[0]
 
 
 class VirtualStore(Store):
@@ -269,9 +275,9 @@ class Dictionary:
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of `keys`."""
-        return [self.known[key] for key in keys]
+    def get(self, key: str) -> bytes:
+        """Return the value of `key`."""
+        return self.known[key]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at `key`."""
@@ -376,8 +382,9 @@ def agreements() -> list[int]:
         here, there = context.Pipe()
         context.Process(target=train, args=(rank, port, there), daemon=True).start()
         pipes.append(here)
-    found: list[int] = next(pipe.recv() for pipe in pipes)
-    return found
+    counts: list[list[int]] = [pipe.recv() for pipe in pipes]
+    assert counts[0] == counts[1]
+    return counts[0]
 
 
 def row(size: int, kind: str, costs: Sequence[Cost]) -> str:

@@ -145,3 +145,14 @@ def test_tables_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| m | FSDP1 | 200 | 200 to 250 | 200 to 250 | 90 | 65 | 2 | 1 |" in "\n".join(
         tables.long(results)
     )
+
+
+def test_what_ranks_tell_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number and size are a rank's own, however many there are, by a virtual clock."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    control_plane = importlib.import_module("control_plane")
+    few, many = control_plane.virtual(8), control_plane.virtual(128)
+    for one, other in zip(few, many, strict=True):
+        assert other.messages <= 1.1 * one.messages
+        assert other.num_bytes <= 1.1 * one.num_bytes
+        assert other.num_bytes <= 8_000
