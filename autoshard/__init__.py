@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "CPUOffloadPolicy": "runtime.unit.policies",
     "CheckpointError": "runtime.training.checkpoint.on_ranks",
+    "FlatShard": "runtime.comm.flat_shard",
     "MixedPrecisionPolicy": "runtime.unit.policies",
     "ModuleWrapPolicy": "runtime.sharding.wrap_policies",
     "OffloadPolicy": "runtime.unit.policies",
@@ -37,6 +38,7 @@ _MODULES = ("errors", "passes", "runtime", "tools", "wrap")
 if TYPE_CHECKING:
     from autoshard import wrap as wrap
     from autoshard.passes.ir.plan import Plan as Plan
+    from autoshard.runtime.comm.flat_shard import FlatShard as FlatShard
     from autoshard.runtime.compiled.plans import plans as plans
     from autoshard.runtime.eager.access import register_forward_method as register_forward_method
     from autoshard.runtime.ranks.watchdog import watchdog as watchdog

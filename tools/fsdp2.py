@@ -78,9 +78,10 @@ _INIT: tuple[Row, ...] = (
     ),
     (
         "`shard_placement_fn`: another dim, which ranks must share evenly; negative dims",
-        SAME,
+        'and `FlatShard()`, through rows, for any number of ranks; "auto" chooses',
         "parity/sharding/test_strategies::test_other_dims_on_two_ranks "
-        "parity/sharding/test_strategies::test_wrong_placements",
+        "parity/sharding/test_strategies::test_wrong_placements "
+        "parity/sharding/test_placements::test_fewer_rows_than_ranks",
     ),
     (
         "`shard_placement_fn` may name another mesh (ShardPlacementResult, private)",

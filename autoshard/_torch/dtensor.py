@@ -5,14 +5,19 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard, _api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+
+_D = TypeVar("_D", bound=DTensor)
 
 
 def make_spec(
@@ -29,10 +34,78 @@ def from_spec(local: torch.Tensor, spec: Any) -> DTensor:
 
     `DTensor.from_local` would move `local` to the mesh's device.
     """
+    return make(DTensor, local, spec)
+
+
+def make(cls: type[_D], local: torch.Tensor, spec: Any, *, requires_grad: bool = False) -> _D:
+    """Return a DTensor of class `cls`; else as `from_spec`."""
     # Not by calling the class: its `__init__` does nothing, and keeping Dynamo from that takes
     # longer than the rest.
-    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    made: _D = cls.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[assignment]
     return made
+
+
+def local_box(
+    size: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and offset of the part on this rank of a DTensor of global `size`."""
+    return compute_local_shape_and_global_offset(size, mesh, placements)
+
+
+def distribute_also(kind: type[Placement], cut: Callable[..., DTensor]) -> None:
+    """Have torch cut placements of `kind` by `cut`, where it distributes tensors; once is enough.
+
+    Patched: `torch.distributed.tensor.distribute_tensor`, also where state dicts have it, and
+    `torch.distributed._state_dict_utils._distribute_tensors`, which cuts what the first rank has
+    broadcast. The one raises for placements that torch doesn't know, the other takes them to cut
+    nothing, and neither asks anybody else. Who imported the first by name before gets the error.
+    Tested by `test_torch_distributes_no_other_placements`.
+
+    cut: like `distribute_tensor`, with a mesh and placements one of which is of `kind`.
+    """
+    known, known_of_many = _api.distribute_tensor, _state_dict_utils._distribute_tensors
+    if getattr(known, "_autoshard_kind", None) is kind:
+        return
+
+    def is_asked(placements: Sequence[Placement] | None) -> bool:
+        return any(isinstance(each, kind) for each in placements or ())
+
+    @functools.wraps(known)
+    def distribute(
+        tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **keywords: Any,
+    ) -> DTensor:
+        """Do as torch's does, but for placements of `kind`."""
+        distributes = cut if is_asked(placements) else known
+        return distributes(tensor, device_mesh, placements, **keywords)
+
+    @functools.wraps(known_of_many)
+    def distribute_many(states: dict[str, Any], keys: list[str], *rest: Any, **named: Any) -> None:
+        """Do as torch's does, but for states placed by `kind`, which are written to, or made."""
+        for key in keys:
+            pair = states.get(key)
+            if not isinstance(pair, tuple) or not is_asked(pair[0].placements):
+                continue
+            state, whole = pair
+            part = cut(whole.detach(), state.device_mesh, state.placements)
+            if state.is_meta:
+                part = make(type(part), local_tensor(part).clone(), spec_of(part))
+            else:
+                local_tensor(state).copy_(local_tensor(part))
+                part = state
+            states[key] = part
+        known_of_many(states, keys, *rest, **named)
+
+    distribute._autoshard_kind = kind  # type: ignore[attr-defined]
+    for module in (torch.distributed.tensor, _api, _state_dict_utils):
+        module.distribute_tensor = distribute  # type: ignore[attr-defined]
+    _state_dict_utils._distribute_tensors = distribute_many  # type: ignore[assignment]
+
+
+SUBCLASSES_DISPATCH = torch.__version__ >= (2, 12)  # type: ignore[operator]  # a TorchVersion
+"""Whether operators on a subclass of DTensor run its `__torch_dispatch__`."""
 
 
 def spec_of(tensor: DTensor) -> Any:

@@ -8,6 +8,9 @@ the parameter is the first R rows of them.
 
     7 rows over 4 ranks:  | 0 1 | 2 3 | 4 5 | 6 . |
 
+A flat parameter is cut through its rows: all its elements, in row-major order, are its rows, of one
+element each.
+
 A scalar is one row that every rank holds. In a gather each rank sends its own, and all use the
 first rank's, so that all compute with one value, in whatever order each rank has summed.
 
@@ -48,13 +51,16 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+FLAT = -1
+"""The `dim` of a member that is cut through its rows, into runs of elements."""
+
 
 @dataclass(frozen=True)
 class Member:
     """Parameter in a bucket: its dtype on the wire, its unsharded size, and the dim that is cut.
 
-    Rows are its slices along `dim`. Along a dim other than the first they divide evenly. A scalar,
-    of size (), is not cut.
+    Rows are its slices along `dim`. Along a dim other than the first they divide evenly. If `dim`
+    is FLAT, they are its elements. A scalar, of size (), is not cut.
     shard_dtype: dtype of a reduce's result, if it is not `dtype`, in which gradients are summed.
     on_host: whether the result of a reduce is to lie in host memory, as the parameter's shard does.
     """
@@ -66,9 +72,12 @@ class Member:
     on_host: bool = False
 
     def __str__(self) -> str:
-        """Format as text that `read_members` reads: "bf16[7,15]@1->f32^host" has all parts."""
+        """Format as text that `read_members` reads: "bf16[7,15]@1->f32^host" has all parts.
+
+        A flat one has "@flat" for its dim.
+        """
         text = f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.size))}]"
-        text += f"@{self.dim}" if self.dim else ""
+        text += f"@{'flat' if self.is_flat else self.dim}" if self.dim else ""
         text += f"->{DTYPE_NAMES[self.shard_dtype]}" if self.shard_dtype else ""
         return text + ("^host" if self.on_host else "")
 
@@ -77,13 +86,26 @@ class Member:
         return not self.size
 
     @property
+    def is_flat(self) -> bool:
+        return self.dim == FLAT
+
+    @property
+    def lies_in_turn(self) -> bool:
+        """Whether the ranks' pieces, one after another, are the parameter in its memory's order."""
+        return self.dim in (0, FLAT)
+
+    @functools.cached_property
     def rows(self) -> int:
         """Number of rows in the unsharded parameter; 1 for a scalar."""
+        if self.is_flat:
+            return math.prod(self.size)
         return 1 if self.is_scalar else self.size[self.dim]
 
     @functools.cached_property
     def row_numel(self) -> int:
         """Elements in one row."""
+        if self.is_flat:
+            return 1
         return math.prod(self.size[: self.dim] + self.size[self.dim + 1 :])
 
     @functools.cached_property
@@ -104,11 +126,33 @@ class Member:
         return 1 if self.is_scalar else local_rows(self.rows, world, rank)
 
     def local_size(self, world: int, rank: int) -> tuple[int, ...]:
-        """Size of the shard on `rank`, without padding; () for a scalar."""
+        """Size of the shard on `rank`, without padding; () for a scalar, 1-D for a flat one."""
         if self.is_scalar:
             return ()
         rows = self.local_rows(world, rank)
+        if self.is_flat:
+            return (rows,)
         return (*self.size[: self.dim], rows, *self.size[self.dim + 1 :])
+
+
+LEAST_SHARE, LEAST_ELEMENTS = 0.01, 64
+"""Padding a rank that rows are put up with for: a hundredth of the shard, so that all of a model
+stays within two, or so few elements."""
+
+
+def dim_with_little_padding(size: tuple[int, ...], world: int) -> int:
+    """Return the dim along which to cut a parameter of `size`: 0 if its rows will do, or FLAT.
+
+    A gather needs no copy in either case.
+
+    >>> [dim_with_little_padding((8, 28672, 4096), world) for world in (8, 64)]
+    [0, -1]
+    """
+    if len(size) < 2:
+        return 0
+    share = math.prod(size) / world
+    padding = chunk_rows(size[0], world) * math.prod(size[1:]) - share
+    return 0 if padding <= max(LEAST_SHARE * share, LEAST_ELEMENTS) else FLAT
 
 
 def part_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
@@ -122,10 +166,14 @@ def part_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
 def rows_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
     """View of the rows of `whole` that `rank` of `world` holds; `whole` itself if it is a scalar.
 
-    whole: unsharded; `member` describes it.
+    whole: unsharded; `member` describes it. Of a flat one that is not contiguous it is a copy.
     """
     if member.is_scalar:
         return whole
+    if member.is_flat:
+        whole = whole.reshape(-1)
+        start = first_row(member.rows, world, rank)
+        return whole.narrow(0, start, member.local_rows(world, rank))
     start = first_row(member.rows, world, rank)
     return whole.narrow(member.dim, start, member.local_rows(world, rank))
 
@@ -158,6 +206,42 @@ def first_row(rows: int, world: int, rank: int) -> int:
     return min(rank * chunk_rows(rows, world), rows)
 
 
+def split_run(
+    size: tuple[int, ...], start: int, end: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Split a run of the elements of a tensor of `size` into boxes, in order.
+
+    At most two for each dim, less one: what is left of a row, whole rows, the beginning of one.
+    start, end: of the run, in row-major order.
+    Returns for each box its offsets, its sizes, and its first element.
+
+    >>> split_run((3, 4), 2, 9)
+    [((0, 2), (1, 2), 2), ((1, 0), (1, 4), 4), ((2, 0), (1, 1), 8)]
+    """
+    if start >= end:
+        return []
+    if len(size) == 1:
+        return [((start,), (end - start,), start)]
+    row = math.prod(size[1:])
+    first, last = -(-start // row), end // row  # whole rows: first to last
+    found: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+
+    def add_part(number: int, begin: int, stop: int) -> None:
+        inner = split_run(size[1:], begin - number * row, stop - number * row)
+        found.extend(((number, *at), (1, *of), element + number * row) for at, of, element in inner)
+
+    if first > last:  # within one row
+        add_part(last, start, end)
+        return found
+    if start < first * row:
+        add_part(first - 1, start, first * row)
+    if first < last:
+        found.append(((first, *[0] * (len(size) - 1)), (last - first, *size[1:]), first * row))
+    if last * row < end:
+        add_part(last, last * row, end)
+    return found
+
+
 def show_members(members: tuple[Member, ...]) -> str:
     """Format members as the text that the ops carry, such as `"f32[7,15] f32[7]"`."""
     return " ".join(map(str, members))
@@ -177,9 +261,10 @@ def read_members(text: str) -> tuple[Member, ...]:
 
 def _read_member(text: str) -> Member:
     """Read one member, such as "bf16[7,15]@1->f32^host". Raises ValueError for what is none."""
-    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\](?:@(\d+))?(?:->(\w+))?(\^host)?", text)
+    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\](?:@(\d+|flat))?(?:->(\w+))?(\^host)?", text)
     if match is None or not {match[1], match[4] or match[1]} <= DTYPES.keys():
         raise ValueError(f"{text!r} is no bucket member; one looks like f32[7,15]")
     size = tuple(map(int, match[2].split(","))) if match[2] else ()
     shard_dtype = DTYPES[match[4]] if match[4] else None
-    return Member(DTYPES[match[1]], size, int(match[3] or 0), shard_dtype, bool(match[5]))
+    dim = FLAT if match[3] == "flat" else int(match[3] or 0)
+    return Member(DTYPES[match[1]], size, dim, shard_dtype, bool(match[5]))

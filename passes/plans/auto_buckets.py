@@ -274,7 +274,7 @@ def _item(
         freed=1 + last.get(marker, span.used) if is_gather else span.used,
         segment=span.segment,
         is_copied_in=is_gather and (is_cast or is_made_here(marker)),
-        is_copied_out=is_gather and member.dim != 0,
+        is_copied_out=is_gather and not member.lies_in_turn,
     )
 
 

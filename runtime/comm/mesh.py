@@ -21,6 +21,7 @@ from autoshard import _torch
 from autoshard.errors import UsageError
 from autoshard.passes.ir import groups
 from autoshard.passes.ir.layout import Member
+from autoshard.runtime.comm.flat_shard import FlatShard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -232,7 +233,8 @@ class Axes:
     def placements(self, member: Member) -> tuple[Placement, ...]:
         """Placements of `member`, one for each axis of `mesh`: a scalar is replicated over all."""
         copies = () if self.replicate is None else (Replicate(),)
-        own = Replicate() if member.is_scalar else Shard(member.dim)
+        cut = FlatShard() if member.is_flat else Shard(member.dim)
+        own = Replicate() if member.is_scalar else cut
         return copies if self.shard is None else (*copies, own)
 
 

@@ -32,7 +32,7 @@ class BucketLayout:
     numels: elements of this rank's piece of each member, without padding.
     sizes: sizes of this rank's shards.
     rooms: sizes of tensors in which the pieces of all ranks fit, one for each member: the member's
-        own where the pieces, in turn, are the parameter; else (elements,).
+        own where the pieces, whole rows, are in turn the parameter; else (elements,).
     fit: whether all of them do so.
     by_rows: whether every member is cut along its first dim, and is no scalar.
     """
@@ -162,9 +162,9 @@ def split_gathered(receive: Tensor, layout: BucketLayout) -> list[Tensor]:
 def unsharded(rooms: list[Tensor], layout: BucketLayout) -> list[Tensor]:
     """Return the unsharded parameters from `rooms`: for each, the pieces of all ranks in turn.
 
-    Each is its room, or a view of it, if the parameter is cut on dim 0; else a copy, unless there
-    is one rank. A scalar is the first rank's. `rooms` is emptied, unless it is returned: what is
-    copied is freed before the next one is.
+    Each is its room, or a view of it, if the parameter is cut on dim 0 or flat; else a copy, unless
+    there is one rank. A scalar is the first rank's. `rooms` is emptied, unless it is returned: what
+    is copied is freed before the next one is.
     """
     if layout.fit and len(layout.members) > 1:
         return rooms
@@ -172,7 +172,7 @@ def unsharded(rooms: list[Tensor], layout: BucketLayout) -> list[Tensor]:
 
 
 def _unsharded(room: Tensor, member: Member, world: int) -> Tensor:
-    if member.dim == 0:
+    if member.lies_in_turn:
         if room.shape == member.size:
             return room
         return room.view(-1)[: member.rows * member.row_numel].view(member.size)
@@ -247,7 +247,9 @@ def _by_rank(grad: Tensor, member: Member, world: int) -> Tensor:
     """
     if member.is_scalar:
         return grad.expand(world).contiguous()
-    if member.dim:  # which divides evenly
+    if member.is_flat:
+        return grad.reshape(-1)
+    if member.dim:  # it divides evenly
         cut = grad.unflatten(member.dim, (world, member.chunk_rows(world)))
         grad = cut.movedim(member.dim, 0)
     return grad.contiguous()

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from autoshard import _torch
 from autoshard.errors import UnsupportedError, UsageError
@@ -36,6 +35,7 @@ from autoshard.runtime.sharding.find_units import (
     override_mixed_precision,
 )
 from autoshard.runtime.sharding.materialize import Ignored
+from autoshard.runtime.sharding.placements import AUTO, Placing, check_placing, placement_dim
 from autoshard.runtime.sharding.sharded_module import ShardedModule
 from autoshard.runtime.sharding.wrap_policies import Overrides, Policy
 from autoshard.runtime.training.optimizers import watch_optimizers
@@ -52,9 +52,6 @@ else:
 
 log = logging.getLogger(__name__)
 
-PlacementFn = Callable[[nn.Parameter], Shard | None]
-"""Function that says along which dim a parameter is cut, as `Shard(dim)`; None is `Shard(0)`."""
-
 
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -63,7 +60,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: PlacementFn | None = None,
+    shard_placement_fn: Placing = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -90,7 +87,9 @@ def fully_shard(
         frees them, too, but keeps shards over groups of so many neighboring ranks, from which
         backward gathers; the number of ranks itself is True, 1 is False.
     shard_placement_fn: called with each parameter; returns the dim along which to cut it, as
-        `Shard(dim)`, or None for dim 0. Dims other than 0 must divide evenly.
+        `Shard(dim)`, or None for dim 0; dims other than 0 must divide evenly. `FlatShard()` gives
+        each rank a run of its elements, so that any number of ranks share it evenly. "auto"
+        chooses that where dim 0 would leave more than a hundredth to padding.
     mp_policy, offload_policy: in which dtypes the unit works, and where its shards live.
     ignored_params: parameters to leave alone.
     dp_mesh_dims: torch's `DataParallelMeshDims`, since 2.13: which axes of `mesh`, on which the
@@ -112,6 +111,7 @@ def fully_shard(
         axes = axes_of(mesh, "fully_shard")
     ignored = materialize.find_ignored(modules[0], None, ignored_params)
     _check_reshard(reshard_after_forward, axes)
+    check_placing(shard_placement_fn)
     materialize.check_parameters(modules, ignored, moves=False)
     materialize.check_embeddings(modules, ignored)
     ensure_process_group()
@@ -122,7 +122,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward if axes.shard is not None else False,
         mp_policy=_read_mp_policy(mp_policy),
         offload_policy=_read_offload_policy(offload_policy),
-        placement_fn=shard_placement_fn,
+        placing=shard_placement_fn,
         ignored=ignored,
     )
     return module
@@ -186,7 +186,7 @@ def replicate(
         reshard_after_forward=False,
         mp_policy=_read_mp_policy(mp_policy),
         offload_policy=_read_offload_policy(offload_policy),
-        placement_fn=None,
+        placing=None,
         ignored=ignored,
     )
     return module
@@ -380,10 +380,12 @@ def _unit_arguments(overrides: Overrides, axes: Axes | None) -> dict[str, Any]:
         axes = _strategy_axes(strategy, axes.mesh)
     reshard = given.pop("reshard_after_forward", STRATEGIES[strategy])
     _check_reshard(reshard, axes)
+    placing = given.pop("shard_placement_fn", AUTO)
+    check_placing(placing)
     return {
         "axes": axes,
         "reshard_after_forward": reshard,
-        "placement_fn": given.pop("shard_placement_fn", None),
+        "placing": placing,
         "mp_policy": _read_mp_policy(given.pop("mp_policy", None)),
         "offload_policy": _read_offload_policy(given.pop("offload_policy", None)),
         "ignored_params": frozenset(given.pop("ignored_params", None) or ()),
@@ -481,7 +483,7 @@ def _make_unit(
     reshard_after_forward: bool | int | None,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
-    placement_fn: PlacementFn | None,
+    placing: Placing,
     ignored: Ignored,
 ) -> Unit:
     """Make one unit of `modules`, headed by each of them, of the parameters no nested unit has.
@@ -502,7 +504,7 @@ def _make_unit(
     materialize.move(modules, mesh_device(axes.mesh), ignored)
     for param in ignored.params:
         setattr(param, IGNORED, True)
-    _take_parameters(unit, placement_fn)
+    _take_parameters(unit, placing)
     for each in modules:
         access.head(each, unit, ShardedModule)
     _name_everything(modules)
@@ -579,12 +581,12 @@ def _first_names(container: nn.Module) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
+def _take_parameters(unit: Unit, placing: Placing) -> None:
     """Shard the plain parameters below the unit's modules, as its own, except ignored ones.
 
     Each module with one gets a subclass of its class, whose reads gather. A module whose parameter
     is tied to a sharded one gets that. A parameter of a nested unit moves to `unit` if modules
-    outside of the nested unit read it, too. Raises as `_placement_dim` and `shard_parameter`.
+    outside of the nested unit read it, too. Raises as `placement_dim` and `shard_parameter`.
     """
     names = materialize.unsharded(unit.modules)
     inside = {each for module in unit.modules for each in module.modules()}
@@ -594,7 +596,7 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
                 continue
             sharded = find(param)
             if sharded is None:
-                dim = _placement_dim(names[param], param, placement_fn)
+                dim = placement_dim(names[param], param, placing, unit.axes.shard_world)
                 sharded = shard_parameter(
                     names[param], param, unit.axes, dim, unit.settings.offload
                 )
@@ -606,27 +608,6 @@ def _take_parameters(unit: Unit, placement_fn: PlacementFn | None) -> None:
     for sharded in _params_below(inside):
         if sharded.unit is not unit and not _reads_only_inside(sharded, sharded.unit):
             unit.take(sharded)
-
-
-def _placement_dim(name: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> int:
-    """Return the dim along which to cut `param`, never negative; 0 by default, and for a scalar.
-
-    Raises ValueError if `placement_fn` returns neither a `Shard` nor None, or a dim that `param`
-    has not.
-    """
-    placement = None if placement_fn is None else placement_fn(param)
-    if placement is None or param.dim() == 0:  # a scalar is not cut
-        return 0
-    if not isinstance(placement, Shard):
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for {name}; expected Shard(dim) or None"
-        )
-    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
-    if not 0 <= dim < param.dim():
-        raise UsageError(
-            f"shard_placement_fn returned {placement!r} for {name}, which has {param.dim()} dims"
-        )
-    return dim
 
 
 def _params_below(modules: Iterable[nn.Module]) -> list[ShardedParam]:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.runtime.comm import flat_shard
 from autoshard.runtime.eager import access
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.ranks.order import compare_event
@@ -131,9 +132,7 @@ class _Borrowed:
         param = self.param.param
         layout = param.data
         assert isinstance(layout, DTensor)
-        rows = distribute_tensor(
-            unsharded.detach(), layout.device_mesh, layout.placements, src_data_rank=None
-        )
+        rows = flat_shard.cut(unsharded.detach(), layout.device_mesh, layout.placements)
         # A write that changes nothing does not make a forward's saved parameters stale.
         shard = self.param.shard  # on the host, if it is offloaded
         if not _same_bits(_torch.dtensor.local_tensor(rows).to(shard.device), shard):

@@ -7,6 +7,7 @@ shards of the right global shape. `eager/access.py` decides what a read in forwa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import weakref
@@ -25,6 +26,7 @@ from autoshard.passes.ir import groups
 from autoshard.passes.ir.layout import Member, part_of, show_members
 from autoshard.passes.ir.ops import UnshardOptions
 from autoshard.runtime.comm import shard_names
+from autoshard.runtime.comm.flat_shard import FlatDTensor, FlatShard
 from autoshard.runtime.comm.mesh import Axes, FullMesh, mesh_device
 from autoshard.runtime.unit.extensions import has_methods, is_extended
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, OffloadPolicy
@@ -126,6 +128,11 @@ class Layout:
     size: tuple[int, ...]
     _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @functools.cached_property
+    def cls(self) -> type[DTensor]:
+        """Class of the DTensors of this layout."""
+        return FlatDTensor if FlatShard() in self.placements else DTensor
+
     def dtensor(self, shard: Tensor) -> DTensor:
         """DTensor of this layout whose local tensor is `shard`, not copied.
 
@@ -136,7 +143,7 @@ class Layout:
         if spec is None:
             spec = _torch.dtensor.make_spec(self.mesh, self.placements, self.size, dtype)
             self._specs[dtype] = spec
-        return _torch.dtensor.from_spec(shard, spec)
+        return _torch.dtensor.make(self.cls, shard, spec)
 
 
 def layout_of(axes: Axes, member: Member, tp: TensorParallel | None) -> Layout:
@@ -379,7 +386,7 @@ class ShardedParam:
         """
         value: Tensor = param.data
         if (
-            not isinstance(value, DTensor)
+            not isinstance(value, self.layout.cls)
             or tuple(value.shape) != self.layout.size
             or value.placements != self.layout.placements
             or value.device_mesh != self.layout.mesh
@@ -437,10 +444,10 @@ def shard_parameter(
         )
     member = Member(param.dtype, tuple(whole.shape), dim)
     world, rank = axes.shard_world, axes.shard_rank
-    if dim and member.rows % world:
+    if dim > 0 and member.rows % world:
         raise UnsupportedError(
             f"parameter {name} of size {list(whole.shape)} can't be sharded on dim {dim} over "
-            f"{world} ranks: only dim 0 may be uneven; give it Shard(0)"
+            f"{world} ranks: only dim 0 may be uneven; give it Shard(0) or FlatShard()"
         )
     layout = layout_of(axes, member, tp)
     with torch.no_grad():

@@ -171,6 +171,10 @@ def local_rows_of(param: Any, like: Any) -> Tensor:
             dim = placement.dim
             start = first_row(param.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
             rows = rows.narrow(dim, start, like.to_local().shape[dim])
+    for axis, placement in enumerate(like.placements):
+        if placement == autoshard.FlatShard():
+            start = first_row(rows.numel(), mesh.size(axis), mesh.get_local_rank(axis))
+            rows = rows.reshape(-1)[start : start + like.to_local().numel()]
     return rows
 
 

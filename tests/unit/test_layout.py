@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import math
 
 import pytest
@@ -14,11 +15,15 @@ from autoshard.passes.ir import layout
 from autoshard.passes.ir.layout import (
     DTYPE_NAMES,
     DTYPES,
+    FLAT,
     Member,
     chunk_rows,
+    first_row,
     local_rows,
+    part_of,
     read_members,
     show_members,
+    split_run,
 )
 
 ROWS = st.integers(0, 10_000)
@@ -27,6 +32,7 @@ MEMBERS = st.builds(
     Member,
     dtype=st.sampled_from(list(DTYPE_NAMES)),
     size=st.lists(st.integers(0, 5000), min_size=1, max_size=4).map(tuple),
+    dim=st.sampled_from([0, FLAT]),
 )
 
 
@@ -79,6 +85,42 @@ def test_member_arithmetic(member: Member, world: int, rank: int) -> None:
     assert member.local_rows(world, rank) * member.row_numel <= member.chunk_numel(world)
 
 
+SMALL = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+
+
+@given(SMALL, st.integers(1, 40))
+def test_flat_parts_in_turn_are_the_whole(size: tuple[int, ...], world: int) -> None:
+    whole = torch.arange(math.prod(size)).view(size)
+    member = Member(torch.int64, size, FLAT)
+    parts = [part_of(whole, member, world, rank) for rank in range(world)]
+    assert torch.equal(torch.cat(parts), whole.view(-1))
+    assert [part.shape for part in parts] == [member.local_size(world, r) for r in range(world)]
+    assert member.chunk_numel(world) * world < whole.numel() + world
+
+
+@given(SMALL, st.data())
+def test_boxes_of_a_run(size: tuple[int, ...], data: st.DataObject) -> None:
+    numel = math.prod(size)
+    start = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(start, numel))
+    whole = torch.arange(numel).view(size)
+    boxes = split_run(size, start, end)
+    found = []
+    for offsets, sizes, first in boxes:
+        box = whole[tuple(slice(at, at + of) for at, of in zip(offsets, sizes, strict=True))]
+        assert box.shape == sizes
+        assert box.flatten().tolist() == list(range(first, first + box.numel()))
+        found += box.flatten().tolist()
+    assert found == list(range(start, end))
+    assert len(boxes) <= max(1, 2 * len(size) - 1)
+
+
+def test_a_run_of_many_ranks_is_few_boxes() -> None:
+    rows = [first_row(8 * 28672 * 4096, 1000, rank) for rank in range(1001)]
+    pieces = [split_run((8, 28672, 4096), *pair) for pair in itertools.pairwise(rows)]
+    assert max(map(len, pieces)) <= 5
+
+
 def test_member_of_a_vector() -> None:
     member = Member(torch.bfloat16, (7,))
     assert (member.rows, member.row_numel, member.num_bytes) == (7, 1, 14)
@@ -93,6 +135,7 @@ def test_text_is_read_back(members: tuple[Member, ...]) -> None:
 def test_text() -> None:
     members = (Member(torch.float32, (7, 15)), Member(torch.bfloat16, (7,)))
     assert show_members(members) == "f32[7,15] bf16[7]"
+    assert show_members((Member(torch.bfloat16, (3, 7), FLAT),)) == "bf16[3,7]@flat"
     assert show_members(()) == ""
     assert read_members("") == ()
 

@@ -27,7 +27,13 @@ from torch.distributed import pipelining
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, _dtensor_spec, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    _dtensor_spec,
+    distribute_tensor,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
@@ -52,6 +58,18 @@ def test_torch_refuses_a_second_backward() -> None:
     result = torch.compile(lambda x: x.sin().sin().sum(), backend=backend)(x)
     with pytest.raises(RuntimeError, match="non-empty donated buffers"):
         result.backward(retain_graph=True)
+
+
+@on_ranks(2)
+def test_torch_distributes_no_other_placements(rank: int) -> None:
+    """Needed: the patch of `dtensor.distribute_also`."""
+
+    class Other(Placement):
+        pass
+
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises((RuntimeError, TypeError, AssertionError)):
+        distribute_tensor(torch.ones(3, 5), mesh, [Other()])
 
 
 def test_layouts_spread_through_a_gather() -> None:

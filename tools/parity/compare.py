@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from autoshard.passes.ir.layout import first_row
+from autoshard import _torch
+from autoshard.runtime.comm.flat_shard import cut
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import shard
 
@@ -436,10 +437,4 @@ def _local(param: Tensor, like: Tensor) -> Tensor:
         return param.to_local()
     if not isinstance(like, DTensor):
         return param
-    mesh = like.device_mesh
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            dim = placement.dim
-            start = first_row(param.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
-            param = param.narrow(dim, start, like.to_local().shape[dim])
-    return param
+    return _torch.dtensor.local_tensor(cut(param, like.device_mesh, like.placements))

@@ -125,8 +125,9 @@ def shard_without_weights(model: nn.Module, **given: Any) -> None:
     """Apply `fully_shard` to all units of `model`, which is on the meta device, and to itself.
 
     Shards and buffers get memory on the CPU, which is not written to. Raises as `fully_shard` does.
-    given: arguments of `fully_shard`.
+    given: arguments of `fully_shard`. Parameters are cut as `shard` does it.
     """
+    given = {"shard_placement_fn": "auto", **given}
     for unit in find_units(model, None):
         fully_shard(unit, **given)
     fully_shard(model, **given)

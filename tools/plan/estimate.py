@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autoshard.passes.ir.layout import Member
+from autoshard.passes.ir.layout import Member, dim_with_little_padding
 from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
@@ -120,7 +120,8 @@ class Parameters:
 
 
 def _chunk_bytes(member: Member, shards: int) -> int:
-    return member.chunk_numel(shards) * member.dtype.itemsize
+    placed = replace(member, dim=dim_with_little_padding(member.size, shards))
+    return placed.chunk_numel(shards) * member.dtype.itemsize
 
 
 @dataclass(frozen=True)

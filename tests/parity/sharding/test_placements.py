@@ -1,0 +1,435 @@
+"""Flat placements, and the choice of one: parameters with fewer rows than ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.models import Net, SmallNet, net_loss
+from support.ranks import on_ranks
+from support.selection import each_value
+from support.training import (
+    FORMS,
+    adamw,
+    assert_same,
+    by_hand,
+    in_both_forms,
+    in_form,
+    replicated,
+    train,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import autoshard
+from autoshard import FlatShard, _torch, fully_shard
+from autoshard.runtime.comm.flat_shard import FlatDTensor
+
+pytestmark = pytest.mark.skipif(
+    not _torch.dtensor.SUBCLASSES_DISPATCH, reason="flat placements need torch 2.12"
+)
+
+# Four ranks sum in an order of gloo's choosing.
+MANY_RANKS_RTOL = 1e-5
+
+
+class Experts(nn.Module):
+    """Three stacked experts, as Mixtral has them, between two layers whose rows are uneven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(10, 41)
+        self.experts = nn.Parameter(torch.randn(3, 41, 17) / 6)
+        self.down = nn.Linear(17, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("bi,eij->ebj", torch.relu(self.up(x)), self.experts)
+        return self.down(hidden.square().sum(0))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Experts(), Experts()])
+        self.between = nn.Linear(5, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.between(self.layers[0](x)))
+
+
+def experts_loss(model: Any, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(4, 10, generator=generator)).square().mean()
+
+
+def flat(_: nn.Parameter) -> FlatShard:
+    return FlatShard()
+
+
+def build(**arguments: Any) -> Any:
+    """All parameters with two dims or more are flat, unless `arguments` say something else."""
+    torch.manual_seed(0)
+    return by_hand(fully_shard, **{"shard_placement_fn": flat, **arguments})(Model())
+
+
+@each_value(form=FORMS, reshards=[True, False])
+@on_ranks(2)
+def test_two_ranks(rank: int, form: str, reshards: bool) -> None:
+    """Bit for bit the replicated model, with AdamW and clipped gradients."""
+    want, _ = replicated(Model, experts_loss)
+    model = in_form(build(reshard_after_forward=reshards), form)
+    weight = model.layers[0].experts
+    assert isinstance(weight, DTensor)
+    assert (weight.placements, weight.shape) == ((FlatShard(),), (3, 41, 17))
+    assert weight.to_local().shape == ((3 * 41 * 17 + 1) // 2 - rank,)
+    assert model.layers[0].up.bias.placements == (Shard(0),)  # of one dim: its rows
+    train(model, experts_loss, adamw(model))
+    assert_same(model, want)
+
+
+@in_both_forms
+@on_ranks(4)
+def test_fewer_rows_than_ranks(rank: int, form: str) -> None:
+    """Three experts on four ranks, chosen by "auto"."""
+    want, _ = replicated(Model, experts_loss)
+    model = in_form(build(shard_placement_fn="auto"), form)
+    layer = model.layers[0]
+    assert layer.experts.placements == (FlatShard(),)
+    assert layer.up.weight.placements == (Shard(0),)  # 44 rows for 41, of 10: not worth it
+    assert layer.experts.to_local().numel() in (3 * 41 * 17 // 4, 3 * 41 * 17 // 4 + 1)
+    train(model, experts_loss, adamw(model))
+    assert_same(model, want, rtol=MANY_RANKS_RTOL)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_any_model(rank: int, form: str) -> None:
+    """Ties, a module used twice, frozen parameters, buffers: as with rows."""
+    want, _ = replicated(Net, net_loss)
+    torch.manual_seed(0)
+    model = in_form(by_hand(fully_shard, shard_placement_fn=flat)(Net()), form)
+    train(model, net_loss, adamw(model))
+    assert_same(model, want)
+
+
+@in_both_forms
+@on_ranks(4)
+def test_replicas(rank: int, form: str) -> None:
+    """HSDP: flat over one axis, replicated over the other."""
+    want, _ = replicated(Model, experts_loss)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = in_form(build(mesh=mesh), form)
+    assert model.layers[0].experts.placements == (Replicate(), FlatShard())
+    train(model, experts_loss, adamw(model))
+    assert_same(model, want, rtol=MANY_RANKS_RTOL)
+
+
+@in_both_forms
+@on_ranks(4)
+def test_smaller_groups(rank: int, form: str) -> None:
+    """`reshard_after_forward=2`: forward cuts again, for two ranks."""
+    want, _ = replicated(Model, experts_loss)
+    model = in_form(build(reshard_after_forward=2), form)
+    train(model, experts_loss, adamw(model))
+    assert_same(model, want, rtol=MANY_RANKS_RTOL)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(30, 6)
+        self.down = nn.Linear(6, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@in_both_forms
+@on_ranks(4)
+def test_tensor_parallel(rank: int, form: str) -> None:
+    """What tensor parallelism left of a parameter is cut flat over the other axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = Wide()
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"], shard_placement_fn=flat)
+    in_form(model, form)
+    assert model.up.weight.placements == (FlatShard(), Shard(0))
+    assert model.down.weight.placements == (FlatShard(), Shard(1))
+    torch.manual_seed(0)
+    want = Wide()
+    assert torch.equal(model.down.weight.full_tensor(), want.down.weight)
+    own, theirs = (torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (model, want))
+    for step in range(3):
+        inputs = torch.randn(2, 4, 30, generator=torch.Generator().manual_seed(step))
+        model(inputs[mesh.get_local_rank("data")]).square().sum().backward()
+        ((want(inputs[0]).square().sum() + want(inputs[1]).square().sum()) / 2).backward()
+        norms = model.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(want.parameters(), 1.0)
+        torch.testing.assert_close(*norms)
+        for optimizer in (own, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for got, expected in zip(model.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)
+    state = {"model": get_model_state_dict(model)}
+    folder = shared_folder(rank)
+    dcp.save(state, checkpoint_id=folder)
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    dcp.load(state, checkpoint_id=folder)
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), value)
+
+
+def shared_folder(rank: int) -> str:
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    return folder[0]
+
+
+@each_value(form=FORMS, then=[None, "auto", flat])
+@on_ranks(2)
+def test_checkpoints(rank: int, form: str, then: Any) -> None:
+    """2 + 2 steps are 4, also if parameters are cut in another way after a load."""
+    folder = shared_folder(rank)
+    want, _ = replicated(Model, experts_loss)
+    model = in_form(build(), form)
+    optimizer = adamw(model)
+    train(model, experts_loss, optimizer, steps=2)
+    autoshard.save_checkpoint(folder, model, optimizer, step=2)
+    again = in_form(build(shard_placement_fn=then), form)
+    optimizer = adamw(again)
+    autoshard.load_checkpoint(folder, again, optimizer)
+    go_on(again, rank, optimizer)
+    assert_same(again, want)
+
+
+def go_on(model: Any, rank: int, optimizer: torch.optim.Optimizer) -> None:
+    """Steps 2 and 3."""
+    for step in (2, 3):
+        experts_loss(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(4)
+def test_checkpoint_of_other_ranks(rank: int) -> None:
+    """What was cut over two ranks by rows is loaded by four, flat, and by two again."""
+    folder = shared_folder(rank)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = build(mesh=mesh, shard_placement_fn=None)
+    optimizer = adamw(model)
+    train(model, experts_loss, optimizer, steps=2)
+    autoshard.save_checkpoint(folder, model, optimizer, step=2)
+    for arguments in ({}, {"mesh": mesh}):
+        again = build(**arguments)
+        moments = adamw(again)
+        autoshard.load_checkpoint(folder, again, moments)
+        autoshard.save_checkpoint(folder, again, moments, step=2)
+        for got, want in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.equal(got.full_tensor(), want.full_tensor())
+            for key, value in optimizer.state[want].items():
+                assert torch.equal(whole(moments.state[got][key]), whole(value)), key
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@in_both_forms
+@on_ranks(2)
+def test_state_dicts_of_torch(rank: int, form: str) -> None:
+    """Full state dicts, of the model and of moments; into a model on meta, too; and torch's DCP."""
+    want, _ = replicated(Model, experts_loss, steps=2)
+    model = in_form(build(), form)
+    optimizer = adamw(model)
+    train(model, experts_loss, optimizer, steps=2)
+    full = StateDictOptions(full_state_dict=True)
+    saved, states = (
+        get_model_state_dict(model, options=full),
+        get_optimizer_state_dict(model, optimizer, options=full),
+    )
+    for name, value in want.state_dict().items():
+        assert torch.equal(saved[name], value), name
+    with torch.device("meta"):
+        empty = by_hand(fully_shard, shard_placement_fn=flat)(Model())
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(empty, dict(saved) if rank == 0 else {}, options=broadcast)
+    assert_same(empty, want)
+    for options, given in ((full, states), (broadcast, states if rank == 0 else {})):
+        set_model_state_dict(empty, dict(saved), options=full)
+        other = adamw(empty)
+        set_optimizer_state_dict(empty, other, copy.deepcopy(given), options=options)
+        go_on(empty, rank, other)
+        assert_same(empty, replicated(Model, experts_loss)[0])
+    folder = shared_folder(rank)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    by_rows = build(shard_placement_fn=None)
+    state = {"model": get_model_state_dict(by_rows)}
+    dcp.load(state, checkpoint_id=folder)
+    assert_same(by_rows, want)
+
+
+@on_ranks(2)
+def test_saved_and_copied(rank: int) -> None:
+    """torch.save, torch.load as weights only, deepcopy, full_params, other dtypes."""
+    model = build()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert isinstance(loaded["layers.0.experts"], FlatDTensor)
+    model.load_state_dict(loaded)
+    before = copy.deepcopy(model.layers[0].experts)
+    assert torch.equal(before, model.layers[0].experts)
+    with model.full_params():
+        assert model.layers[0].experts.shape == (3, 41, 17)
+        with torch.no_grad():
+            model.layers[0].experts.mul_(2)
+    assert torch.equal(model.layers[0].experts.to_local(), 2 * before.to_local())
+    model.to(torch.float64)
+    assert model.layers[0].experts.to_local().dtype == torch.float64
+    assert experts_loss(model.float(), rank, 0).isfinite()
+
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True, amsgrad=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, centered=True, momentum=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
+def test_operators_of_optimizers(rank: int, name: str) -> None:
+    """With a closure an optimizer computes with the DTensors themselves."""
+    model, want = build(), copy.deepcopy(replicated(Model, experts_loss, steps=0)[0])
+    own, theirs = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](want.parameters())
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            loss = experts_loss(model, rank, step)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            return loss
+
+        own.zero_grad()
+        own.step(closure)
+        theirs.zero_grad()
+        experts_loss(want, rank, step).backward()
+        for param in want.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(2)
+        nn.utils.clip_grad_norm_(want.parameters(), 1.0)
+        theirs.step()
+    # Norms are sums of squares by rank: the last bit of the clipping factor may differ.
+    assert_same(model, want, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_operators(rank: int) -> None:
+    """What is no optimizer: sums, views, matrix products, gradients, other operands."""
+    torch.manual_seed(3)
+    whole = torch.randn(3, 50)
+    layer = nn.Linear(50, 3, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(whole)
+    fully_shard(layer, shard_placement_fn=flat)
+    weight = layer.weight
+    mesh = weight.device_mesh
+    assert isinstance(weight, FlatDTensor)
+
+    def same(got: Any, want: Tensor) -> None:
+        torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, want)
+
+    same(weight.sum(), whole.sum())
+    same(weight.norm(), whole.norm())
+    same(torch.linalg.vector_norm(weight, 1), whole.abs().sum())
+    same(weight.abs().max(), whole.abs().max())
+    same(weight.sum(0), whole.sum(0))
+    same(weight.T @ weight, whole.T @ whole)
+    same(weight.view(-1)[7], whole.view(-1)[7])
+    same(weight[1], whole[1])
+    same(weight * 2 + weight.detach().clone(), whole * 3)
+    assert isinstance(weight * 2, FlatDTensor)
+    rows = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    same(weight + rows, 2 * whole)
+    same(rows + weight, 2 * whole)
+    scale = distribute_tensor(torch.arange(3.0)[:, None], mesh, [Replicate()], src_data_rank=None)
+    same(weight * scale, whole * torch.arange(3.0)[:, None])
+    rows.add_(weight.detach())
+    same(rows, 2 * whole)
+    assert rows.placements == (Shard(0),)
+    same(weight.redistribute(placements=[Shard(1)]), whole)
+    assert torch.equal(weight.detach(), weight.detach())
+    (weight.square().sum() + (weight.T @ weight).sum()).backward()
+    reference = whole.clone().requires_grad_()
+    (reference.square().sum() + (reference.T @ reference).sum()).backward()
+    assert isinstance(weight.grad, DTensor)
+    same(weight.grad, reference.grad)
+    with torch.no_grad():
+        weight.clamp_(-0.5, 0.5)
+        same(weight, whole.clamp(-0.5, 0.5))
+        nn.init.uniform_(weight, 2.0, 3.0)
+        assert weight.to_local().min() >= 2.0
+        with pytest.raises(NotImplementedError, match=r"tensor of size \[3, 50\].*full_params"):
+            weight.index_fill_(0, torch.tensor([0]), 0.0)
+    with pytest.raises(ValueError, match="can only be placed alike"):
+        weight.to_local(grad_placements=[Shard(0)])
+
+
+@in_both_forms
+@on_ranks(2)
+def test_precision_and_offload(rank: int, form: str) -> None:
+    """bf16 parameters on the host: as with rows, bit for bit."""
+    models = []
+    for how in (None, flat):
+        arguments: dict[str, Any] = {
+            "mp_policy": autoshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            "offload_policy": autoshard.CPUOffloadPolicy(),
+        }
+        model = in_form(build(shard_placement_fn=how, **arguments), form)
+        train(model, experts_loss, adamw(model))
+        models.append(model)
+    for by_rows, by_runs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(by_rows.full_tensor(), by_runs.full_tensor())
+
+
+@on_ranks(2)
+def test_chosen_by_default(rank: int) -> None:
+    """`shard` and the one-line form choose; `fully_shard` cuts rows, as FSDP2 does."""
+    torch.manual_seed(0)
+    assert fully_shard(Model()).layers[0].experts.placements == (Shard(0),)
+    assert autoshard.shard(Model()).layers[0].experts.placements == (FlatShard(),)
+    assert autoshard.shard(SmallNet()).head.weight.placements == (Shard(0),)
+    model = Model()
+    torch.compile(model, backend="autoshard")(torch.randn(2, 10)).sum().backward()
+    assert model.layers[0].experts.placements == (FlatShard(),)
+
+
+def test_wrong_words() -> None:
+    with pytest.raises(ValueError, match='expected a function or "auto"'):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn="flat")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match='or "auto", not Shard'):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=Shard(0))  # type: ignore[arg-type]
