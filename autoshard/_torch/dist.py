@@ -6,7 +6,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import unittest.mock
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -90,17 +90,25 @@ def group_ranks(name: str) -> list[int]:
 
 
 def group_of_the_same_ranks(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Make another process group over the ranks of `group`; those ranks call it together.
+    """Make another process group over the ranks of `group`, as `group_within` does."""
+    return group_within(group, dist.get_process_group_ranks(group), purpose)
+
+
+def group_within(group: dist.ProcessGroup, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+    """Make another process group of some `ranks` of `group`; only those ranks call it, together.
 
     Its name is that of `group` and `purpose`, its timeout that of `group`, its backend the default
     one; NCCL's streams have the priority that they have in `group`. `new_group` without the other
     ranks would name it by how many groups a rank has (up to torch 2.14), or has made, and ranks
     where that differs wait for each other under different names.
+    ranks: global ones, this rank's among them. Groups for one purpose have no rank in common.
     """
     name = f"{group.group_name}/{purpose}"
+    if len(ranks) < group.size():
+        name += f"/{ranks[0]}"  # they meet at the store under this name
     with unittest.mock.patch.object(_c10d, "_process_group_name", return_value=name):
         made = dist.new_group(
-            dist.get_process_group_ranks(group),
+            list(ranks),
             timeout=group_timeout(group),
             use_local_synchronization=True,
             pg_options=_nccl_options_of(group),

@@ -344,9 +344,8 @@ def separate_group(axes: Axes) -> str:
     return str(_separate[group].group_name)
 
 
-_smaller: dict[tuple[DeviceMesh, int], tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
-"""Smaller meshes, each with a group of the mesh that it was made for: equal meshes may be made
-again after their groups were destroyed."""
+_smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]
+_smaller = weakref.WeakKeyDictionary()
 
 
 def smaller_axes(axes: Axes, ranks: int) -> Axes:
@@ -354,16 +353,18 @@ def smaller_axes(axes: Axes, ranks: int) -> Axes:
 
     They replicate over nothing.
     ranks: a divisor of the number of ranks that shard.
-    All ranks of the mesh call this together: process groups are made, once for each mesh and number
-    of ranks, and again if the mesh's own group was destroyed since.
+    All ranks of the mesh call this together: the first call for their group and this number makes
+    a group, of each its own, with the timeout of that of `axes`.
     """
-    key, group = (axes.mesh, ranks), axes.mesh.get_group(0)
-    known = _smaller.get(key)
-    if known is None or known[0]() is not group:
-        grid = axes.mesh.mesh.reshape(-1, ranks)
-        smaller = DeviceMesh(axes.mesh.device_type, grid, mesh_dim_names=("outer", "inner"))
-        known = _smaller[key] = weakref.ref(group), smaller["inner"]
-    return Axes(known[1], known[1], None)
+    assert axes.shard is not None
+    group = axes.shard.get_group()
+    known = _smaller.setdefault(group, {})
+    if ranks not in known:
+        first = axes.shard_rank // ranks * ranks
+        own = dist.get_process_group_ranks(group)[first : first + ranks]
+        made = _torch.dist.group_within(group, own, f"by-{ranks}")
+        known[ranks] = DeviceMesh.from_group(made, axes.mesh.device_type, mesh_dim_names=("inner",))
+    return Axes(known[ranks], known[ranks], None)
 
 
 NAMED = 16  # ranks of which a message names each

@@ -6,6 +6,7 @@ import copy
 import io
 import tempfile
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ import autoshard
 from autoshard import FlatShard, _torch, fully_shard
 from autoshard.runtime.comm.flat_shard import FlatDTensor
 
-pytestmark = pytest.mark.skipif(
+needs_subclasses = pytest.mark.skipif(
     not _torch.dtensor.SUBCLASSES_DISPATCH, reason="flat placements need torch 2.12"
 )
 
@@ -87,6 +88,7 @@ def build(**arguments: Any) -> Any:
     return by_hand(fully_shard, **{"shard_placement_fn": flat, **arguments})(Model())
 
 
+@needs_subclasses
 @each_value(form=FORMS, reshards=[True, False])
 @on_ranks(2)
 def test_two_ranks(rank: int, form: str, reshards: bool) -> None:
@@ -102,6 +104,7 @@ def test_two_ranks(rank: int, form: str, reshards: bool) -> None:
     assert_same(model, want)
 
 
+@needs_subclasses
 @in_both_forms
 @on_ranks(4)
 def test_fewer_rows_than_ranks(rank: int, form: str) -> None:
@@ -116,6 +119,7 @@ def test_fewer_rows_than_ranks(rank: int, form: str) -> None:
     assert_same(model, want, rtol=MANY_RANKS_RTOL)
 
 
+@needs_subclasses
 @in_both_forms
 @on_ranks(2)
 def test_any_model(rank: int, form: str) -> None:
@@ -127,6 +131,7 @@ def test_any_model(rank: int, form: str) -> None:
     assert_same(model, want)
 
 
+@needs_subclasses
 @in_both_forms
 @on_ranks(4)
 def test_replicas(rank: int, form: str) -> None:
@@ -139,6 +144,7 @@ def test_replicas(rank: int, form: str) -> None:
     assert_same(model, want, rtol=MANY_RANKS_RTOL)
 
 
+@needs_subclasses
 @in_both_forms
 @on_ranks(4)
 def test_smaller_groups(rank: int, form: str) -> None:
@@ -159,6 +165,7 @@ class Wide(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+@needs_subclasses
 @in_both_forms
 @on_ranks(4)
 def test_tensor_parallel(rank: int, form: str) -> None:
@@ -204,6 +211,7 @@ def shared_folder(rank: int) -> str:
     return folder[0]
 
 
+@needs_subclasses
 @each_value(form=FORMS, then=[None, "auto", flat])
 @on_ranks(2)
 def test_checkpoints(rank: int, form: str, then: Any) -> None:
@@ -229,6 +237,7 @@ def go_on(model: Any, rank: int, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
+@needs_subclasses
 @on_ranks(4)
 def test_checkpoint_of_other_ranks(rank: int) -> None:
     """What was cut over two ranks by rows is loaded by four, flat, and by two again."""
@@ -253,6 +262,7 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+@needs_subclasses
 @in_both_forms
 @on_ranks(2)
 def test_state_dicts_of_torch(rank: int, form: str) -> None:
@@ -287,6 +297,7 @@ def test_state_dicts_of_torch(rank: int, form: str) -> None:
     assert_same(by_rows, want)
 
 
+@needs_subclasses
 @on_ranks(2)
 def test_saved_and_copied(rank: int) -> None:
     """torch.save, torch.load as weights only, deepcopy, full_params, other dtypes."""
@@ -320,6 +331,7 @@ OPTIMIZERS = {
 }
 
 
+@needs_subclasses
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_operators_of_optimizers(rank: int, name: str) -> None:
@@ -347,6 +359,7 @@ def test_operators_of_optimizers(rank: int, name: str) -> None:
     assert_same(model, want, rtol=1e-5)
 
 
+@needs_subclasses
 @on_ranks(2)
 def test_operators(rank: int) -> None:
     """What is no optimizer: sums, views, matrix products, gradients, other operands."""
@@ -399,6 +412,7 @@ def test_operators(rank: int) -> None:
         weight.to_local(grad_placements=[Shard(0)])
 
 
+@needs_subclasses
 @in_both_forms
 @on_ranks(2)
 def test_precision_and_offload(rank: int, form: str) -> None:
@@ -416,6 +430,7 @@ def test_precision_and_offload(rank: int, form: str) -> None:
         assert torch.equal(by_rows.full_tensor(), by_runs.full_tensor())
 
 
+@needs_subclasses
 @on_ranks(2)
 def test_chosen_by_default(rank: int) -> None:
     """`shard` and the one-line form choose; `fully_shard` cuts rows, as FSDP2 does."""
@@ -426,6 +441,38 @@ def test_chosen_by_default(rank: int) -> None:
     model = Model()
     torch.compile(model, backend="autoshard")(torch.randn(2, 10)).sum().backward()
     assert model.layers[0].experts.placements == (FlatShard(),)
+
+
+@on_ranks(2)
+def test_before_torch_2_12(rank: int) -> None:
+    """The first dim that ranks share evenly, if there is one; and an error for a flat one."""
+    with mock.patch.object(_torch.dtensor, "SUBCLASSES_DISPATCH", new=False):
+        model = fully_shard(nn.Linear(200, 3), shard_placement_fn="auto")
+        assert model.weight.placements == (Shard(1),)
+        assert fully_shard(nn.Linear(201, 3), shard_placement_fn="auto").weight.placements == (
+            Shard(0),
+        )
+        with pytest.raises(NotImplementedError, match=r"weight, .* before 2.12: return Shard"):
+            fully_shard(nn.Linear(200, 3), shard_placement_fn=flat)
+
+
+class WithExtension(Tensor):
+    """Tensor that says what is gathered for it."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any: ...
+
+    def fsdp_post_all_gather(self, *given: Any, out: Any = None) -> Any: ...
+
+
+@needs_subclasses
+@on_ranks(2)
+def test_extensions_work_by_rows(rank: int) -> None:
+    """A shard that says what is gathered for it is never chosen to be flat."""
+    layer = nn.Linear(200, 3)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(WithExtension))
+    with pytest.raises(NotImplementedError, match=r"weight, whose all-gather extension works by"):
+        fully_shard(layer, shard_placement_fn=flat)
+    assert fully_shard(layer, shard_placement_fn="auto").weight.placements == (Shard(1),)
 
 
 def test_wrong_words() -> None:

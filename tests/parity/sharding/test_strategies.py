@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import unittest.mock
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -92,6 +93,21 @@ def test_shards_over_fewer_ranks_after_forward(rank: int, form: str) -> None:
     model.zero_grad()
     train(model, net_loss, adamw(model))
     assert_same(model, want, rtol=MANY_RANKS_RTOL)
+
+
+@on_ranks(4)
+def test_each_rank_makes_its_own_smaller_group(rank: int) -> None:
+    """One for all units, with the timeout of the group that it is a part of."""
+    group = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=77))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with unittest.mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        model = SmallNet()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    assert made.call_count == 1
+    assert made.call_args.args == ([0, 1] if rank < 2 else [2, 3],)
+    assert made.call_args.kwargs["timeout"] == timedelta(seconds=77)
+    net_loss(fully_shard(model, mesh=mesh), rank, 0).backward()
 
 
 @pytest.mark.parametrize("reshard", [3, 0, -1, 1.5])
