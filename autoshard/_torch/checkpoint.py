@@ -26,10 +26,23 @@ def look_behind(method: Callable[..., dict[str, Any]]) -> None:
     _checkpoint._patched_state_dict.add(method)
 
 
-def name_of(model: torch.nn.Module, name: str) -> str:
+def name_of(model: torch.nn.Module, name: str, known: dict[str, str]) -> str:
     """Name of a parameter of `model` in a checkpoint: no wrapper's prefix is in it.
 
     name: as `model.named_parameters()` has it.
+    known: names that were found before, by `name`; this one is added.
     """
-    (found,) = _checkpoint._get_fqns(model, name)
-    return str(found)
+    if name not in known:
+        (known[name],) = _checkpoint._get_fqns(model, name)
+    return known[name]
+
+
+def state_of(model: torch.nn.Module, known: dict[str, str]) -> dict[str, Any]:
+    """Return what torch's `get_model_state_dict` does, in the order of the model's `state_dict`.
+
+    It looks each name up three times in each call, which is most of its time.
+
+    known: as of `name_of`.
+    """
+    state = _checkpoint._state_dict_fn(model, "state_dict")()
+    return {name_of(model, name, known): value for name, value in state.items()}

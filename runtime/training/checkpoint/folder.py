@@ -19,7 +19,6 @@ from pathlib import Path
 
 from autoshard.runtime.training.checkpoint import manifest as manifests
 from autoshard.runtime.training.checkpoint.manifest import File, Manifest, describe
-from autoshard.runtime.training.checkpoint.on_ranks import num_ranks
 from autoshard.runtime.training.checkpoint.reader import Reader
 
 # Folders to which nothing was written for so long: of another run, and of a process of this one
@@ -34,18 +33,45 @@ def prepare(root: Path, step: int) -> Path:
     """Make `root` if need be, and in it an empty folder of this process to write `step` to.
 
     Deletes what killed processes of this run have left there, if nothing was written to it for
-    LEFT_S, and what others have for ABANDONED_S: several may save to `root` at a time. Returns the
-    folder.
+    LEFT_S, and what others have for ABANDONED_S: several may save to `root` at a time. Warns, where
+    this run begins, of complete checkpoints in `root`: they are of another one. Returns the folder.
     """
     root.mkdir(parents=True, exist_ok=True)
+    if root.resolve() not in _runs:
+        _warn_of_other_runs(root)
     run = _run(root)
     for left in (*root.glob(".writing_*"), *root.glob(".deleting_*")):
         is_own, is_of_run = left.name.endswith(_PROCESS), f".{run}." in left.name
         if is_own or time.time() - _written(left) > (LEFT_S if is_of_run else ABANDONED_S):
             shutil.rmtree(left, ignore_errors=True)
-    aside = root / f".writing_{step:08d}.{run}.{_PROCESS}"
+    aside = folder_aside(root, step, f"{run}.{_PROCESS}")
     aside.mkdir()
     return aside
+
+
+def folder_aside(root: Path, step: int, whose: str) -> Path:
+    """Return the folder in `root` that a process writes `step` to before it is published.
+
+    whose: names of the run, and of the process of rank 0.
+    """
+    return root / f".writing_{step:08d}.{whose}"
+
+
+def whose_aside(aside: Path) -> str:
+    """Return whose folder `aside` is, as of `folder_aside`."""
+    return aside.name.split(".", 2)[2]
+
+
+def _warn_of_other_runs(root: Path) -> None:
+    """Warn if there are complete checkpoints in `root`: they stay."""
+    saved, _ = _sorted_out(root)
+    if saved:
+        warnings.warn(
+            f"{root} has checkpoints of another run, which stay: {list(saved)}. Give each run a "
+            "folder of its own, or load from this one to go on",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
 
 def _run(root: Path) -> str:
@@ -61,16 +87,18 @@ def _written(folder: Path) -> float:
         return time.time()
 
 
-def publish(root: Path, aside: Path, step: int, keep: int, written: Mapping[str, File]) -> str:
+def publish(
+    root: Path, aside: Path, step: int, keep: int, written: Mapping[str, File], world: int
+) -> str:
     """Check what was written to `aside`, rename it to be a checkpoint, and delete older ones.
 
     The manifest is written first, and flushed to the disk; it names the run, which other
-    checkpoints that this process saves to `root` share. Warns if all complete checkpoints in `root`
-    are of another run; those of other runs stay.
+    checkpoints that this process saves to `root` share. Those of other runs stay.
 
     keep: how many complete checkpoints of this run stay, this one included; those saved first are
         deleted, whatever their steps. Incomplete ones stay.
     written: what ranks have written, by name.
+    world: the number of ranks that have.
     Returns its name: "step_00000040", or "step_00000040.1" if there was one of that step.
     Raises OSError if a file is missing or too short, or as `Reader.read_metadata`.
     """
@@ -80,20 +108,13 @@ def publish(root: Path, aside: Path, step: int, keep: int, written: Mapping[str,
         if name not in written or written[name].size < stored.offset + stored.length:
             raise OSError(f"{name} is missing or too short: do all ranks share {root}?")
     (saved, _), run = _sorted_out(root), _run(root)
-    others = [name for name, each in saved.items() if each.run != run]
-    if others and len(others) == len(saved):
-        warnings.warn(
-            f"{root} has checkpoints of another run, which stay: {others}. Give each run a folder "
-            "of its own, or load from this one to go on",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+    own = [name for name, each in saved.items() if each.run == run]
     files = {**written, ".metadata": describe(aside / ".metadata")}
     number = 1 + max((each.number for each in saved.values()), default=0)
-    Manifest(run, number, step, num_ranks(), files).write(aside)
+    Manifest(run, number, step, world, files).write(aside)
     name = _rename(aside, root, step)
     _sync(root)
-    for old in [*(name for name in saved if name not in others), name][:-keep]:
+    for old in [*own, name][:-keep]:
         _delete(root / old)
     return name
 

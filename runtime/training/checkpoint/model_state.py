@@ -26,6 +26,7 @@ from autoshard.runtime.training.checkpoint.reader import new_tensor
 
 Buffers = dict[str, Tensor]
 
+OBJECTS = "the optimizer's groups, or the model's extra state,"  # in errors
 _MODEL, _OPTIMIZER = "model.", "optimizer."  # keys begin so
 _GROUPS = f"{_OPTIMIZER}param_groups."
 
@@ -42,7 +43,21 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
         if optimizer is not None:
             state["optimizer"] = to_plain(optimizer_state.state_of(model, optimizer))
     objects = [leaf for leaf in _torch.tensors.tree_leaves(state) if not isinstance(leaf, Tensor)]
-    to_bytes(objects, "the optimizer's groups, or the model's extra state,")
+    to_bytes(objects, OBJECTS)
+    return state
+
+
+def unchecked_state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, names: dict[str, str]
+) -> dict[str, Any]:
+    """Return what `state_of` does; objects are not looked at, and names that are known not sought.
+
+    names: those in checkpoints, by those in `model`; new ones are added.
+    """
+    with quiet():
+        state: dict[str, Any] = {"model": _torch.checkpoint.state_of(model, names)}
+        if optimizer is not None:
+            state["optimizer"] = to_plain(optimizer_state.state_of(model, optimizer, names))
     return state
 
 
@@ -105,6 +120,8 @@ def own_buffers(state: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh | N
         and not isinstance(value, DTensor)
         and value.untyped_storage().data_ptr() in places
     }
+    if not buffers:
+        return {}
     said = hashlib.sha256()
     for value in buffers.values():
         said.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -33,19 +33,33 @@ def to_bytes(objects: Any, whose: str) -> Tensor:
     whose: whose they are, which the error begins with.
     Raises ValueError for what can't be pickled, or not be read as weights only.
     """
+    saved, _ = _saved_and_loaded(objects, whose)
+    return torch.frombuffer(bytearray(saved), dtype=torch.uint8)
+
+
+def copy_of(objects: Any, whose: str) -> Any:
+    """Copy `objects`, with all they contain, as a checkpoint would give them back.
+
+    Arguments and errors are those of `to_bytes`.
+    """
+    return _saved_and_loaded(objects, whose)[1]
+
+
+def _saved_and_loaded(objects: Any, whose: str) -> tuple[bytes, Any]:
+    """Serialize `objects`, and load them as weights only; return both. Raises as `to_bytes`."""
     file = io.BytesIO()
     try:
         torch.save(objects, file)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"{whose} have objects that can't be pickled: {error}") from error
+    saved = file.getvalue()
     try:
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        return saved, torch.load(io.BytesIO(saved), weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{whose} have objects that could not be loaded as weights only "
             f"({_found_in(error)}): expected tensors, numbers, text, and lists and dicts of them"
         ) from None
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def from_bytes(saved: Tensor) -> Any:

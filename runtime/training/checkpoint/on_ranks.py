@@ -68,6 +68,20 @@ def gathered(value: Any) -> list[Any] | None:
     return values
 
 
+def scattered(values: list[Any]) -> Any:
+    """Return this rank's of `values`, one for each rank, that rank 0 gives. They are pickled."""
+    if not dist.is_initialized():
+        return values[0]
+    found: list[Any] = [None]
+    dist.scatter_object_list(found, values if this_rank() == 0 else None, src=0)
+    return found[0]
+
+
+def is_everywhere(fact: bool) -> bool:
+    """Tell whether `fact` is true on all ranks, who call this together."""
+    return _lowest(int(fact)) == 1
+
+
 def reasons(error: CheckpointException) -> str:
     """Describe the error of the lowest rank among those that `error` says have failed."""
     rank = min(error.failures)

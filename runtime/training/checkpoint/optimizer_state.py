@@ -24,14 +24,19 @@ Group = Mapping[str, Any]
 _OTHER_TYPE = "give an optimizer of the type that was saved, or load the model alone"
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Return "state" and "param_groups" as torch's `get_optimizer_state_dict`, by parameter names.
 
     A parameter without state, as before the first step, has no entry in "state". Tensors are the
     optimizer's own, not copies. Raises ValueError if `optimizer` trains what is no parameter of
     `model`.
+
+    known: names in checkpoints, by those in `model`, which are not looked up again; new ones are
+        added.
     """
-    names, own = _names(model, optimizer), optimizer.state_dict()
+    names, own = _names(model, optimizer, {} if known is None else known), optimizer.state_dict()
     flat = [name for each in names for name in each]
     groups = zip(own["param_groups"], names, strict=True)
     return {
@@ -119,21 +124,23 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
     )
 
 
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def _names(
+    model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[str, str]
+) -> list[list[str]]:
     """List, for each of the optimizer's groups, the names of its parameters in checkpoints.
 
-    Raises ValueError for a parameter that is none of the model's.
+    known: as of `state_of`. Raises ValueError for a parameter that is none of the model's.
     """
-    known: dict[Tensor, str] = {param: name for name, param in access.named_sharded(model)}
+    own: dict[Tensor, str] = {param: name for name, param in access.named_sharded(model)}
 
     def name_of(param: Tensor) -> str:
         """Return the name of `param` in checkpoints; raise ValueError if the model lacks it."""
-        if param not in known:
+        if param not in own:
             raise ValueError(
                 f"the optimizer trains a parameter of shape {tuple(param.shape)} that is none of "
                 "the model's: give the model that has all of them, outside of full_params()"
             )
-        return _torch.checkpoint.name_of(model, known[param])
+        return _torch.checkpoint.name_of(model, own[param], known)
 
     return [[name_of(param) for param in group["params"]] for group in optimizer.param_groups]
 

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from autoshard.runtime.training.checkpoint.folder import (
     publish,
     step_of,
 )
-from autoshard.runtime.training.checkpoint.manifest import File, Manifest, check_files, describe
+from autoshard.runtime.training.checkpoint.manifest import Manifest, check_files
 from autoshard.runtime.training.checkpoint.model_state import (
     load_own_buffers,
     load_state,
@@ -48,6 +48,7 @@ from autoshard.runtime.training.checkpoint.on_ranks import (
     reasons,
     this_rank,
 )
+from autoshard.runtime.training.checkpoint.pending import PendingCheckpoint, end_pending
 from autoshard.runtime.training.checkpoint.rank_state import (
     RANKS,
     Stateful,
@@ -58,6 +59,34 @@ from autoshard.runtime.training.checkpoint.rank_state import (
     set_generators,
 )
 from autoshard.runtime.training.checkpoint.reader import Reader, read_into
+from autoshard.runtime.training.checkpoint.saving import begin
+from autoshard.runtime.training.checkpoint.writing import if_full, not_written, written_here
+
+
+@overload
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    states: Mapping[str, Stateful] | None = None,
+    keep: int = 2,
+    wait: Literal[True] = True,
+) -> Path: ...
+
+
+@overload
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    states: Mapping[str, Stateful] | None = None,
+    keep: int = 2,
+    wait: Literal[False],
+) -> PendingCheckpoint: ...
 
 
 def save_checkpoint(
@@ -68,7 +97,8 @@ def save_checkpoint(
     step: int,
     states: Mapping[str, Stateful] | None = None,
     keep: int = 2,
-) -> Path:
+    wait: bool = True,
+) -> Path | PendingCheckpoint:
     """Write a checkpoint of `step`; all ranks call this, and `folder` is one that they share.
 
     Ranks wait for each other; each writes its own part, and nothing is gathered. The same step may
@@ -81,51 +111,43 @@ def save_checkpoint(
         text, and lists and dicts of them. Random number generators' states are saved, too.
     keep: how many complete checkpoints of this run stay, this one included; older ones are deleted.
         A run begins without loading from `folder`, and goes on in processes that load from it.
-    Returns its path. Raises CheckpointError on every rank if a rank can't write its part, or has a
-    state that could not be loaded: what was complete before stays so. Raises ValueError for a
-    wrong `step` or `keep`, RuntimeError if the model's ranks don't all save this step now.
+    wait: False to return once all is copied, to the CPU's memory, and have a thread write the files
+        while training goes on. The checkpoint is there once all ranks have written. The next save
+        or load waits for that, and so does Python as it exits; a process that is killed leaves what
+        was complete before. The memory is kept for the next such save of `model`.
+    Returns its path; with `wait=False` a `PendingCheckpoint`, whose `wait()` returns it.
+    Raises CheckpointError on every rank if a rank can't write its part, or has a state that could
+    not be loaded: what was complete before stays so. With `wait=False` the next save or load, or
+    `wait()`, raises it if files could not be written; at exit Python prints it. Raises ValueError
+    for a wrong `step` or `keep`, RuntimeError if the model's ranks don't all save this step now.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"expected step >= 0 and keep >= 1, got step={step}, keep={keep}")
-    mesh = _check_together(model, f"save_checkpoint(step={step})")
-    root = Path(folder)
+    end_pending()
+    mesh = _check_together(model, f"save_checkpoint(step={step}{'' if wait else ', wait=False'})")
+    root, given = Path(folder), states or {}
+    if not wait:
+        return begin(root, model, optimizer, mesh, step=step, states=given, keep=keep)
     what = f"checkpoint of step {step} in {root}"
     state = on_each_rank(lambda: state_of(model, optimizer), f"checkpoint of step {step}")
     buffers = own_buffers(state, model, mesh)
-    own = on_each_rank(lambda: own_state(states or {}, buffers), f"states of step {step}")
+    own = on_each_rank(lambda: own_state(given, buffers), f"states of step {step}")
     aside = on_first_rank(lambda: prepare(root, step), what)
     state[RANKS] = {str(this_rank()): own}
     try:
         with quiet():
             save(state, checkpoint_id=aside)
-        files = on_each_rank(lambda: _written_here(aside), what)
+        files = on_each_rank(lambda: written_here(aside, this_rank()), what)
     except (CheckpointException, CheckpointError) as error:
         why = reasons(error) if isinstance(error, CheckpointException) else str(error)
-        why += on_first_rank(lambda: _if_full(root), f"disk of {root}")
+        why += on_first_rank(lambda: if_full(root), f"disk of {root}")
         on_first_rank(lambda: shutil.rmtree(aside, ignore_errors=True), f"removal of {aside}")
-        raise CheckpointError(
-            f"rank {this_rank()}: the checkpoint of step {step} could not be written to {root}: "
-            f"{why}. What was complete before is still there; make room, or give a "
-            "folder that all ranks can write to"
-        ) from None
+        raise not_written(this_rank(), step, root, why) from None
     of_all = gathered(files) or []
     written = {name: file for each in of_all for name, file in each.items()}
-    name: str = on_first_rank(lambda: publish(root, aside, step, keep, written), what)
+    world = num_ranks()
+    name: str = on_first_rank(lambda: publish(root, aside, step, keep, written, world), what)
     return root / name
-
-
-def _if_full(root: Path) -> str:
-    """Say that the disk of `root` is full, if it is: torch says where a file broke off."""
-    free = shutil.disk_usage(root).free
-    return f" (no space left on device: {free} bytes are free)" if free < _LITTLE else ""
-
-
-_LITTLE = 1 << 20  # bytes, of which a part of a file would have been written
-
-
-def _written_here(aside: Path) -> dict[str, File]:
-    """Describe the files in `aside` that this rank has written."""
-    return {path.name: describe(path) for path in aside.glob(f"__{this_rank()}_*")}
 
 
 def load_checkpoint(
@@ -138,7 +160,8 @@ def load_checkpoint(
 ) -> int | None:
     """Load the checkpoint that was saved last, or the last of `step`; all ranks call this.
 
-    Ranks wait for each other. Files are compared with their digests first. Each rank's `states`,
+    Ranks wait for each other, and for a checkpoint that is still being written. Files are compared
+    with their digests first. Each rank's `states`,
     its buffers, and then its random number generators, are set as it had them. Strategies, meshes,
     dtypes and the number of ranks may be others than those it was saved with; a dtype that can't
     have all that was saved is warned of. If the number of ranks is another, random number
@@ -151,9 +174,11 @@ def load_checkpoint(
     Returns its step; None if there is no checkpoint and no `step` was given. Raises CheckpointError
     on every rank if there is none of `step`, if all that there are are incomplete, or, before
     anything is changed, with the first parameter or state that does not fit; also if a file can't
-    be read, or if one of `states`, which are loaded last, raises: the model has changed then.
-    RuntimeError if the model's ranks don't all load this step now.
+    be read, or if one of `states`, which are loaded last, raises: the model has changed then; and
+    if a save before, with `wait=False`, has failed: nothing has changed then. RuntimeError if the
+    model's ranks don't all load this step now.
     """
+    end_pending()
     _check_together(model, f"load_checkpoint(step={step})")
     root = Path(folder)
     for _ in range(_TRIES):

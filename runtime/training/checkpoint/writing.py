@@ -1,0 +1,95 @@
+"""What ranks write of a checkpoint, and what rank 0 makes of that.
+
+Nothing here needs other ranks, or a process group: it may run in a thread.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
+
+from autoshard.runtime.training.checkpoint.folder import publish
+from autoshard.runtime.training.checkpoint.manifest import File, describe
+from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError
+from autoshard.runtime.training.checkpoint.planning import Copies, Plan, whole_index
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written: where each tensor is, as torch says it, and its files by name.
+
+    own: plan of its own state.
+    """
+
+    results: list[Any]
+    own: SavePlan
+    files: dict[str, File]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Part of a rank in a checkpoint that is to be written.
+
+    rank: this one. root, step, keep: as of `save_checkpoint`. aside: the folder to write to.
+    plan, own: of what all have a part in, and of this rank's own state.
+    values: copies of all of it, by name.
+    """
+
+    rank: int
+    root: Path
+    aside: Path
+    step: int
+    keep: int
+    plan: Plan
+    own: SavePlan
+    values: dict[str, Any]
+
+    def write(self) -> Written:
+        """Write this rank's files, and flush them to the disk. Raises OSError."""
+        if not self.aside.is_dir():
+            raise FileNotFoundError(f"{self.aside} is not there: do all ranks share {self.root}?")
+        part = self.plan.part
+        plan = SavePlan([*part.items, *self.own.items], part.storage_data)
+        writer = FileSystemWriter(self.aside, per_thread_copy_ahead=0)
+        done = writer.write_data(plan, Copies(self.values))
+        return Written(done.value(), self.own, written_here(self.aside, self.rank))
+
+    def publish(self, all_written: list[Written]) -> str:
+        """Write the index of what all ranks have written, publish it, and return its name."""
+        assert self.plan.index is not None
+        index = whole_index(self.plan.index, [each.own for each in all_written])
+        FileSystemWriter(self.aside).finish(index, [each.results for each in all_written])
+        files = {name: file for each in all_written for name, file in each.files.items()}
+        world = len(all_written)
+        return publish(self.root, self.aside, self.step, self.keep, files, world)
+
+
+def written_here(aside: Path, rank: int) -> dict[str, File]:
+    """Describe the files in `aside` that `rank`, which is this one, has written."""
+    return {path.name: describe(path) for path in aside.glob(f"__{rank}_*")}
+
+
+def if_full(root: Path) -> str:
+    """Say that the disk of `root` is full, if it is: torch says where a file broke off."""
+    try:
+        free = shutil.disk_usage(root).free
+    except OSError:  # it is gone
+        return ""
+    return f" (no space left on device: {free} bytes are free)" if free < _LITTLE else ""
+
+
+_LITTLE = 1 << 20  # bytes, of which a part of a file would have been written
+
+
+def not_written(rank: int, step: int, root: Path, why: str) -> CheckpointError:
+    """Return the error of a checkpoint that could not be written, to raise."""
+    return CheckpointError(
+        f"rank {rank}: the checkpoint of step {step} could not be written to {root}: "
+        f"{why}. What was complete before is still there; make room, or give a folder that all "
+        "ranks can write to"
+    )
