@@ -19,6 +19,7 @@ _PLACES = {
     "MixedPrecisionPolicy": "runtime.unit.policies",
     "ModuleWrapPolicy": "runtime.sharding.wrap_policies",
     "OffloadPolicy": "runtime.unit.policies",
+    "PendingCheckpoint": "runtime.training.checkpoint.pending",
     "Plan": "passes.ir.plan",
     "ShardedModule": "runtime.sharding.sharded_module",
     "fully_shard": "runtime.sharding.shard",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.sharding.sharded_module import share_comm_ctx as share_comm_ctx
     from autoshard.runtime.sharding.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
     from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError as CheckpointError
+    from autoshard.runtime.training.checkpoint.pending import PendingCheckpoint as PendingCheckpoint
     from autoshard.runtime.training.checkpoint.save_and_load import (
         load_checkpoint as load_checkpoint,
     )
