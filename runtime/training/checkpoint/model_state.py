@@ -50,14 +50,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 def unchecked_state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, names: dict[str, str]
 ) -> dict[str, Any]:
-    """Return what `state_of` does; objects are not looked at, and names that are known not sought.
+    """Return what `state_of` does, with objects as they are; names that are known are not sought.
 
     names: those in checkpoints, by those in `model`; new ones are added.
     """
     with quiet():
         state: dict[str, Any] = {"model": _torch.checkpoint.state_of(model, names)}
         if optimizer is not None:
-            state["optimizer"] = to_plain(optimizer_state.state_of(model, optimizer, names))
+            state["optimizer"] = optimizer_state.state_of(model, optimizer, names)
     return state
 
 

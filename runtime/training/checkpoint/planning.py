@@ -112,9 +112,11 @@ def plan_together(planner: DefaultSavePlanner, whose: str, what: str) -> tuple[P
     return Plan(scattered(all_parts), index), whose
 
 
-def own_plan(own: Tensor) -> SavePlan:
-    """Plan the writing of this rank's `own` state, whose size differs from save to save."""
-    return planner_of({RANKS: {str(this_rank()): own}}).create_local_plan()
+def own_plan(rank: str, own: Tensor) -> SavePlan:
+    """Plan the writing of the `own` state of `rank`, whose size differs from save to save."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({RANKS: {rank: own}})
+    return planner.create_local_plan()
 
 
 def whole_index(index: Metadata, own: list[SavePlan]) -> Metadata:
@@ -160,7 +162,7 @@ def copied(state: Mapping[str, Any], part: SavePlan, into: dict[str, Tensor]) ->
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _copy(tensor: Tensor, before: Tensor | None) -> Tensor:

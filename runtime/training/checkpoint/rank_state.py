@@ -18,6 +18,7 @@ from autoshard.runtime.training.checkpoint.on_ranks import num_ranks
 from autoshard.runtime.training.checkpoint.reader import new_tensor
 
 RANKS = "ranks"  # key of these states
+STATES = "`states`"  # in errors
 
 
 class Stateful(Protocol):
@@ -28,12 +29,11 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> object: ...
 
 
-def own_state(states: Mapping[str, Stateful], buffers: Mapping[str, Tensor]) -> Tensor:
-    """Return the states of `states`, `buffers`, and this rank's random number generators, as bytes.
+def own_state(states: Mapping[str, Stateful], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the states of `states`, `buffers`, and this rank's random number generators.
 
-    Generators are those of torch, of the current CUDA device, of Python, and of NumPy if imported.
-    `state_dict()` of each object is called. Raises ValueError for what can't be read as weights
-    only.
+    Generators are those of torch, of the current CUDA device, of Python, and of NumPy if imported;
+    their states are copies. `state_dict()` of each object is called, and not copied.
     """
     own: dict[str, Any] = {
         "states": {name: to_plain(each.state_dict()) for name, each in states.items()},
@@ -46,7 +46,12 @@ def own_state(states: Mapping[str, Stateful], buffers: Mapping[str, Tensor]) -> 
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         own["numpy"] = (kind, keys.tolist(), *rest)
-    return to_bytes(own, "`states`")
+    return own
+
+
+def own_bytes(own: Mapping[str, Any]) -> Tensor:
+    """Return what `own_state` has found, as bytes. Raises ValueError as `to_bytes`."""
+    return to_bytes(own, STATES)
 
 
 def room_for_own(known: Mapping[str, Any], source: str) -> Tensor:

@@ -54,6 +54,7 @@ from autoshard.runtime.training.checkpoint.rank_state import (
     Stateful,
     check_states,
     load_states,
+    own_bytes,
     own_state,
     room_for_own,
     set_generators,
@@ -131,7 +132,7 @@ def save_checkpoint(
     what = f"checkpoint of step {step} in {root}"
     state = on_each_rank(lambda: state_of(model, optimizer), f"checkpoint of step {step}")
     buffers = own_buffers(state, model, mesh)
-    own = on_each_rank(lambda: own_state(given, buffers), f"states of step {step}")
+    own = on_each_rank(lambda: own_bytes(own_state(given, buffers)), f"states of step {step}")
     aside = on_first_rank(lambda: prepare(root, step), what)
     state[RANKS] = {str(this_rank()): own}
     try:

@@ -17,18 +17,17 @@ from autoshard.runtime.training.checkpoint.model_state import (
     own_buffers,
     unchecked_state_of,
 )
-from autoshard.runtime.training.checkpoint.objects import copy_of
+from autoshard.runtime.training.checkpoint.objects import copy_of, to_plain
 from autoshard.runtime.training.checkpoint.on_ranks import is_everywhere, on_each_rank, this_rank
 from autoshard.runtime.training.checkpoint.pending import PendingCheckpoint, start
 from autoshard.runtime.training.checkpoint.planning import (
     copied,
     kept_of,
-    own_plan,
     plan_together,
     planner_of,
     signature_of,
 )
-from autoshard.runtime.training.checkpoint.rank_state import RANKS, Stateful, own_state
+from autoshard.runtime.training.checkpoint.rank_state import STATES, Stateful, own_state
 from autoshard.runtime.training.checkpoint.writing import Task
 
 
@@ -52,14 +51,16 @@ def begin(
     state = on_each_rank(lambda: unchecked_state_of(model, optimizer, kept.names), what)
     buffers = own_buffers(state, model, mesh)
 
-    def prepared() -> tuple[DefaultSavePlanner, dict[str, Any], Tensor, str]:
+    def prepared() -> tuple[DefaultSavePlanner, dict[str, Any], dict[str, Any], str]:
         """Do what may fail on one rank; return what to plan, copies of objects, own state, whose.
 
-        whose: as of a `Plan`, on rank 0; "" on others.
+        whose: as of `Kept`, on rank 0; "" on others.
         """
         planner, own = planner_of(state), own_state(states, buffers)
         flat = planner.state_dict.items()
-        objects = {name: value for name, value in flat if not isinstance(value, Tensor)}
+        objects = to_plain({name: it for name, it in flat if not isinstance(it, Tensor)})
+        if states or buffers:
+            own |= copy_of({each: own[each] for each in ("states", "buffers")}, STATES)
         whose = whose_aside(prepare(root, step)) if rank == 0 else ""
         return planner, copy_of(objects, OBJECTS), own, whose
 
@@ -79,7 +80,7 @@ def begin(
         step=step,
         keep=keep,
         plan=plan,
-        own=own_plan(own),
-        values={**objects, **tensors, f"{RANKS}.{rank}": own},
+        own=own,
+        values={**objects, **tensors},
     )
     return start(task)

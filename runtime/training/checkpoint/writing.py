@@ -6,6 +6,7 @@ Nothing here needs other ranks, or a process group: it may run in a thread.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from autoshard.runtime.training.checkpoint.folder import publish
 from autoshard.runtime.training.checkpoint.manifest import File, describe
 from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError
-from autoshard.runtime.training.checkpoint.planning import Copies, Plan, whole_index
+from autoshard.runtime.training.checkpoint.planning import Copies, Plan, own_plan, whole_index
+from autoshard.runtime.training.checkpoint.rank_state import RANKS, own_bytes
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Task:
     """Part of a rank in a checkpoint that is to be written.
 
     rank: this one. root, step, keep: as of `save_checkpoint`. aside: the folder to write to.
-    plan, own: of what all have a part in, and of this rank's own state.
-    values: copies of all of it, by name.
+    plan:   of what all have a part in. values: copies of it, by name.
+    own:    copy of this rank's own state.
     """
 
     rank: int
@@ -46,18 +48,19 @@ class Task:
     step: int
     keep: int
     plan: Plan
-    own: SavePlan
     values: dict[str, Any]
+    own: Mapping[str, Any]
 
     def write(self) -> Written:
         """Write this rank's files, and flush them to the disk. Raises OSError."""
         if not self.aside.is_dir():
             raise FileNotFoundError(f"{self.aside} is not there: do all ranks share {self.root}?")
-        part = self.plan.part
-        plan = SavePlan([*part.items, *self.own.items], part.storage_data)
-        writer = FileSystemWriter(self.aside, per_thread_copy_ahead=0)
-        done = writer.write_data(plan, Copies(self.values))
-        return Written(done.value(), self.own, written_here(self.aside, self.rank))
+        name, part, own = str(self.rank), self.plan.part, own_bytes(self.own)
+        of_own = own_plan(name, own)
+        plan = SavePlan([*part.items, *of_own.items], part.storage_data)
+        copies = Copies({**self.values, f"{RANKS}.{name}": own})
+        done = FileSystemWriter(self.aside, per_thread_copy_ahead=0).write_data(plan, copies)
+        return Written(done.value(), of_own, written_here(self.aside, self.rank))
 
     def publish(self, all_written: list[Written]) -> str:
         """Write the index of what all ranks have written, publish it, and return its name."""
