@@ -14,7 +14,7 @@ from support.training import adamw, in_form
 import autoshard
 
 STEPS, AT = 14, 4
-PHASES = ("forward", "backward", "optimizer", "between", "save")
+PHASES = ("forward", "backward", "optimizer", "between", "save", "writing")
 
 
 def run(environment: dict[str, str], folder: str, form: str, phase: str, pipe: Any) -> None:
@@ -49,7 +49,8 @@ def run(environment: dict[str, str], folder: str, form: str, phase: str, pipe: A
         step += 1
         if step % 5 == 0:
             hit("save", step - 1)
-            autoshard.save_checkpoint(folder, model, optimizer, step=step)
+            autoshard.save_checkpoint(folder, model, optimizer, step=step, wait=False)
+            hit("writing", step - 1)
         if autoshard.preempted():
             autoshard.save_checkpoint(folder, model, optimizer, step=step)
             break

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 
 import autoshard
 from autoshard.runtime.training.checkpoint import manifest as manifests
+from autoshard.runtime.training.checkpoint.writing import Task
 from autoshard.tools.cli import main
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
@@ -130,3 +134,30 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "step_00000002: __0_0.distcp is spoiled: its bytes are not" in second
     assert main(["checkpoint", "verify", str(tmp_path / "step_00000001")]) == 0
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 1
+
+
+def test_a_pending_checkpoint_without_a_process_group(tmp_path: Path) -> None:
+    model = saved(tmp_path, 1)
+    before = model.weight.detach().clone()
+    later = autoshard.save_checkpoint(tmp_path, model, step=2, wait=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert later.wait() == later.wait() == tmp_path / "step_00000002"
+    assert later.done()
+    assert autoshard.load_checkpoint(tmp_path, model) == 2
+    assert torch.equal(model.weight, before)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    with mock.patch.object(Task, "write", side_effect=OSError("no room")):
+        autoshard.save_checkpoint(tmp_path, model, step=3, wait=False)
+        with pytest.raises(autoshard.CheckpointError, match="on rank 0, OSError: no room"):
+            autoshard.load_checkpoint(tmp_path, model)
+    assert autoshard.load_checkpoint(tmp_path, model) == 2
+
+
+def test_a_pending_checkpoint_at_exit(tmp_path: Path) -> None:
+    code = f"""
+import autoshard, torch
+autoshard.save_checkpoint({str(tmp_path)!r}, torch.nn.Linear(500, 500), step=3, wait=False)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    assert autoshard.load_checkpoint(tmp_path, nn.Linear(500, 500)) == 3

@@ -11,6 +11,11 @@ end in those of the run and the process until they are published. Loading runs n
 read as weights only, and torch's pickled index may only have types that belong there.
 
     save_and_load.py     what users call
+    saving.py            beginning of a save that goes on beside training: copies are taken
+    planning.py          what each rank writes in such a save, and the copies
+    writing.py           what ranks write, and what rank 0 makes of that
+    pending.py           the thread that writes, and who waits for it
+    reports.py           what the threads of ranks tell each other
     model_state.py       what is saved of the model and the optimizer, and room to read it into
     optimizer_state.py   likewise, of the optimizer: parameters without state stay so
     rank_state.py        each rank's own states: generators, buffers, and objects that users give
