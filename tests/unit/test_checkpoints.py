@@ -16,6 +16,7 @@ from torch import nn
 
 import autoshard
 from autoshard.runtime.training.checkpoint import manifest as manifests
+from autoshard.runtime.training.checkpoint.planning import flat, planner_of
 from autoshard.runtime.training.checkpoint.writing import Task
 from autoshard.tools.cli import main
 
@@ -161,3 +162,30 @@ autoshard.save_checkpoint({str(tmp_path)!r}, torch.nn.Linear(500, 500), step=3, 
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
     assert autoshard.load_checkpoint(tmp_path, nn.Linear(500, 500)) == 3
+
+
+STATES = {
+    "a model": {"model": {"w": torch.ones(2), "norm._extra_state": {"seen": [1, 2]}}},
+    "nothing": {"model": {}, "optimizer": {"state": {}, "param_groups": [{"params": ["w"]}]}},
+    "an optimizer": {
+        "model": {"a.w": torch.ones(2)},
+        "optimizer": {
+            "state": {
+                "a.w": {"exp_avg": torch.ones(2), "old": [torch.ones(1), 3], "step": 1, "of": {}},
+                "b": {"step": torch.ones(())},
+                "c": {},
+            },
+            "param_groups": [
+                {"lr": 0.1, "params": ["a.w"]},
+                {"lr": torch.ones(()), "betas": (1, 2)},
+            ],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES.keys())
+def test_names_are_those_of_torchs_planner(state: dict[str, Any]) -> None:
+    found, wanted = flat(state), planner_of(state).state_dict
+    assert {name for name in wanted if name.count(".")} <= found.keys() <= wanted.keys() | {"model"}
+    assert all(found[name] is value for name, value in wanted.items() if name in found)

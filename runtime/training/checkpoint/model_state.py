@@ -112,22 +112,12 @@ def own_buffers(state: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh | N
     """
     if mesh is None or is_alone(mesh):
         return {}
-    places = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
-    buffers = {
-        name: value.detach().cpu()
-        for name, value in state["model"].items()
-        if isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.untyped_storage().data_ptr() in places
-    }
+    buffers = saved_buffers(state, model)
     if not buffers:
         return {}
-    said = hashlib.sha256()
-    for value in buffers.values():
-        said.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     answers = exchange(
         "buffers",
-        said.hexdigest(),
+        digest(buffers).hex(),
         mesh,
         group_timeout(mesh),
         failed=f"rank {this_rank()} came to save the model's buffers",
@@ -135,6 +125,26 @@ def own_buffers(state: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh | N
         may_differ=True,
     )
     return buffers if answers.others else {}
+
+
+def saved_buffers(state: Mapping[str, Any], model: nn.Module) -> Buffers:
+    """Return those tensors of the model in `state` that are its buffers, on the CPU, by name."""
+    places = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    return {
+        name: value.detach().cpu()
+        for name, value in state["model"].items()
+        if isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.untyped_storage().data_ptr() in places
+    }
+
+
+def digest(buffers: Buffers) -> bytes:
+    """Return a digest of the values of `buffers`."""
+    said = hashlib.sha256()
+    for value in buffers.values():
+        said.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return said.digest()
 
 
 def load_own_buffers(own: Mapping[str, Tensor], room: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,23 +40,34 @@ def on_each_rank(work: Callable[[], Any], what: str) -> Any:
     what: what is done, for the error. Raises CheckpointError on all ranks if `work` raises on one;
         it tells of the lowest such rank.
     """
+    return on_each_rank_with(lambda: (work(), ()), what, 0)[0]
+
+
+def on_each_rank_with(
+    work: Callable[[], tuple[Any, Sequence[int]]], what: str, num_facts: int
+) -> tuple[Any, list[int]]:
+    """Call `work`, as `on_each_rank`; it returns a result, and `num_facts` numbers below 2**63.
+
+    Returns the result of this rank, and the lowest of all ranks for each of the numbers.
+    """
     result, error = _attempt(work)
-    first = _lowest(this_rank() if error is not None else num_ranks())
+    found, facts = (None, [0] * num_facts) if error is not None else result
+    first, *lowest = _lowest(this_rank() if error is not None else num_ranks(), *facts)
     if first < num_ranks():
         said = [error]
         if dist.is_initialized():
             dist.broadcast_object_list(said, src=first)
         raise CheckpointError(f"rank {this_rank()}: {what}: on rank {first}, {said[0]}")
-    return result
+    return found, lowest
 
 
-def _lowest(number: int) -> int:
-    """Return the lowest `number` of all ranks."""
+def _lowest(*numbers: int) -> list[int]:
+    """Return the lowest of all ranks for each of `numbers`."""
     if not dist.is_initialized():
-        return number
-    lowest = torch.tensor([number], device=_torch.dist.object_device())
+        return list(numbers)
+    lowest = torch.tensor(numbers, device=_torch.dist.object_device())
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    return int(lowest.item())
+    return [int(each) for each in lowest.tolist()]
 
 
 def gathered(value: Any) -> list[Any] | None:
@@ -75,11 +86,6 @@ def scattered(values: list[Any]) -> Any:
     found: list[Any] = [None]
     dist.scatter_object_list(found, values if this_rank() == 0 else None, src=0)
     return found[0]
-
-
-def is_everywhere(fact: bool) -> bool:
-    """Tell whether `fact` is true on all ranks, who call this together."""
-    return _lowest(int(fact)) == 1
 
 
 def reasons(error: CheckpointException) -> str:

@@ -69,6 +69,26 @@ def kept_of(model: nn.Module) -> Kept:
     return _kept.setdefault(model, Kept())
 
 
+def flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is in `state`, of `unchecked_state_of`, by dotted names as torch's planner does.
+
+    torch looks into each value twice, which takes longer than all else.
+    """
+    found, rest = {}, {key: dict(value) for key, value in state.items()}
+    parts = [("model", rest["model"])]
+    of_params = rest.get("optimizer", {}).pop("state", {})
+    parts += [(f"optimizer.state.{name}", dict(values)) for name, values in of_params.items()]
+    for prefix, part in parts:
+        for name in [name for name, value in part.items() if isinstance(value, Tensor)]:
+            found[f"{prefix}.{name}"] = part.pop(name)
+    others = {
+        name: values for (_, values), name in zip(parts[1:], of_params, strict=True) if values
+    }
+    if others:
+        rest["optimizer"]["state"] = others
+    return found | dict(planner_of(rest).state_dict)
+
+
 def planner_of(state: Mapping[str, Any]) -> DefaultSavePlanner:
     """Return a planner of `state`, which it has by dotted names as its `state_dict`."""
     planner = DefaultSavePlanner()
@@ -91,12 +111,13 @@ def _kind(value: Any) -> tuple[Any, ...]:
     return (value.shape, value.dtype, value.requires_grad, *layout)
 
 
-def plan_together(planner: DefaultSavePlanner, whose: str, what: str) -> tuple[Plan, str]:
-    """Plan a save of what `planner` has; all ranks call this, and wait for each other.
+def plan_together(state: Mapping[str, Any], whose: str, what: str) -> tuple[Plan, str]:
+    """Plan a save of `state`; all ranks call this, and wait for each other.
 
     whose: of `Kept`, on rank 0, which is returned on all. what: what is done, for errors.
     Raises CheckpointError on all ranks if one of them can't plan its part, or rank 0 not all of it.
     """
+    planner = planner_of(state)
     parts = gathered(on_each_rank(planner.create_local_plan, what))
     planned: list[tuple[list[SavePlan], Metadata]] = []
 

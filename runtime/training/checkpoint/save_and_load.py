@@ -128,7 +128,7 @@ def save_checkpoint(
     mesh = _check_together(model, f"save_checkpoint(step={step}{'' if wait else ', wait=False'})")
     root, given = Path(folder), states or {}
     if not wait:
-        return begin(root, model, optimizer, mesh, step=step, states=given, keep=keep)
+        return begin(root, model, optimizer, step=step, states=given, keep=keep)
     what = f"checkpoint of step {step} in {root}"
     state = on_each_rank(lambda: state_of(model, optimizer), f"checkpoint of step {step}")
     buffers = own_buffers(state, model, mesh)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.training.checkpoint.folder import folder_aside, prepare, whose_aside
 from autoshard.runtime.training.checkpoint.model_state import (
     OBJECTS,
-    own_buffers,
+    digest,
+    saved_buffers,
     unchecked_state_of,
 )
 from autoshard.runtime.training.checkpoint.objects import copy_of, to_plain
-from autoshard.runtime.training.checkpoint.on_ranks import is_everywhere, on_each_rank, this_rank
+from autoshard.runtime.training.checkpoint.on_ranks import (
+    on_each_rank,
+    on_each_rank_with,
+    this_rank,
+)
 from autoshard.runtime.training.checkpoint.pending import PendingCheckpoint, start
 from autoshard.runtime.training.checkpoint.planning import (
+    Kept,
     copied,
+    flat,
     kept_of,
     plan_together,
-    planner_of,
     signature_of,
 )
 from autoshard.runtime.training.checkpoint.rank_state import STATES, Stateful, own_state
@@ -35,7 +41,6 @@ def begin(
     root: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    mesh: DeviceMesh | None,
     *,
     step: int,
     states: Mapping[str, Stateful],
@@ -43,36 +48,30 @@ def begin(
 ) -> PendingCheckpoint:
     """Copy what is to be saved, and have a thread write it; all ranks call this together.
 
-    mesh: of the model's ranks, None if no module of it is sharded. Others: as `save_checkpoint`.
+    Arguments are those of `save_checkpoint`.
     Raises CheckpointError on every rank if one has a state that could not be loaded, or rank 0
     can't make a folder in `root`.
     """
     what, kept, rank = f"checkpoint of step {step} in {root}", kept_of(model), this_rank()
-    state = on_each_rank(lambda: unchecked_state_of(model, optimizer, kept.names), what)
-    buffers = own_buffers(state, model, mesh)
 
-    def prepared() -> tuple[DefaultSavePlanner, dict[str, Any], dict[str, Any], str]:
-        """Do what may fail on one rank; return what to plan, copies of objects, own state, whose.
-
-        whose: as of `Kept`, on rank 0; "" on others.
-        """
-        planner, own = planner_of(state), own_state(states, buffers)
-        flat = planner.state_dict.items()
-        objects = to_plain({name: it for name, it in flat if not isinstance(it, Tensor)})
-        if states or buffers:
-            own |= copy_of({each: own[each] for each in ("states", "buffers")}, STATES)
+    def prepare_all() -> tuple[_Prepared, tuple[int, ...]]:
+        """Do all that may fail on one rank."""
+        found = _prepare(model, optimizer, states, kept)
         whose = whose_aside(prepare(root, step)) if rank == 0 else ""
-        return planner, copy_of(objects, OBJECTS), own, whose
+        is_known = kept.plan is not None and found.signature == kept.signature
+        number = int.from_bytes(digest(found.buffers)[:7])
+        facts = int(is_known and whose in ("", kept.whose)), number, -number
+        return dataclasses.replace(found, whose=whose), facts
 
-    planner, objects, own, whose = on_each_rank(prepared, what)
-    signature = signature_of(planner.state_dict)
-    is_known = kept.plan is not None and signature == kept.signature
-    if not is_everywhere(is_known and whose in ("", kept.whose)):
-        kept.plan, kept.whose = plan_together(planner, whose, what)
-        kept.signature = signature
+    found, facts = on_each_rank_with(prepare_all, what, 3)
+    is_known, lowest, highest = facts[0], facts[1], -facts[2]
+    if not is_known:
+        kept.plan, kept.whose = plan_together(found.state, found.whose, what)
+        kept.signature = found.signature
     plan = kept.plan
     assert plan is not None
-    tensors = on_each_rank(lambda: copied(planner.state_dict, plan.part, kept.copies), what)
+    tensors = on_each_rank(lambda: copied(found.values, plan.part, kept.copies), what)
+    own = {**found.own, "buffers": found.buffers if lowest < highest else {}}
     task = Task(
         rank=rank,
         root=root,
@@ -80,7 +79,44 @@ def begin(
         step=step,
         keep=keep,
         plan=plan,
+        values={**found.objects, **tensors},
         own=own,
-        values={**objects, **tensors},
     )
     return start(task)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a rank has found to save.
+
+    state:     as it is, nested. values: likewise, by dotted names.
+    objects:   copies of what is no tensor, by dotted names.
+    own:       copy of the rank's own state, without buffers.
+    buffers:   copies of the model's, by name.
+    signature: of `values`.
+    whose:     as of `Kept`, on rank 0; "" on others.
+    """
+
+    state: dict[str, Any]
+    values: dict[str, Any]
+    objects: dict[str, Any]
+    own: dict[str, Any]
+    buffers: dict[str, Tensor]
+    signature: list[Any]
+    whose: str = ""
+
+
+def _prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    states: Mapping[str, Stateful],
+    kept: Kept,
+) -> _Prepared:
+    """Find what this rank has to save. Raises ValueError for what could not be loaded."""
+    state = unchecked_state_of(model, optimizer, kept.names)
+    values, own = flat(state), own_state(states, {})
+    objects = to_plain({name: it for name, it in values.items() if not isinstance(it, Tensor)})
+    if states:
+        own["states"] = copy_of(own["states"], STATES)
+    buffers = {name: buffer.clone() for name, buffer in saved_buffers(state, model).items()}
+    return _Prepared(state, values, copy_of(objects, OBJECTS), own, buffers, signature_of(values))
