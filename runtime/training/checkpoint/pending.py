@@ -58,8 +58,6 @@ class PendingCheckpoint:
 
     def _end(self, limit_s: float) -> Path:
         """Wait as `wait`, no longer than `limit_s` for other ranks."""
-        if self in _pending:
-            _pending.remove(self)
         if self._reports is not None:
             self._reports.until = time.monotonic() + limit_s
         self._thread.join()
@@ -69,6 +67,8 @@ class PendingCheckpoint:
                 self._outcome = self._reports.heard()
             except dist.DistError as error:
                 self._outcome = Outcome(error=f"the store can't be reached ({error})")
+        if self in _pending:
+            _pending.remove(self)
         task = self._task
         if self._outcome.error:
             raise not_written(task.rank, task.step, task.root, self._outcome.error)

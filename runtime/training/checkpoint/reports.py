@@ -1,9 +1,11 @@
 """Reports of ranks, in the store, of what they have written of a checkpoint.
 
-autoshard/<own>/world/checkpoint/<number>/reports   of each rank: it has written, or could not
-                                         /reported  how many have
-                                         /answer    rank 0's: what came of it
-                                         /heard     how many know
+    autoshard/<own>/world/checkpoint/<number>/reports   of each rank: it has written, or could not
+                                             /reported  how many have
+                                             /answer    rank 0's: what came of it
+                                             /heard     how many know
+
+What a rank sends does not grow with their number; rank 0 reads all reports, as one text.
 """
 
 from __future__ import annotations
