@@ -96,6 +96,7 @@ def train(rank: int, port: int, folder: str, form: str, planned: Signal | None, 
             planned.begin(rank, phase, step)
 
     step = autoshard.load_checkpoint(folder, model, optimizer) or 0
+    pending = None
     autoshard.preempted()  # signals are noted from here on
     while step < STEPS:
         begin("forward", step)
@@ -108,12 +109,14 @@ def train(rank: int, port: int, folder: str, form: str, planned: Signal | None, 
         begin("between", step)
         if (step + 1) % EVERY == 0:
             begin("save", step)
-            autoshard.save_checkpoint(folder, model, optimizer, step=step + 1, wait=False)
+            pending = autoshard.save_checkpoint(folder, model, optimizer, step=step + 1, wait=False)
             begin("writing", step)
         step += 1
         if autoshard.preempted():
             autoshard.save_checkpoint(folder, model, optimizer, step=step)
             break
+    if pending is not None:
+        pending.wait()
     state = [param.to_local() for param in model.parameters()]
     state += [each[name].to_local() for each in optimizer.state.values() for name in _AVERAGES]
     state += [*model.buffers(), torch.get_rng_state()]
