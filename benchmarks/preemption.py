@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/preemption.py [--attempts 20] [--seed 0]
 
-Two gloo ranks train a small model with dropout and running statistics for 16 steps, and save
+Two gloo ranks train a small model with dropout and running statistics for 20 steps, and save
 asynchronously every 4. In each attempt one rank, or each, sends itself SIGTERM within a phase of a
 step, at a random time in it. All have to end after the same step, with a checkpoint of it, and a
 run that goes on from there has to come to the state of one that nobody disturbed: parameters,
@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-STEPS, EVERY, FIRST, LAST = 16, 4, 2, 10  # the signal comes in a step from FIRST to LAST
+STEPS, EVERY, FIRST, LAST = 20, 4, 2, 10  # the signal comes in a step from FIRST to LAST
 PHASES = ("forward", "backward", "optimizer", "between", "save", "writing")
 LIMIT_S = 240
 RANKS = 2
