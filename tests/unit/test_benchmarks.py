@@ -156,3 +156,13 @@ def test_what_ranks_tell_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.messages <= 1.1 * one.messages
         assert other.num_bytes <= 1.1 * one.num_bytes
         assert other.num_bytes <= 8_000
+
+
+def test_signals_in_all_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have room to stop before the last step: they do so within five."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    preemption = importlib.import_module("preemption")
+    found = preemption.signals(20, 0)
+    assert found == preemption.signals(20, 0)
+    assert {each.phase for each in found} == set(preemption.PHASES)
+    assert all(each.step + 5 < preemption.STEPS for each in found)
