@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from autoshard import _torch
+from autoshard.runtime.comm.flat_shard import FlatDTensor
 from autoshard.runtime.training.checkpoint.on_ranks import (
     gathered,
     num_ranks,
@@ -161,8 +163,9 @@ class Copies(DefaultSavePlanner):
         self.state_dict = dict(values)
 
     def lookup_object(self, index: Any) -> Any:
-        """Return the copy of what `index` names: this rank has one shard of each tensor."""
-        return self.state_dict[index.fqn]
+        """Return the copy of what `index` names: of a flat tensor, of the box there."""
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, FlatDTensor) else value
 
 
 def copied(state: Mapping[str, Any], part: SavePlan, into: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -179,7 +182,14 @@ def copied(state: Mapping[str, Any], part: SavePlan, into: dict[str, Tensor]) ->
         torch.accelerator.current_stream(device).synchronize()  # not run on a GPU yet
     into.clear()
     into.update(copies)
-    return copies
+    return {name: _like(state[name], copy) for name, copy in copies.items()}
+
+
+def _like(tensor: Tensor, copy: Tensor) -> Tensor:
+    """Return `copy`, of the local part of `tensor`; as a flat tensor if that is one."""
+    if not isinstance(tensor, FlatDTensor):
+        return copy
+    return _torch.dtensor.make(FlatDTensor, copy, _torch.dtensor.spec_of(tensor))
 
 
 def _local(tensor: Tensor) -> Tensor:

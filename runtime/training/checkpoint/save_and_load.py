@@ -90,6 +90,19 @@ def save_checkpoint(
 ) -> PendingCheckpoint: ...
 
 
+@overload
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    states: Mapping[str, Stateful] | None = None,
+    keep: int = 2,
+    wait: bool,
+) -> Path | PendingCheckpoint: ...
+
+
 def save_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -162,9 +175,8 @@ def load_checkpoint(
     """Load the checkpoint that was saved last, or the last of `step`; all ranks call this.
 
     Ranks wait for each other, and for a checkpoint that is still being written. Files are compared
-    with their digests first. Each rank's `states`,
-    its buffers, and then its random number generators, are set as it had them. Strategies, meshes,
-    dtypes and the number of ranks may be others than those it was saved with; a dtype that can't
+    with their digests first. Each rank's `states`, its buffers, and then its random number
+    generators, are set as it had them. Strategies, meshes, dtypes and the number of ranks may be others than those it was saved with; a dtype that can't
     have all that was saved is warned of. If the number of ranks is another, random number
     generators are left as they are, and `states` and buffers are given what rank 0 had of them,
     with a warning. A checkpoint that another run deletes meanwhile is passed over. What this

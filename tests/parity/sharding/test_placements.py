@@ -212,16 +212,16 @@ def shared_folder(rank: int) -> str:
 
 
 @needs_subclasses
-@each_value(form=FORMS, then=[None, "auto", flat])
+@each_value(form=FORMS, then=[None, "auto", flat], wait=[True, False])
 @on_ranks(2)
-def test_checkpoints(rank: int, form: str, then: Any) -> None:
+def test_checkpoints(rank: int, form: str, then: Any, wait: bool) -> None:
     """2 + 2 steps are 4, also if parameters are cut in another way after a load."""
     folder = shared_folder(rank)
     want, _ = replicated(Model, experts_loss)
     model = in_form(build(), form)
     optimizer = adamw(model)
     train(model, experts_loss, optimizer, steps=2)
-    autoshard.save_checkpoint(folder, model, optimizer, step=2)
+    autoshard.save_checkpoint(folder, model, optimizer, step=2, wait=wait)
     again = in_form(build(shard_placement_fn=then), form)
     optimizer = adamw(again)
     autoshard.load_checkpoint(folder, again, optimizer)
