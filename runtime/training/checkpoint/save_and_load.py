@@ -176,12 +176,12 @@ def load_checkpoint(
 
     Ranks wait for each other, and for a checkpoint that is still being written. Files are compared
     with their digests first. Each rank's `states`, its buffers, and then its random number
-    generators, are set as it had them. Strategies, meshes, dtypes and the number of ranks may be others than those it was saved with; a dtype that can't
-    have all that was saved is warned of. If the number of ranks is another, random number
-    generators are left as they are, and `states` and buffers are given what rank 0 had of them,
-    with a warning. A checkpoint that another run deletes meanwhile is passed over. What this
-    process saves to `folder` afterwards belongs to the run that it has loaded, whose old
-    checkpoints `keep` counts.
+    generators, are set as it had them. Strategies, meshes, dtypes and the number of ranks may be
+    others than those it was saved with; a dtype that can't have all that was saved is warned of. If
+    the number of ranks is another, random number generators are left as they are, and `states` and
+    buffers are given what rank 0 had of them, with a warning. A checkpoint that another run deletes
+    meanwhile is passed over. What this process saves to `folder` afterwards belongs to the run that
+    it has loaded, whose old checkpoints `keep` counts.
 
     states: objects to load, by the names that they were saved with.
     Returns its step; None if there is no checkpoint and no `step` was given. Raises CheckpointError
