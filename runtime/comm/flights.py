@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autoshard import _torch
 from autoshard.passes.ir.layout import Member, show_members
+from autoshard.runtime.comm import threads
 from autoshard.runtime.comm.mesh import name_ranks
 from autoshard.runtime.comm.packing import BucketLayout
 from autoshard.runtime.comm.shard_names import names_at
@@ -236,6 +237,7 @@ def launch(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begu
     A RuntimeError of `begin` is raised with the collective named, which stays counted. If torch's
     Flight Recorder may be on, the call goes through a function whose name describes the collective.
     """
+    threads.check(issued.group, issued)
     for launched, _ in _observers:
         launched(issued)
     key = dist.get_rank(), issued.group

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autoshard import _torch
+from autoshard.runtime.comm import threads
 from autoshard.runtime.eager import unmanaged
 from autoshard.runtime.eager.backward import Backward
 from autoshard.runtime.eager.forward import Forward
@@ -482,6 +483,7 @@ def abandon_open_step() -> None:
     if step is not None:
         step.pop_hooks()
         _open.step = step.opened_in = None
+        threads.end_forward()
         step.abandon()
 
 
@@ -509,6 +511,7 @@ def enter(unit: Unit) -> None:
         step = _open.step = Step(unit)
         step.opened_in = _caller()
         step.has_hooks = push_hooks(step)
+        threads.begin_forward()
         if unit.is_unordered:
             begin_forward(unit)  # also on a rank that will read nothing
     step.running.append((unit, sys.exc_info()[1]))
@@ -545,4 +548,5 @@ def leave(unit: Unit) -> None:
         if not step.running:
             step.pop_hooks()
             _open.step = step.opened_in = None
+            threads.end_forward()
             step.close(failed=failed)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch
+from autoshard.runtime.comm import threads
 from autoshard.runtime.ranks.meeting import Answers, meet
 from autoshard.runtime.ranks.notices import collective_key, collective_notice, wait_and_look
 from autoshard.runtime.ranks.party import Missing, Party, find_each_other
@@ -54,8 +55,9 @@ def exchange(
         so this returns only once all ranks have read the answers, or after some seconds, as this
         rank may be the one with the store.
     Raises RuntimeError if some ranks don't answer within `timeout`, if one of them waits elsewhere
-    for this one, or if the store is gone.
+    for this one, or if the store is gone; as `threads.check` if another thread is at it, too.
     """
+    threads.check(str(mesh.get_group(0).group_name), f"what ranks compare as {topic!r}")
     with _store_may_end(failed, hint):
         party = _party(mesh, timeout, failed=failed, hint=hint)
         prefix = f"{party.prefix}/{topic}"

@@ -1,0 +1,102 @@
+"""Two models in two threads of one process: over one group refused at once, else as one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import SmallNet, net_loss
+from support.ranks import on_ranks
+from support.training import adamw, assert_same, by_hand, in_both_forms, in_form, replicated, train
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard import fully_shard
+from autoshard.errors import UsageError
+
+
+def in_threads(*calls: Callable[[], object]) -> list[BaseException | None]:
+    """What each of `calls`, which run at a time, has raised."""
+    errors: list[BaseException | None] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            calls[number]()
+        except BaseException as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    return errors
+
+
+def built(form: str, mesh: DeviceMesh | None = None) -> Any:
+    torch.manual_seed(0)
+    return in_form(by_hand(fully_shard, mesh=mesh)(SmallNet()), form)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@in_both_forms
+@on_ranks(2)
+def test_one_group(rank: int, form: str, where: str) -> None:
+    """The second thread is told, with a remedy; the first one goes on."""
+    models = [built(form), built(form)]
+    for model in models:  # compiled, and known to the other rank
+        net_loss(model, rank, 0).backward()
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def stay(*_: Any) -> None:
+        is_inside.set()
+        assert may_go_on.wait(30.0)
+
+    def first() -> None:
+        loss = net_loss(models[0], rank, 0)
+        if where == "forward":
+            with torch.no_grad():
+                handle = models[0].register_forward_pre_hook(stay)
+                net_loss(models[0], rank, 0)
+                handle.remove()
+        else:
+            loss.register_hook(stay)
+        loss.backward()
+
+    def second() -> None:
+        assert is_inside.wait(30.0)
+        try:
+            net_loss(models[1], rank, 0)
+        finally:
+            may_go_on.set()
+
+    errors = in_threads(first, second)
+    assert errors[0] is None
+    with pytest.raises(UsageError, match=r"two threads train over process group .* of its own"):
+        raise errors[1] or AssertionError("nothing was raised")
+
+
+@in_both_forms
+@on_ranks(2)
+def test_groups_of_their_own(rank: int, form: str) -> None:
+    """Each thread's model is trained as if it were alone."""
+    want, _ = replicated(SmallNet, net_loss)
+    meshes = [DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") for _ in range(2)]
+    models = [built(form, mesh) for mesh in meshes]
+    errors = in_threads(*(lambda m=m: train(m, net_loss, adamw(m)) for m in models))
+    assert errors == [None, None]
+    for model in models:
+        assert_same(model, want)
+
+
+@on_ranks(2)
+def test_one_thread_after_the_other(rank: int) -> None:
+    """A step in each thread, in turn: nothing is refused."""
+    model = built("eager")
+    for _ in range(3):
+        errors = in_threads(lambda: net_loss(model, rank, 0).backward())
+        assert errors == [None]
+        net_loss(model, rank, 0).backward()
