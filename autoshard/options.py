@@ -16,6 +16,7 @@ from autoshard import _torch
 from autoshard.passes.lowering.inductor import SETTINGS
 from autoshard.passes.planner.topology import Topology, default_topology, is_known, names
 from autoshard.runtime.comm import transport
+from autoshard.runtime.sharding.placements import AUTO, Placing
 from autoshard.runtime.sharding.shard import ARGUMENT_CHECKS, STRATEGIES
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -76,6 +77,7 @@ class CompileOptions:
     mesh: DeviceMesh | None = None
     policy: Any = None
     strategy: str = "full_shard"
+    shard_placement_fn: Placing = AUTO
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
     ignored_modules: Iterable[nn.Module] | None = None

@@ -166,7 +166,10 @@ def cut(
         return whole
     gathered = _gathered(placements)
     around = distribute_tensor(whole, mesh, gathered, src_data_rank=src_data_rank)
-    return _cut_box(_torch.dtensor.local_tensor(around), mesh, placements, tuple(whole.shape))
+    box = _torch.dtensor.local_tensor(around).detach()
+    flat = _cut_box(box, mesh, placements, tuple(whole.shape))
+    flat.requires_grad_(whole.requires_grad)
+    return flat
 
 
 def _cut_box(

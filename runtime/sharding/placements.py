@@ -20,7 +20,7 @@ PlacementFn = Callable[[nn.Parameter], Placement | None]
 Placing = PlacementFn | Literal["auto"] | None
 """How parameters of a unit are cut: as a function says, with little padding, or on dim 0."""
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 
 
 def check_placing(placing: object) -> None:

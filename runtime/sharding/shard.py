@@ -200,6 +200,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     policy: Policy | None = None,
     strategy: str = "full_shard",
+    shard_placement_fn: Placing = AUTO,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
@@ -224,6 +225,7 @@ def shard(
         parameters after forward, except the root's; "shard_grad_op" keeps them until backward is
         over; "no_shard" replicates. "hybrid_shard" and "hybrid_shard_zero2" do what the first
         two do over the mesh's second axis, and replicate over its first.
+    shard_placement_fn: how parameters are cut, as for `fully_shard`; None is by rows.
     mp_policy: dtypes. With a `param_dtype`, BatchNorm layers become units of their own, in full
         precision. `output_dtype` applies to outputs of the model, not of the units inside.
     offload_policy: where shards live.
@@ -268,7 +270,12 @@ def shard(
         )
     ahead = _prefetch(forward_prefetch, backward_prefetch)
     precision = _read_mp_policy(mp_policy)
-    common = {"mp_policy": precision, "offload_policy": _read_offload_policy(offload_policy)}
+    check_placing(shard_placement_fn)
+    common = {
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": precision,
+        "offload_policy": _read_offload_policy(offload_policy),
+    }
     ignored = materialize.find_ignored(model, ignored_modules, ignored_params)
     materialize.check_parameters((model,), ignored, moves=device_id is not None)
     materialize.check_embeddings((model,), ignored)
@@ -454,6 +461,7 @@ ARGUMENT_CHECKS: dict[str, Callable[[Any], object]] = {
     "offload_policy": _read_offload_policy,
     "forward_prefetch": lambda value: _prefetch(value, None),
     "backward_prefetch": lambda value: _prefetch(0, value),
+    "shard_placement_fn": check_placing,
 }
 """Checks of arguments of `shard()`: for a wrong value they raise TypeError or ValueError."""
 

@@ -437,4 +437,4 @@ def _local(param: Tensor, like: Tensor) -> Tensor:
         return param.to_local()
     if not isinstance(like, DTensor):
         return param
-    return _torch.dtensor.local_tensor(cut(param, like.device_mesh, like.placements))
+    return _torch.dtensor.local_tensor(cut(param.detach(), like.device_mesh, like.placements))

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import _torch
+from autoshard.runtime.comm.flat_shard import FlatShard
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import replicate, shard
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -70,6 +71,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "compiled": ("model", "model", "layers"),
     "on_host": (False, False, True),  # where shards live
     "gathered": ("as it is", "as it is", "in two parts"),  # a layer's weight
+    "cut": ("as chosen", "as chosen", "through rows"),
 }
 
 
@@ -96,6 +98,7 @@ class Case:
     compiled: str
     on_host: bool
     gathered: str
+    cut: str
 
     def text(self) -> str:
         """Format the options that differ from the first of each choice, or "all defaults"."""
@@ -119,7 +122,9 @@ def draw(seed: int) -> Case:
     if case.lowering == "inductor" or case.precision == "bf16, gradients kept":
         case = dataclasses.replace(case, optimizer="sgd")
     if case.gathered == "in two parts":  # that is not compiled for shards on the host
-        case = dataclasses.replace(case, on_host=False)
+        case = dataclasses.replace(case, on_host=False, cut="as chosen")
+    if not _torch.dtensor.SUBCLASSES_DISPATCH:
+        case = dataclasses.replace(case, cut="as chosen")
     return case
 
 
@@ -209,6 +214,8 @@ def _shard(model: _Model, case: Case) -> Any:
         sharded: Any = replicate(model, **given)
     else:
         given["strategy"] = case.strategy
+        if case.cut == "through rows":
+            given["shard_placement_fn"] = lambda _: FlatShard()
         if case.strategy.startswith("hybrid"):
             copies = case.copies if dist.get_world_size() % case.copies == 0 else 1
             given["mesh"] = mesh_of(copies, dist.get_world_size() // copies)
