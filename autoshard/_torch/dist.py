@@ -5,8 +5,11 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import unittest.mock
 from collections.abc import Callable, Iterable, Sequence
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -191,3 +194,124 @@ def count_as_collectives(ops: Iterable[Any]) -> None:
     from torch.distributed.tensor.debug import _comm_mode
 
     _comm_mode.c10d_collective_ops.update(ops)
+
+
+def num_issued(group: dist.ProcessGroup) -> int:
+    """Count the collectives and messages that this rank has begun over `group`, whoever called.
+
+    0 if the group's backend doesn't count them.
+    """
+    if _uncounted and any(known() is group for known in _uncounted):
+        return 0
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        _uncounted.append(weakref.ref(group))
+        return 0
+
+
+_uncounted: list[weakref.ref[dist.ProcessGroup]] = []
+
+
+def groups_by_name() -> dict[str, dist.ProcessGroup]:
+    """Return the process groups that this rank is in, by name."""
+    return {name: group for group, name in list(_c10d._world.pg_names.items()) if is_member(name)}
+
+
+def break_messages(group: dist.ProcessGroup) -> None:
+    """Have all that waits over `group` on this rank raise RuntimeError, and whatever comes later.
+
+    For gloo: a receive that nobody sends to, given up at once, closes its connections, so that
+    other ranks of the group hear of it, too. Nothing is done for other backends.
+    """
+    device = torch.device("cpu")
+    if device not in group._device_types or not is_gloo(group, device) or group.size() < 2:
+        return
+    peer = (group.rank() + 1) % group.size()
+    for tag in range(_LAST_TAG, _LAST_TAG - _MOST_DEVICES, -1):  # a network device for each
+        with contextlib.suppress(RuntimeError):
+            wait_for_work(group.recv([torch.empty(1)], peer, tag), timedelta(milliseconds=1))
+
+
+def has_left(rank: int) -> bool:
+    """Tell whether `rank`, a global one, has closed its connection in the default group.
+
+    It has if its process has ended, or its group. False where that can't be told, as without gloo.
+    """
+    device, group = torch.device("cpu"), default_group()
+    if device not in group._device_types or not is_gloo(group, device) or rank == group.rank():
+        return False
+    try:
+        # Nobody sends to it: kept, as its tensor has to live for as long as the group.
+        received = torch.empty(1)
+        work = group.recv([received], rank, _LAST_TAG - _MOST_DEVICES)
+        _pending.setdefault(group, []).append((received, work))
+    except RuntimeError:
+        return True
+    return False
+
+
+_LAST_TAG, _MOST_DEVICES = (1 << 30) - 1, 4
+_pending: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
+
+wait_for_work: Callable[..., Any] = dist.Work.wait
+"""Wait for a work, as torch does, whether `watch_waits` was called or not."""
+
+
+@functools.cache
+def watch_waits(watched: Callable[[str, Callable[[], Any]], Any]) -> None:
+    """Have waits for collectives that other code has launched go through `watched`, from now on.
+
+    Patched: `Work.wait` of torch.distributed, and `wait_tensor` of its functional collectives.
+    Why:     no public hook tells what a thread waits for, or sees the error of a wait; on torch
+             2.11 to 2.15.
+    Tests:   in tests/unit/test_patches.py `test_torch_names_no_rank`, needed; in
+             tests/parity/ranks/test_stalls.py, works.
+
+    watched: called with the collective in words, and a function that waits, whose result it is to
+        return.
+    """
+    from torch.distributed import _functional_collectives as functional
+
+    def wait(work: dist.Work, *arguments: Any, **named: Any) -> Any:
+        what = _in_words(work)
+        return watched(what, functools.partial(wait_for_work, work, *arguments, **named))
+
+    wait_tensor: Callable[[torch.Tensor], Any] = functional.wait_tensor
+
+    def wait_watched(tensor: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return wait_tensor(tensor)
+        return watched("a functional collective of torch's", functools.partial(wait_tensor, tensor))
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    functional.wait_tensor = wait_watched
+
+
+def _in_words(work: dist.Work) -> str:
+    """Name what `work` does, as "an all-reduce of torch's"."""
+    try:
+        kind = _KINDS.get(int(work._get_op_type()), "a collective")  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # of a backend in Python
+        kind = "a collective"
+    return f"{kind} of torch's"
+
+
+_KINDS = {  # torch's OpType
+    0: "a broadcast",
+    1: "an all-reduce",
+    2: "an all-reduce",
+    3: "a reduce",
+    4: "an all-gather",
+    5: "an all-gather",
+    6: "an all-gather",
+    7: "a gather",
+    8: "a scatter",
+    9: "a reduce-scatter",
+    10: "an all-to-all",
+    11: "an all-to-all",
+    12: "a send",
+    13: "a receive",
+    14: "a receive",
+    15: "a barrier",
+}

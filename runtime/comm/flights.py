@@ -12,8 +12,8 @@ import functools
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, TypeVar
@@ -150,7 +150,9 @@ waiting: dict[int, Waiting] = {}
 """Collective that each thread waits for now, by the thread's `threading.get_ident()`."""
 
 _launched: Counter[tuple[int, str]] = Counter()
-_latest: dict[tuple[int, str], Issued] = {}
+_issued: Counter[tuple[int, str]] = Counter()  # as torch counts them
+_recent: dict[tuple[int, str], deque[tuple[Any, ...]]] = {}  # fields of `Issued`, which may go
+REMEMBERED = 16  # of `_recent`, for each group
 
 
 def num_launched(group: str) -> int:
@@ -163,8 +165,33 @@ def latest_launched(rank: int) -> dict[str, tuple[int, Issued]]:
 
     With its number, from 1 on.
     """
-    found = list(_latest.items())  # another thread may launch one
-    return {group: (_launched[it, group], issued) for (it, group), issued in found if it == rank}
+    found = list(_recent.items())  # another thread may launch one
+    return {
+        group: (_launched[it, group], Issued(*recent[-1]))
+        for (it, group), recent in found
+        if it == rank
+    }
+
+
+def recent_launched(rank: int, group: str) -> dict[int, Issued]:
+    """Return the latest collectives, REMEMBERED at most, that `rank` has launched over `group`.
+
+    By number.
+    """
+    key = rank, group
+    recent, last = list(_recent.get(key, ())), _launched[key]
+    return {last - len(recent) + at: Issued(*each) for at, each in enumerate(recent, 1)}
+
+
+def num_of_others(rank: int) -> dict[str, int]:
+    """Count what other code than ours has begun, on `rank` of this process, over each group.
+
+    By the group's name. 0 where the backend does not count.
+    """
+    return {
+        name: _torch.dist.num_issued(group) - _issued[rank, name]
+        for name, group in _torch.dist.groups_by_name().items()
+    }
 
 
 def wait_for(works: list[Work], issued: Issued, number: int) -> None:
@@ -179,32 +206,65 @@ def wait_for(works: list[Work], issued: Issued, number: int) -> None:
     thread = threading.get_ident()
     waiting[thread] = Waiting(issued, number, time.monotonic())
     try:
-        with _explained(issued):
+        with explained(issued, issued.group):
             for work in works:
-                work.wait()
+                _wait(work)
     finally:
         del waiting[thread]
     for _, waited in _observers:
         waited(issued)
 
 
+def _wait(work: Work) -> None:
+    """Wait for `work`, which nobody needs to be told of, if it is torch's."""
+    if isinstance(work, dist.Work):
+        _torch.dist.wait_for_work(work)
+    else:
+        work.wait()
+
+
 @contextlib.contextmanager
-def _explained(issued: Issued) -> Iterator[None]:
+def explained(what: object, group: str | None = None) -> Iterator[None]:
     """Turn a RuntimeError raised in this context into one that names the collective and its ranks.
 
-    The original message comes last. An OutOfMemoryError is left as it is.
+    It says what other ranks do or did, as far as that can be found out (`explain_by`), and ends
+    with the original message. An OutOfMemoryError is left as it is.
+    what: the collective; its text names it. group: its name, if that is known.
     """
     try:
         yield
     except torch.OutOfMemoryError:  # of this rank's own
         raise
     except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(_torch.dist.resolve_group(issued.group))
+        if not dist.is_initialized():
+            raise
+        ranks = dist.get_process_group_ranks(
+            _torch.dist.default_group() if group is None else _torch.dist.resolve_group(group)
+        )
+        found = [why for explain in _explaining if (why := explain(ranks))]
+        why = found[0] if found else UNEXPLAINED
         raise RuntimeError(
-            f"rank {dist.get_rank()}: {issued} over {name_ranks(ranks)} failed, as one of them "
-            "ended, is stuck, or went another way: look at what each of them says last, or at what "
-            f"AUTOSHARD_WATCHDOG=30 makes them say. {error}"
+            f"rank {dist.get_rank()}: {what} over {name_ranks(ranks)} failed, {why}. {error}"
         ) from error
+
+
+UNEXPLAINED = (
+    "as one of them ended, is stuck, or went another way: look at what each of them says last, or "
+    "at what AUTOSHARD_WATCHDOG=30 makes them say"
+)
+
+Explain = Callable[[Sequence[int]], str]
+
+_explaining: list[Explain] = []
+
+
+def explain_by(explain: Explain) -> None:
+    """Have `explain` say why a collective over ranks has failed, as "as rank 1 ended"; or "".
+
+    It is called with their numbers, in the thread that has waited; it takes the place of one that
+    was given before.
+    """
+    _explaining[:] = [explain]
 
 
 LaunchObserver = Callable[[Issued], None]
@@ -234,19 +294,26 @@ def observe(
 def launch(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begun:
     """Launch a collective: tell observers, count it, and return `begin(*arguments)`.
 
+    The last of `arguments` is the process group.
     A RuntimeError of `begin` is raised with the collective named, which stays counted. If torch's
     Flight Recorder may be on, the call goes through a function whose name describes the collective.
     """
     threads.check(issued.group, issued)
     for launched, _ in _observers:
         launched(issued)
-    key = dist.get_rank(), issued.group
+    key, group = (dist.get_rank(), issued.group), arguments[-1]
     _launched[key] += 1
-    _latest[key] = issued
-    with _explained(issued):
+    if key not in _recent:
+        _recent[key] = deque(maxlen=REMEMBERED)
+    fields = issued.kind, issued.members, issued.group, issued.bucket, issued.params
+    _recent[key].append(fields)
+    before = _torch.dist.num_issued(group)
+    with explained(issued, issued.group):
         if _is_recorded():
             begin = _caller(str(issued), begin)
-        return begin(*arguments)
+        begun = begin(*arguments)
+    _issued[key] += _torch.dist.num_issued(group) - before
+    return begun
 
 
 @functools.cache

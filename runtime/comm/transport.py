@@ -239,7 +239,7 @@ class _Messages:
         """Wait for all messages; if one fails, raise, and mark them as abandoned."""
         try:
             for work in self.works:
-                work.wait()
+                _torch.dist.wait_for_work(work)
         except BaseException:
             self.is_abandoned = True
             raise

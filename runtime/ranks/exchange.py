@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch
 from autoshard.runtime.comm import threads
+from autoshard.runtime.ranks import verdicts, waits
 from autoshard.runtime.ranks.meeting import Answers, meet
 from autoshard.runtime.ranks.notices import collective_key, collective_notice, wait_and_look
 from autoshard.runtime.ranks.party import Missing, Party, find_each_other
@@ -258,7 +259,13 @@ def _found(
 ) -> Party:
     """Return the party of `alone` with its session; its ranks wait for each other."""
     try:
-        return find_each_other(alone, sessions.own, timeout.total_seconds())
+        with waits.at_place(f"session/{alone.name}", alone.ranks, failed):
+            return find_each_other(
+                alone,
+                sessions.own,
+                timeout.total_seconds(),
+                lambda: verdicts.raise_if_found(failed),
+            )
     except Missing as missing:
         raise RuntimeError(
             f"{failed}, and {missing} did not within {timeout}: they ended, or went another "

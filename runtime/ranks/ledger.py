@@ -106,6 +106,13 @@ class Ledger:
             question = _Comparison(self._party, self._place, [*self._numbers], said)
             self._asked = self._party.store.begin(question)
 
+    @property
+    def said(self) -> str:
+        """Text about all that was done, the same on ranks that have done the same."""
+        done = ", then ".join(self._done)[:LONGEST] or "nothing"
+        number, digest = self.backwards, self._digest.hexdigest()[:12]
+        return f"{number} backwards, and {done} after the last (digest of all: {digest})"
+
     def _look(self) -> None:
         """Raise RuntimeError if what was asked before has shown that ranks are apart."""
         if self._asked is not None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
+from autoshard.runtime.ranks import verdicts, waits
 from autoshard.runtime.ranks.party import LEAVING_S, Party
 from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, Store
 
@@ -56,12 +57,15 @@ def wait_and_look(
     patience_s = min(timeout.total_seconds(), PATIENCE_S)
     deadline = time.monotonic() + timeout.total_seconds()
     looker = _Looker(party, place, what)
+    waiting = waits.at_place(place, party.ranks, what)
+    waiting.__enter__()
     try:
         if party.wait_for(key, patience_s):
             return
         looker.begin()
         pause_s = GATHERING_S * looker.scale
         while not party.wait_for(key, pause_s):
+            verdicts.raise_if_found(what)
             others = looker.look()
             if others or time.monotonic() > deadline:
                 if not withdraw():  # before others go on, and find it here
@@ -82,6 +86,7 @@ def wait_and_look(
             withdraw()
         raise
     finally:
+        waiting.__exit__(None, None, None)
         with contextlib.suppress(dist.DistError):
             looker.end()
 

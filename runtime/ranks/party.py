@@ -16,13 +16,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Store
 
 LEAVING_S = 3.0  # for others to have read what was said before a rank goes on, or ends
+
+Check = Callable[[], None]
+
+
+def _pass() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,12 @@ class Party:
         """Prefix of the keys of this party alone."""
         return f"{self.session}/{self.name}"
 
-    def wait_for(self, key: str, seconds: float) -> bool:
-        """Ask for `key`, more rarely the more ranks do; return whether it is there in time."""
-        return self.store.wait_for(key, seconds, self.size)
+    def wait_for(self, key: str, seconds: float, check: Check = _pass) -> bool:
+        """Ask for `key`, more rarely the more ranks do; return whether it is there in time.
+
+        check: called before each pause; what it raises ends the wait.
+        """
+        return self.store.wait_for(key, seconds, self.size, check)
 
 
 class Missing(Exception):
@@ -61,24 +70,25 @@ class Missing(Exception):
         super().__init__(name_ranks(ranks, count))
 
 
-def find_each_other(party: Party, own: str, timeout_s: float) -> Party:
+def find_each_other(party: Party, own: str, timeout_s: float, check: Check = _pass) -> Party:
     """Return `party` with the session that its processes agree on; all of them call this.
 
     own: a number of this process, which no other one has, or had before a restart.
+    check: called while this rank waits; what it raises ends that.
     Raises Missing if some ranks do not come within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     ask = _answer_all if party.rank == party.ranks[0] else _ask_first
-    return dataclasses.replace(party, session=ask(party, own, deadline))
+    return dataclasses.replace(party, session=ask(party, own, deadline, check))
 
 
-def _ask_first(party: Party, own: str, deadline: float) -> str:
+def _ask_first(party: Party, own: str, deadline: float, check: Check) -> str:
     """Ask the first rank for the session, and confirm that it has come."""
     store, here = party.store, f"autoshard/session/{party.name}"
     store.append(f"{here}/log", f"{party.rank}:{own} ")
     store.add(f"{here}/asked", 1)
     answer = f"{here}/to/{own}"
-    if not party.wait_for(answer, deadline - time.monotonic()):
+    if not party.wait_for(answer, deadline - time.monotonic(), check):
         raise Missing([party.ranks[0]], 1)
     session = store.get(answer)
     store.delete(answer)
@@ -86,7 +96,7 @@ def _ask_first(party: Party, own: str, deadline: float) -> str:
     return session
 
 
-def _answer_all(party: Party, own: str, deadline: float) -> str:
+def _answer_all(party: Party, own: str, deadline: float, check: Check) -> str:
     """Answer those that ask for the session, until all have confirmed.
 
     A rank may have asked in a process that is gone: each number in the log is answered, and only
@@ -110,6 +120,7 @@ def _answer_all(party: Party, own: str, deadline: float) -> str:
             num_asked, pause_s = now_asked, SHORTEST_PAUSE_S
         if time.monotonic() > deadline:
             raise _missing(party, here, answered)
+        check()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     store.delete(log, asked, has)

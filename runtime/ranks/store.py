@@ -84,12 +84,19 @@ class Store:
         found = self._ask(lambda store: store.compare_set(key, "", value))
         return bytes(found).decode()
 
-    def wait_for(self, key: str, seconds: float, num_ranks: int = 1) -> bool:
+    def wait_for(
+        self,
+        key: str,
+        seconds: float,
+        num_ranks: int = 1,
+        check: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Ask for `key`, more and more rarely; return whether it is there within `seconds`.
 
         Asks at least once, whatever `seconds`. (A store that is told to wait says so on stderr when
         it has waited in vain.)
         num_ranks: how many wait for something at the same time.
+        check: called before each pause; what it raises ends the wait.
         """
         deadline = time.monotonic() + seconds
         pause_s = max(SHORTEST_PAUSE_S, SHORTEST_A_RANK_S * num_ranks)
@@ -98,6 +105,7 @@ class Store:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
+            check()
             time.sleep(min(pause_s, left_s))
             pause_s = min(1.5 * pause_s, longest_s)
         return True

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -33,8 +32,6 @@ import time
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -45,7 +42,12 @@ from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.flights import Issued
 from autoshard.runtime.comm.mesh import name_ranks
 from autoshard.runtime.comm.streams import is_captured
+from autoshard.runtime.ranks import farewells, waits
+from autoshard.runtime.ranks.code import code_of
 from autoshard.runtime.ranks.exchange import client, there_are_others
+from autoshard.runtime.ranks.explanations import Explainer
+from autoshard.runtime.ranks.judge import Judge
+from autoshard.runtime.ranks.positions import PREFIX, Positions
 from autoshard.runtime.ranks.store import Store
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,6 @@ DEFAULT_S = 60.0
 LOOK_S = 1.0  # between two looks of 500 ranks or fewer; more look more rarely
 ANSWER_S = 4.0  # for others to answer in; of more ranks, longer
 SHOWN = 12  # lines of a report
-_PREFIX = "autoshard/watchdog"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ class Watchdog:
         self._told: dict[tuple[str, int], float] = {}  # what was reported, and of which age
         self._on_device = _OnDevice() if observes else None
         self._stop = threading.Event()
-        self._seen = store.add(f"{_PREFIX}/asked", 0)  # of an earlier life
+        self._positions = Positions(store, rank, self._main, self._waits_on)
+        self._judge = Judge(self._positions, self._scale)
+        flights.explain_by(Explainer(self._positions).explain)
         self._thread = threading.Thread(target=self._run, name="autoshard watchdog", daemon=True)
         self._thread.start()
 
@@ -176,11 +179,11 @@ class Watchdog:
             while not self._stop.wait(min(LOOK_S * self._scale, self._after_s / 2)):
                 if not dist.is_initialized():
                     return
-                self._answer()
+                self._judge.look(self._positions.answer())
                 late = self._due()
                 if late is not None and self._is_to_report(late):
                     log.error("%s", self._report(late))
-        except RuntimeError as error:  # the store is gone, or the group: this run is over
+        except (RuntimeError, ValueError) as error:  # the store is gone, or the group
             log.debug("the watchdog ends: %s", error)
         finally:
             self.stop()
@@ -216,53 +219,23 @@ class Watchdog:
         age = time.monotonic() - late.since
         times = int(age / self._after_s).bit_length()
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        key = f"{_PREFIX}/reports/{life}/{late.what.group}/{late.number}/{times}"
+        key = f"{PREFIX}/reports/{life}/{late.what.group}/{late.number}/{times}"
         return self.store.set_first(key, str(self._rank)) == str(self._rank)
 
-    def _answer(self) -> None:
-        """Tell the store where this rank is, if another one has asked."""
-        asked = self.store.add(f"{_PREFIX}/asked", 0)
-        if asked > self._seen:
-            self._seen = asked
-            self.store.append(f"{_PREFIX}/answers/{asked}", json.dumps(self._position()) + "\n")
-
-    def _position(self) -> dict[str, Any]:
-        """Where this rank is: {"rank", "code": its line, "groups": {name: [number, what, waits]}}.
-
-        number, what: the latest collective launched over the group, the latter in words.
-        waits: whether it waits for one of the group.
-        """
+    def _waits_on(self) -> str:
+        """Return the group of the collective that this rank waits for; "" for none."""
         late = self._oldest()
-        return {
-            "rank": self._rank,
-            "code": _code_of(sys._current_frames().get(self._main)),
-            "groups": {
-                group: [number, str(issued), late is not None and late.what.group == group]
-                for group, (number, issued) in flights.latest_launched(self._rank).items()
-            },
-        }
+        return "" if late is None else late.what.group
 
     def _report(self, late: _Late) -> str:
         """Ask the ranks of the group of `late` where they are; describe it in a few lines.
 
         Waits for a while, and answers others meanwhile. The first line is of this rank.
         """
-        asked = self.store.add(f"{_PREFIX}/asked", 1)
         group = late.what.group
         ranks = dist.get_process_group_ranks(_torch.dist.resolve_group(group))
-        positions: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + ANSWER_S * self._scale
-        while len(positions) < len(ranks) and time.monotonic() < deadline:
-            self._answer()
-            for number in range(
-                asked, self._seen + 1
-            ):  # answers to whoever asked later are as good
-                key = f"{_PREFIX}/answers/{number}"
-                if self.store.check([key]):
-                    for line in self.store.get(key).splitlines():
-                        position = json.loads(line)
-                        positions.setdefault(position["rank"], position)
-            time.sleep(LOOK_S / 10 * self._scale)
+        pause_s = LOOK_S / 10 * self._scale
+        positions = self._positions.ask(ranks, ANSWER_S * self._scale, pause_s)
         together: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank in ranks:
             if rank != self._rank:
@@ -270,7 +243,7 @@ class Watchdog:
         lines = [
             f"rank {self._rank} has waited {time.monotonic() - late.since:.0f} s for {late.what}, "
             f"in {late.where}: collective {late.number} of group {group}, of {name_ranks(ranks)}; "
-            f"it is at {_code_of(sys._current_frames().get(self._main))}"
+            f"it is at {code_of(sys._current_frames().get(self._main))}"
         ]
         for (of_one, of_several), which in list(together.items())[:SHOWN]:
             said = f"rank {which[0]} {of_one}" if len(which) == 1 else ""
@@ -313,25 +286,6 @@ def _state(position: dict[str, Any] | None, group: str, number: int) -> tuple[st
     )
 
 
-def _code_of(frame: FrameType | None) -> str:
-    """Describe where the user's code is: the innermost Python frame outside autoshard and torch.
-
-    As "train.py:17 in load_batch". If there is none, it is the innermost of all; for None "its
-    end".
-    """
-    innermost = frame
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.split(".")[0] not in ("autoshard", "torch"):
-            break
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return "its end"
-    code = frame.f_code
-    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
-
-
 _running: list[Watchdog] = []  # one, or none
 
 
@@ -367,8 +321,11 @@ def _end_at_exit() -> None:
 
 
 def _start(after_s: float, *, observes: bool) -> None:
-    """Start a watchdog of the default process group."""
-    _running.append(Watchdog(after_s, client(), dist.get_rank(), observes=observes))
+    """Start a watchdog of the default process group; this rank says so when it ends."""
+    store, rank = client(), dist.get_rank()
+    _running.append(Watchdog(after_s, store, rank, observes=observes))
+    _torch.dist.watch_waits(waits.in_torch)
+    farewells.say_at_exit(store, rank, dist.get_world_size())
 
 
 def watch_as_told() -> None:

@@ -1,0 +1,151 @@
+"""Proof that ranks wait for each other in vain, from what each of them says.
+
+A rank that waits needs others: for its collective those that have not launched it, or have launched
+another one in its place; at a place in the store those that are not there; for a collective of
+other code those that wait for something else and have begun fewer such collectives. If one of these
+waits in vain itself, so does the rank; or if it has left, but then collectives fail by themselves.
+Whoever runs is taken to come: only ranks that can't go on any more are found, however slow the
+others are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard.runtime.comm.mesh import name_ranks
+from autoshard.runtime.ranks import waits
+from autoshard.runtime.ranks.waits import COLLECTIVE, PLACE, Wait
+
+SHOWN = 4  # groups of ranks in a description
+LONGEST = 500  # characters for each
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank says of itself.
+
+    wait:     what it waits for; None if it goes on.
+    code:     the line of the user's code that it is at.
+    launched: how many of our collectives it has launched over each group, if any.
+    others:   how many of other code's it has begun over each group that it is in.
+    in_torch: how many waits for such it has begun.
+    labels:   of the latest of ours, by group and number (`waits.label`).
+    """
+
+    wait: Wait | None
+    code: str
+    launched: Mapping[str, int] = field(default_factory=dict)
+    others: Mapping[str, int] = field(default_factory=dict)
+    in_torch: int = 0
+    labels: Mapping[str, Mapping[int, list[str]]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this as what JSON can say."""
+        return {**vars(self), "wait": waits.to_json(self.wait)}
+
+
+def from_json(said: Mapping[str, Any]) -> State:
+    """Return the state of which `State.to_json` has said `said`."""
+    labels = {
+        group: {int(number): each for number, each in of_group.items()}
+        for group, of_group in said["labels"].items()
+    }
+    return State(**{**said, "wait": waits.from_json(said["wait"]), "labels": labels})
+
+
+States = Mapping[int, State]
+
+
+def in_vain(states: States, left: Collection[int]) -> set[int]:
+    """Return the ranks that wait, and can't go on any more.
+
+    states: of ranks, by number, all of one moment; those that did not answer are not there.
+    left: ranks that have ended.
+    """
+    needs = _needs(states, left)
+    stuck = {rank for ranks, _ in needs for rank in ranks}
+    while True:
+        lost = stuck | {*left}
+        free = [ranks for ranks, needed in needs if ranks & stuck and not needed & lost]
+        if not free:
+            return stuck
+        stuck.difference_update(*free)
+
+
+def _needs(states: States, left: Collection[int]) -> list[tuple[set[int], set[int]]]:
+    """List ranks that wait for the same, each with the ranks that they need."""
+    together: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+    for rank, state in states.items():
+        if state.wait is not None:
+            together[_key(rank, state, state.wait)].add(rank)
+    found = []
+    for ranks in together.values():
+        state = states[next(iter(ranks))]
+        wait = state.wait
+        assert wait is not None
+        if wait.kind == PLACE:
+            found.append((ranks, {*wait.ranks} - ranks))
+        else:
+            needed = _behind if wait.kind == COLLECTIVE else _elsewhere
+            found.append((ranks, needed(states, state, wait) - {*left}))
+    return found
+
+
+def _key(rank: int, state: State, wait: Wait) -> tuple[Any, ...]:
+    """Key of what a rank waits for, the same for ranks that need the same others."""
+    if wait.kind == COLLECTIVE:
+        return wait.kind, wait.group, wait.number, *_label(state, wait)
+    return (wait.kind, wait.place) if wait.kind == PLACE else (wait.kind, rank)
+
+
+def _label(state: State, wait: Wait) -> list[str]:
+    """Return the label of what a rank has launched in place of a collective; [] if unknown."""
+    return state.labels.get(wait.group, {}).get(wait.number, [])
+
+
+def _behind(states: States, state: State, wait: Wait) -> set[int]:
+    """Return the ranks that have not launched a collective of ours, or another in its place."""
+    own, found = _label(state, wait), set()
+    for rank, other in states.items():
+        there = _label(other, wait)
+        is_behind = wait.group in other.others and other.launched.get(wait.group, 0) < wait.number
+        if is_behind or (own and there and waits.are_apart(own, there)):
+            found.add(rank)
+    return found
+
+
+def _elsewhere(states: States, state: State, wait: Wait) -> set[int]:
+    """Return the ranks that have begun fewer collectives of other code, and wait for none of them.
+
+    One that waits for one, too, may wait for the same.
+    """
+    return {
+        rank
+        for rank, other in states.items()
+        if other.in_torch < wait.count
+        and any(other.others.get(group, count) < count for group, count in state.others.items())
+    }
+
+
+def describe(states: States, stuck: Collection[int], left: Mapping[int, str]) -> str:
+    """Describe where ranks wait in vain, and who has left, in a few sentences.
+
+    left: what is known of each rank that has left, "has ended".
+    """
+    together: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(stuck):
+        wait = states[rank].wait
+        assert wait is not None
+        number = f", number {wait.number} of group {wait.group}" if wait.kind == COLLECTIVE else ""
+        together[f"{wait.what[:LONGEST]}{number}, at {states[rank].code}"].append(rank)
+    said = [
+        f"{name_ranks(ranks)} wait for {what}"
+        if len(ranks) > 1
+        else f"rank {ranks[0]} waits for {what}"
+        for what, ranks in list(together.items())[:SHOWN]
+    ]
+    said += [f"rank {rank} {how[:LONGEST]}" for rank, how in list(left.items())[:SHOWN]]
+    return "; ".join(said)

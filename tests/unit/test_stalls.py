@@ -1,0 +1,126 @@
+"""Which ranks wait in vain, by what each says of itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from autoshard.runtime.ranks import stalls, waits
+from autoshard.runtime.ranks.stalls import State, in_vain
+from autoshard.runtime.ranks.waits import COLLECTIVE, PLACE, TORCHS, Wait, in_spans, spans
+
+
+def at_collective(number: int, *, launched: int | None = None, label: str = "a") -> State:
+    wait = Wait(COLLECTIVE, "the gather", 1.0, "0", number)
+    labels = {"0": {number: [label, ""]}}
+    return State(wait, "x.py:1 in f", {"0": launched or number}, {"0": 0}, labels=labels)
+
+
+def at_place(place: str, ranks: Sequence[int], launched: int = 0) -> State:
+    wait = Wait(PLACE, "rank 1 came to a save", 1.0, place=place, ranks=ranks)
+    return State(wait, "x.py:2 in g", {"0": launched}, {"0": 0})
+
+
+def in_torch(count: int, begun: int, launched: int = 0) -> State:
+    wait = Wait(TORCHS, "a barrier of torch's", 1.0, count=count)
+    return State(wait, "x.py:3 in h", {"0": launched}, {"0": begun}, count)
+
+
+def running(launched: int = 0) -> State:
+    return State(None, "x.py:4 in i", {"0": launched}, {"0": 0})
+
+
+CASES: dict[str, tuple[dict[int, State], list[int], set[int]]] = {
+    "all wait for one that runs": ({0: at_collective(3), 1: running(2)}, [], set()),
+    "all wait for one that does not answer": ({0: at_place("p", [0, 1])}, [], set()),
+    "a transfer that is slow": ({0: at_collective(3), 1: at_collective(3)}, [], set()),
+    "one is ahead, and the other's collective is on its way": (
+        {0: at_collective(3), 1: at_collective(3, launched=5)},
+        [],
+        set(),
+    ),
+    "a place and a collective": (
+        {0: at_collective(3), 1: at_place("p", [0, 1], launched=2)},
+        [],
+        {0, 1},
+    ),
+    "two places": ({0: at_place("p", [0, 1]), 1: at_place("q", [0, 1])}, [], {0, 1}),
+    "one place": ({0: at_place("p", [0, 1, 2]), 1: at_place("p", [0, 1, 2])}, [], set()),
+    "one that has left": ({0: at_place("p", [0, 1])}, [1], {0}),
+    "one that has left, and is not needed": ({0: at_place("p", [0, 1])}, [2], set()),
+    "two collectives under one number": (
+        {0: at_collective(3), 1: at_collective(3, label="b")},
+        [],
+        {0, 1},
+    ),
+    "torch's barrier and a collective": (
+        {0: at_collective(3), 1: in_torch(1, 1, launched=2)},
+        [],
+        {0, 1},
+    ),
+    "torch's barrier, which the other has begun": (
+        {
+            0: State(Wait(COLLECTIVE, "a", 1.0, "0", 3), "", {"0": 3}, {"0": 1}),
+            1: in_torch(1, 1, 2),
+        },
+        [],
+        set(),
+    ),
+    "two barriers of torch's": ({0: in_torch(1, 1), 1: in_torch(1, 1)}, [], set()),
+    "a third waits for two that wait in vain": (
+        {
+            0: at_collective(3),
+            1: at_place("p", [0, 1], launched=2),
+            2: at_place("q", [0, 1, 2]),
+        },
+        [],
+        {0, 1, 2},
+    ),
+    "two that wait for each other, and one that runs": (
+        {0: at_place("p", [0, 1]), 1: at_place("q", [0, 1]), 2: running()},
+        [],
+        {0, 1},
+    ),
+    "a chain to one that runs": (
+        {0: at_place("p", [0, 1]), 1: at_place("q", [1, 2]), 2: running()},
+        [],
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_waits_in_vain(case: str) -> None:
+    states, left, expected = CASES[case]
+    sent = {
+        rank: stalls.from_json(json.loads(json.dumps(state.to_json())))
+        for rank, state in states.items()
+    }
+    assert in_vain(states, left) == in_vain(sent, left) == expected
+
+
+def test_ranks_in_short() -> None:
+    generator = random.Random(0)
+    for _ in range(200):
+        ranks = sorted(generator.sample(range(40), generator.randrange(20)))
+        assert in_spans(spans(ranks)) == set(ranks)
+    assert spans(range(10_000)) == (0, 10_000, 1)
+    assert spans([0, 2, 4, 7]) == (0, 5, 2, 7, 8, 1)
+
+
+def test_a_description_is_short() -> None:
+    """However many ranks wait at places of their own."""
+    states = {rank: at_place(f"p{rank}" * 100, range(1000)) for rank in range(1000)}
+    left = {rank: "has ended" * 1000 for rank in range(1000, 2000)}
+    text = stalls.describe(states, set(states), left)
+    assert len(text) < 2 * stalls.SHOWN * (stalls.LONGEST + 100)
+    assert "ranks [0, 1, 2" in text
+
+
+def test_labels() -> None:
+    assert waits.are_apart(["a", "x"], ["b", "x"])
+    assert waits.are_apart(["a", "x"], ["a", "y"])
+    assert not waits.are_apart(["a", "x"], ["a", ""])
