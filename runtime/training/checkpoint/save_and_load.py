@@ -138,7 +138,8 @@ def save_checkpoint(
     if step < 0 or keep < 1:
         raise ValueError(f"expected step >= 0 and keep >= 1, got step={step}, keep={keep}")
     end_pending()
-    mesh = _check_together(model, f"save_checkpoint(step={step}{'' if wait else ', wait=False'})")
+    what = f"save_checkpoint(step={step}{'' if wait else ', wait=False'})"
+    mesh = _check_together(model, what, compares_ledger=True)
     root, given = Path(folder), states or {}
     if not wait:
         return begin(root, model, optimizer, step=step, states=given, keep=keep)
@@ -297,17 +298,21 @@ def _check_read(
     return own
 
 
-def _check_together(model: nn.Module, what: str) -> DeviceMesh | None:
+def _check_together(
+    model: nn.Module, what: str, *, compares_ledger: bool = False
+) -> DeviceMesh | None:
     """Raise RuntimeError unless all ranks of `model` are at `what`; return their mesh.
 
     They wait for each other: a rank that came here alone would meet another collective of its
     peers. Does nothing, and returns None, if no module of `model` is sharded.
 
     what: the call, with arguments that must be the same, as text.
+    compares_ledger: whether ranks must have done the same before it.
     """
     units = (access.unit_of(module) for module in model.modules())
     unit = next((unit for unit in units if unit is not None), None)
     if unit is None:
         return None
+    what += f" after {unit.state(Ledger).said}" if compares_ledger else ""
     compare_event(what, unit.axes.mesh, hint="all ranks save and load, at the same step")
     return unit.axes.mesh
