@@ -26,7 +26,9 @@ from autoshard import _torch
 from autoshard.passes.ir.layout import Member
 from autoshard.runtime.comm import observed
 
-FIRST_TAG, TAGS = 1 << 24, 1 << 24  # of messages: users' own are mostly small
+# Tags of messages: users' own are mostly small. Each has a number, and what it is a part of.
+FIRST_TAG, NUMBERS, KINDS = 1 << 30, 1 << 14, 1 << 16
+GATHER, REDUCE = 1, 2
 VARIABLE = "AUTOSHARD_MESSAGES"
 FEW = 8  # ranks, each of which has a connection to each other one
 LEAST = 1 << 16  # bytes of a whole parameter: packing a smaller one is faster than one message more
@@ -141,7 +143,9 @@ def reduce(
         here = group.rank()
         parts = send.view(2, -1)
         observed.show(observed.reduce_scatter_by_messages, [receive], [send])
-        return Exchange(group, [(1 - here, parts[1 - here])], [(1 - here, receive)], parts[here])
+        kind = hash((REDUCE, receive.nbytes))
+        sends, receives = [(1 - here, parts[1 - here])], [(1 - here, receive)]
+        return Exchange(group, kind, sends, receives, parts[here])
     work: Work = _torch.dist.reduce_scatter_flat(
         receive, send, op=_op(is_mean), group=group, async_op=True
     )
@@ -175,12 +179,14 @@ def swap(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Work:
     """Begin to send all of `send` to the other of two ranks, and to receive `receive` from it."""
     other = 1 - group.rank()
     observed.show(observed.reduce_scatter_by_messages, [receive], [send])
-    return Exchange(group, [(other, send)], [(other, receive)])
+    return Exchange(group, hash((REDUCE, send.nbytes)), [(other, send)], [(other, receive)])
 
 
 class Exchange:
     """Messages of one collective, launched when this is made.
 
+    kind: a number, the same on all ranks, and another one for other sizes: messages of different
+        kinds never meet. (gloo would end the process if one were longer than is expected.)
     sends, receives: (rank in the group, tensor). What one rank sends to another is matched by order
         with what the other receives from it.
     own: added, at the wait, to the first tensor of `receives`; None: nothing is.
@@ -189,6 +195,7 @@ class Exchange:
     def __init__(
         self,
         group: dist.ProcessGroup,
+        kind: int,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
         own: Tensor | None = None,
@@ -201,7 +208,7 @@ class Exchange:
         self._own = own
         self._messages: _Messages | None = None
         self._channel = _channels.setdefault(group, _Channel())
-        self._messages = self._channel.begin(group, sends, receives)
+        self._messages = self._channel.begin(group, kind, sends, receives)
 
     def wait(self) -> None:
         """Wait until all messages have come and gone, and add `own`. A second call does nothing.
@@ -246,7 +253,7 @@ class _Messages:
 
 
 class _Channel:
-    """Exchanges of one group, numbered; the number of each is the tag of its messages.
+    """Exchanges of one group, numbered; the number of each is in the tag of its messages.
 
     So messages of an exchange that was abandoned are not taken for those of a later one.
     """
@@ -258,14 +265,15 @@ class _Channel:
     def begin(
         self,
         group: dist.ProcessGroup,
+        kind: int,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
     ) -> _Messages:
-        """Launch the messages under the next tag. If that raises, they count as abandoned.
+        """Launch the messages under the next tag of that kind. If that raises, they count as abandoned.
 
         They, and their tensors, are kept here until `end`.
         """
-        tag = FIRST_TAG + self._number % TAGS
+        tag = FIRST_TAG + self._number % NUMBERS * KINDS + kind % KINDS
         self._number += 1
         messages = _Messages(receives, sends, [])
         self._open.append(messages)
@@ -312,7 +320,8 @@ def _exchange_gather(
     receives = [(peer, whole[peer]) for peer in peers for whole, _ in wholes]
     sends = [(peer, part) for peer in reversed(peers) for _, part in wholes]
     observed.show(observed.all_gather_by_messages, receive, send)
-    exchange = Exchange(group, sends, receives)
+    kind = hash((GATHER, *(part.nbytes for _, part in wholes)))  # of ints: alike on all ranks
+    exchange = Exchange(group, kind, sends, receives)
     for whole, part in wholes:
         if whole[here].data_ptr() != part.data_ptr():
             whole[here].copy_(part.view(-1))
