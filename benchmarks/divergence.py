@@ -97,6 +97,7 @@ class Loop:
         self.wraps_layers = True
         self.lr, self.step_number, self.counts = 1e-2, 0, dict.fromkeys(range(STEPS), COUNT)
         torch.manual_seed(0)
+        self.casts = set[int]()  # steps whose forward runs under autocast
         self.model: Any = Model()
         self.make_optimizer: Any = torch.optim.AdamW
         self.is_other = drill.on_all or rank == drill.world - 1
@@ -146,8 +147,12 @@ class Loop:
         generator = torch.Generator().manual_seed(100 * self.step_number + self.rank)
         return torch.randn(self.counts[self.step_number], 8, generator=generator)
 
-    def forward(self) -> Any:
-        return self.call(self.batch()).square().mean()
+    def forward(self, call: Any = None) -> Any:
+        """Run the forward of this step, of `call` if that is given, and return the loss."""
+        import torch
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.step_number in self.casts):
+            return (call or self.call)(self.batch()).square().mean()
 
     def backward(self) -> None:
         self.forward().backward()
@@ -165,14 +170,12 @@ class Loop:
         import torch
         import torch.distributed as dist
 
-        if not self.drill.is_equal:
-            return False
         mine = [param.full_tensor().detach() for param in self.model.parameters()]
         torch.manual_seed(0)
         model = type(self.model)()
         optimizer = self.make_optimizer(model.parameters(), lr=self.lr)
         for self.step_number in range(STEPS):
-            model(self.batch()).square().mean().backward()
+            self.forward(model).backward()
             for param in model.parameters():
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
@@ -232,12 +235,8 @@ def fail_in_forward(loop: Loop) -> None:
 
 
 def autocast(loop: Loop) -> None:
-    import torch
-
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loop.forward()
-    loss.backward()
-    loop.update()
+    loop.casts.add(AT)
+    loop.step()
 
 
 def change_rate(loop: Loop) -> None:
@@ -405,7 +404,8 @@ DRILLS: dict[str, Drill] = {
     "gradients no more synchronised": Drill(sync_no_more),
     "another branch": Drill(take_a_branch),
     "an exception that is caught": Drill(go_on_after_an_error),
-    "autocast": Drill(autocast),
+    "autocast": Drill(autocast, forms=("eager",)),
+    "autocast, compiled": Drill(autocast, forms=("compiled",), is_equal=True),
     "another learning rate": Drill(change_rate),
     "another optimizer": Drill(first=other_optimizer),
     "an optimizer step left out": Drill(leave_out_a_step),

@@ -269,7 +269,7 @@ class _Channel:
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
     ) -> _Messages:
-        """Launch the messages under the next tag of that kind. If that raises, they count as abandoned.
+        """Launch messages under the next tag of `kind`. If that raises, they count as abandoned.
 
         They, and their tensors, are kept here until `end`.
         """

@@ -139,13 +139,14 @@ def describe(states: States, stuck: Collection[int], left: Mapping[int, str]) ->
     for rank in sorted(stuck):
         wait = states[rank].wait
         assert wait is not None
-        number = f", number {wait.number} of group {wait.group}" if wait.kind == COLLECTIVE else ""
-        together[f"{wait.what[:LONGEST]}{number}, at {states[rank].code}"].append(rank)
+        what = "others" if wait.kind == PLACE else wait.what[:LONGEST]
+        if wait.kind == COLLECTIVE:
+            what += f", number {wait.number} of group {wait.group}"
+        came = f" ({wait.what[:LONGEST]})" if wait.kind == PLACE else ""
+        together[f"for {what}, at {states[rank].code}{came}"].append(rank)
     said = [
-        f"{name_ranks(ranks)} wait for {what}"
-        if len(ranks) > 1
-        else f"rank {ranks[0]} waits for {what}"
-        for what, ranks in list(together.items())[:SHOWN]
+        f"{name_ranks(ranks)} wait {where}" if len(ranks) > 1 else f"rank {ranks[0]} waits {where}"
+        for where, ranks in list(together.items())[:SHOWN]
     ]
     said += [f"rank {rank} {how[:LONGEST]}" for rank, how in list(left.items())[:SHOWN]]
     return "; ".join(said)

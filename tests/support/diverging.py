@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +21,7 @@ TIMEOUT_S = 12
 LONG_S = 600  # of groups whose ranks are to say so long before
 STEPS = 5
 AT = 2  # the step in which something happens
+SLOW_S = 9.0
 
 
 class Block(nn.Module):
@@ -44,8 +49,26 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def fail(_: Any) -> None:
+    raise ValueError("a file is missing")
+
+
+ALONE: dict[str, Callable[[Any], object]] = {
+    "a barrier": lambda model: dist.barrier(),
+    "an all-reduce": lambda model: dist.all_reduce(torch.ones(1)),
+    "full_tensor": lambda model: model.head.weight.full_tensor(),
+    "killed": lambda model: os.kill(os.getpid(), signal.SIGKILL),
+    "raises": fail,
+    "has no more data": lambda model: sys.exit(0),
+    "slow": lambda model: time.sleep(SLOW_S),
+    "killed first": lambda model: os._exit(1),
+}
+"""What only the second rank does, in step AT, or, if "first", before the model is sharded."""
+
+
 def main(case: str, form: str) -> None:
-    timeout_s = LONG_S if case.startswith("skips") else TIMEOUT_S
+    is_long = case.startswith("skips") or case in ALONE
+    timeout_s = LONG_S if is_long else TIMEOUT_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     is_other = dist.get_rank() == 1
     torch.manual_seed(0)
@@ -60,6 +83,8 @@ def main(case: str, form: str) -> None:
     if case == "frozen" and is_other:
         model.layers[1].requires_grad_(False)
     call: Any = model
+    if case.endswith(" first") and is_other:
+        ALONE[case](model)
     if form == "one line":
         call = torch.compile(model, backend="autoshard", options=options)
     else:
@@ -76,6 +101,8 @@ def main(case: str, form: str) -> None:
                 model.layers[1].requires_grad_(False)
             if case == "exits early":
                 sys.exit(0)
+            if case in ALONE:
+                ALONE[case](model)
         if step == AT and case == "skips a layer" and is_other:
             model.skipped = 1
         if step == AT and case == "skips another layer":
@@ -84,15 +111,28 @@ def main(case: str, form: str) -> None:
         call(torch.randn(size, 8)).square().sum().backward()
         for param in model.parameters():
             param.grad = None
+    if case == "slow":
+        if not is_other:
+            time.sleep(SLOW_S)
+        dist.barrier()
 
 
 def run_rank(environment: dict[str, str], case: str, form: str, pipe: Any) -> None:
-    """Send how it ended through `pipe`: "done", or the error; nothing if it just ends."""
+    """Send how it ended through `pipe`: "done", or the error; nothing if it just ends.
+
+    Functions for the end of Python are called, as at the end of a script.
+    """
     os.environ.update(environment)
     end = "done"
     try:
         main(case, form)
+    except SystemExit:
+        end = ""
     except Exception as error:
         end = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    pipe.send(end)
+        sys.last_value = error
+    if end:
+        pipe.send(end)
+    pipe.close()
+    atexit._run_exitfuncs()
     os._exit(0)  # without waiting for the other one

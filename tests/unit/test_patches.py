@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import operator
+import time
 import tomllib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,3 +309,16 @@ def test_comm_debug_mode_counts_no_messages() -> None:
     ops = torch.ops.c10d
     assert ops._allgather_base_ in _comm_mode.c10d_collective_ops
     assert not {ops.send, ops.recv_} & _comm_mode.c10d_collective_ops
+
+
+@on_ranks(2)
+def test_torch_names_no_rank(rank: int) -> None:
+    """Needed: the patches of `dist.watch_waits`."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        with pytest.raises(RuntimeError) as raised:
+            _torch.dist.wait_for_work(work)
+        assert "rank" not in str(raised.value)
+    else:
+        time.sleep(2.0)

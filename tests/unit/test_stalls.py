@@ -114,7 +114,7 @@ def test_ranks_in_short() -> None:
 def test_a_description_is_short() -> None:
     """However many ranks wait at places of their own."""
     states = {rank: at_place(f"p{rank}" * 100, range(1000)) for rank in range(1000)}
-    left = {rank: "has ended" * 1000 for rank in range(1000, 2000)}
+    left = dict.fromkeys(range(1000, 2000), "has ended" * 1000)
     text = stalls.describe(states, set(states), left)
     assert len(text) < 2 * stalls.SHOWN * (stalls.LONGEST + 100)
     assert "ranks [0, 1, 2" in text
