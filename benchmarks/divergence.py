@@ -428,7 +428,7 @@ DRILLS: dict[str, Drill] = {
     "killed between steps": Drill(kill, leaves=True),
     "one of three killed between steps": Drill(kill, leaves=True, world=3, forms=("eager",)),
     "has no more data, and ends": Drill(exhaust, leaves=True),
-    "a second backward": Drill(backward_twice),
+    "a second backward": Drill(backward_twice, leaves=True),
     "a second backward on all": Drill(backward_twice, on_all=True, tells="second time"),
     "a loss without the model's gradient": Drill(lose_gradient),
     "another dtype": Drill(first=change_dtype),

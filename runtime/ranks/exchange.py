@@ -259,13 +259,15 @@ def _found(
 ) -> Party:
     """Return the party of `alone` with its session; its ranks wait for each other."""
     try:
-        with waits.at_place(f"session/{alone.name}", alone.ranks, failed):
-            return find_each_other(
+        with waits.at_place(waits.SESSION + alone.name, alone.ranks, failed):
+            found = find_each_other(
                 alone,
                 sessions.own,
                 timeout.total_seconds(),
                 lambda: verdicts.raise_if_found(failed),
             )
+        waits.parties.add(alone.name)
+        return found
     except Missing as missing:
         raise RuntimeError(
             f"{failed}, and {missing} did not within {timeout}: they ended, or went another "

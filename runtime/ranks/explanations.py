@@ -45,12 +45,13 @@ class Explainer:
 
     def _known(self, others: Sequence[int]) -> tuple[str, Sequence[int]]:
         """Return what is known by now, or "", and which of `others` have left."""
-        text = verdicts.found() or str(self._positions.verdict().get("text", ""))
+        said = self._positions.verdict()
+        text = verdicts.found() or (str(said["text"]) if said.get("breaks") else "")
         if text:
             return text, ()
         left = [rank for rank in others if _torch.dist.has_left(rank)]
         for rank in left:
-            said = farewells.read(self._positions.store, rank)
-            if said:
-                return f"rank {rank} {said}", left
+            how = farewells.read(self._positions.store, rank)
+            if how:
+                return f"rank {rank} {how}", left
         return "", left

@@ -22,6 +22,7 @@ PATIENCE_S = 3.0  # until a rank that waits asks
 LONGER_S = 6.0  # that a collective of other code may take
 EVERY_S, LATER_S, LATE_S = 4.0, 10.0, 30.0  # between two looks, and once a wait is LATE_S old
 ANSWER_S = 2.5  # for others to answer in
+_PLACES = 64  # in the store, that are looked at
 
 
 class Judge:
@@ -65,13 +66,33 @@ class Judge:
         told = {
             rank: farewells.read(self._positions.store, rank) or farewells.GONE for rank in left
         }
-        self._positions.tell_verdict(since, stalls.describe(states, stuck, told))
+        breaks = any(wait.kind != waits.PLACE for rank in stuck if (wait := states[rank].wait))
+        text = stalls.describe(states, stuck, told)
+        self._positions.tell_verdict(since, text, breaks=breaks)
 
     def _states(self) -> States:
-        """Ask all ranks for their states; waits that are short are taken for none."""
+        """Ask all ranks for their states; waits that are short, or over, are taken for none."""
         ranks = range(dist.get_world_size())
         found = self._positions.ask(ranks, ANSWER_S * self._scale, 0.1 * self._scale)
-        return {rank: _state(position) for rank, position in found.items()}
+        states = {rank: self._state(position) for rank, position in found.items()}
+        places = {state.wait.place for state in states.values() if state.wait and state.wait.place}
+        store = self._positions.store
+        open_places = {
+            place for place in sorted(places)[:_PLACES] if not store.check([f"{place}/done"])
+        }
+        return {
+            rank: _moving(state)
+            if state.wait and state.wait.place and state.wait.place not in open_places
+            else state
+            for rank, state in states.items()
+        }
+
+    def _state(self, position: Position) -> State:
+        """Return the state of a rank, without a wait if that is short."""
+        state = stalls.from_json(position["state"])
+        is_torchs = state.wait is not None and state.wait.kind == waits.TORCHS
+        shortest_s = (LONGER_S if is_torchs else PATIENCE_S) / 2 * self._scale
+        return _moving(state) if position["age"] < shortest_s else state
 
     def _left(self, states: States) -> list[int]:
         """Return those that have left, of the first NAMED ranks that did not answer."""
@@ -79,16 +100,14 @@ class Judge:
         return [rank for rank in silent[:NAMED] if _torch.dist.has_left(rank)]
 
 
-def _state(position: Position) -> State:
-    state = stalls.from_json(position["state"])
-    is_torchs = state.wait is not None and state.wait.kind == waits.TORCHS
-    is_short = position["age"] < (LONGER_S if is_torchs else PATIENCE_S) / 2
-    return dataclasses.replace(state, wait=None) if is_short else state
-
-
 def _unless_moved(state: State, before: State | None) -> State:
     """Return `state`, but without a wait unless it was in the same one before."""
     waited = None if before is None else before.wait
     if waited is not None and state.wait is not None and state.wait.since == waited.since:
         return state
+    return _moving(state)
+
+
+def _moving(state: State) -> State:
+    """Return `state`, but without a wait."""
     return dataclasses.replace(state, wait=None)

@@ -77,10 +77,13 @@ class Positions:
             time.sleep(pause_s)
         return found
 
-    def tell_verdict(self, stuck: dict[int, float], text: str) -> None:
-        """Tell ranks that they wait in vain: `stuck` has each, with the `since` of its wait."""
+    def tell_verdict(self, stuck: dict[int, float], text: str, *, breaks: bool) -> None:
+        """Tell ranks that they wait in vain: `stuck` has each, with the `since` of its wait.
+
+        breaks: whether some of them wait for a collective.
+        """
         asked = self.store.add(f"{PREFIX}/asked", 0)
-        said = {"asked": asked + 1, "stuck": stuck, "text": text}
+        said = {"asked": asked + 1, "stuck": stuck, "text": text, "breaks": breaks}
         self.store.set(_VERDICT, json.dumps(said))
         self.store.add(f"{PREFIX}/asked", 1)
         self.answer()
@@ -97,7 +100,7 @@ class Positions:
         said, wait = self.verdict(), waits.current(self.main)
         if wait is None or said.get("stuck", {}).get(str(self.rank)) != wait.since:
             return
-        verdicts.note(said["text"], breaks=wait.kind != waits.PLACE)
+        verdicts.note(said["text"], wait.since, breaks=wait.kind != waits.PLACE)
 
     def _position(self) -> Position:
         """Where this rank is: {"rank", "code": its line, "groups": {name: [number, what, waits]}}.
@@ -116,6 +119,7 @@ class Positions:
             {group: number for group, (number, _) in launched.items()},
             flights.num_of_others(self.rank),
             waits.num_in_torch(),
+            waits.parties,
             {group: self._labels(group) for group in launched},
         )
         return {

@@ -32,6 +32,7 @@ class State:
     launched: how many of our collectives it has launched over each group, if any.
     others:   how many of other code's it has begun over each group that it is in.
     in_torch: how many waits for such it has begun.
+    parties:  names of the meshes whose ranks have found each other, as it knows.
     labels:   of the latest of ours, by group and number (`waits.label`).
     """
 
@@ -40,11 +41,12 @@ class State:
     launched: Mapping[str, int] = field(default_factory=dict)
     others: Mapping[str, int] = field(default_factory=dict)
     in_torch: int = 0
+    parties: Collection[str] = ()
     labels: Mapping[str, Mapping[int, list[str]]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return this as what JSON can say."""
-        return {**vars(self), "wait": waits.to_json(self.wait)}
+        return {**vars(self), "wait": waits.to_json(self.wait), "parties": sorted(self.parties)}
 
 
 def from_json(said: Mapping[str, Any]) -> State:
@@ -87,11 +89,22 @@ def _needs(states: States, left: Collection[int]) -> list[tuple[set[int], set[in
         wait = state.wait
         assert wait is not None
         if wait.kind == PLACE:
-            found.append((ranks, {*wait.ranks} - ranks))
+            found.append((ranks, {*wait.ranks} - ranks - _have_come(states, wait.place)))
         else:
             needed = _behind if wait.kind == COLLECTIVE else _elsewhere
             found.append((ranks, needed(states, state, wait) - {*left}))
     return found
+
+
+def _have_come(states: States, place: str) -> set[int]:
+    """Return the ranks that have come to `place` and gone on, while others wait there.
+
+    None do, but where ranks find each other: there each goes on once it was answered.
+    """
+    name = place.removeprefix(waits.SESSION)
+    if name == place:
+        return set()
+    return {rank for rank, state in states.items() if name in state.parties}
 
 
 def _key(rank: int, state: State, wait: Wait) -> tuple[Any, ...]:

@@ -7,26 +7,38 @@ the process groups, which can't be used any more, as ranks would take one collec
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from autoshard import _torch
+from autoshard.runtime.ranks import waits
 
 HINT = (
     "Run the same forwards, backwards, saves and collectives, in the same order, on every rank, "
     "and have all end together"
 )
 
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What was found, in words, of a wait of this rank that began at `since`."""
+
+    text: str
+    since: float
+    breaks: bool
+
+
+_latest: weakref.WeakKeyDictionary[dist.ProcessGroup, _Verdict] = weakref.WeakKeyDictionary()
 """By the default process group of that time: another one begins anew."""
 
 
-def note(text: str, *, breaks: bool) -> None:
-    """Note what was found, in words, which waits of this rank raise from now on.
+def note(text: str, since: float, *, breaks: bool) -> None:
+    """Note what was found, in words, of the wait of this rank that began at `since`.
 
     breaks: whether to break the process groups, as where this rank waits for a collective.
     """
-    _found[_torch.dist.default_group()] = text
+    _latest[_torch.dist.default_group()] = _Verdict(text, since, breaks)
     if breaks:
         break_groups()
 
@@ -38,12 +50,17 @@ def break_groups() -> None:
 
 
 def found() -> str:
-    """Return what was found, in words; "" if nothing was, of this default process group."""
-    return _found.get(_torch.dist.default_group(), "") if dist.is_initialized() else ""
+    """Return what was found, in words, if the process groups are broken for that; else ""."""
+    latest = _of_this_group()
+    return latest.text if latest is not None and latest.breaks else ""
 
 
 def raise_if_found(what: str) -> None:
-    """Raise RuntimeError, which begins with `what`, if ranks were found to wait in vain."""
-    text = found()
-    if text:
-        raise RuntimeError(f"{what}, and can't go on: {text}. {HINT}")
+    """Raise RuntimeError, which begins with `what`, if what this thread waits for is in vain."""
+    latest = _of_this_group()
+    if latest is not None and latest.since == waits.since():
+        raise RuntimeError(f"{what}, and can't go on: {latest.text}. {HINT}")
+
+
+def _of_this_group() -> _Verdict | None:
+    return _latest.get(_torch.dist.default_group()) if dist.is_initialized() else None

@@ -47,17 +47,19 @@ class Wait:
 
 
 COLLECTIVE, PLACE, TORCHS = "collective", "place", "torch's"
+SESSION = "session/"  # begins a place where the ranks of a mesh find each other; its name follows
 
 _waits: dict[int, Wait] = {}  # by thread, but for those of `flights.waiting`
 _count = 0
+parties: set[str] = set()
+"""Names of the meshes whose ranks have found each other, as this one knows."""
 
 
 @contextlib.contextmanager
 def at_place(place: str, ranks: Sequence[int], what: str) -> Iterator[None]:
     """Note that this thread waits for `ranks` to come to `place` while this context is open."""
     thread = threading.get_ident()
-    since = time.monotonic()
-    _waits[thread] = Wait(PLACE, what, since, place=place, ranks=ranks)
+    _waits[thread] = Wait(PLACE, what, time.monotonic(), place=place, ranks=ranks)
     try:
         yield
     finally:
@@ -80,6 +82,12 @@ def in_torch(what: str, wait: Callable[[], Any]) -> Any:
             return wait()
     finally:
         del _waits[thread]
+
+
+def since() -> float | None:
+    """Return the `since` of what this thread waits for; None if for nothing."""
+    wait = _of(threading.get_ident())
+    return None if wait is None else wait.since
 
 
 def num_in_torch() -> int:

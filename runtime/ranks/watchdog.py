@@ -14,7 +14,8 @@ that live answer:
       rank 2 is behind: it has launched 40 there, the last one the gather of layers.2.up.weight and
         3 more; it is at train.py:17 in load_batch
 
-Ranks that are at the same place share a line. It stops nothing: the timeout of the group does.
+Ranks that are at the same place share a line. It stops nothing: that is left to `judge.py`, where
+ranks are found to wait in vain, and to the timeout of the group.
 
 On an accelerator the host does not wait where the device does: there, what is launched is observed,
 with an event after each wait, and only if the watchdog was asked for.

@@ -84,6 +84,20 @@ CASES: dict[str, tuple[dict[int, State], list[int], set[int]]] = {
         [],
         {0, 1},
     ),
+    "ranks that find each other: one has gone on, and one is slow": (
+        {
+            0: at_place(waits.SESSION + "m", [0, 1, 2]),
+            1: State(Wait(PLACE, "", 1.0, place="p", ranks=[0, 1, 2]), "", parties={"m"}),
+            2: running(),
+        },
+        [],
+        set(),
+    ),
+    "ranks that find each other, but one that waits elsewhere": (
+        {0: at_place(waits.SESSION + "m", [0, 1]), 1: at_place("p", [0, 1])},
+        [],
+        {0, 1},
+    ),
     "a chain to one that runs": (
         {0: at_place("p", [0, 1]), 1: at_place("q", [1, 2]), 2: running()},
         [],
