@@ -34,7 +34,7 @@ class Explainer:
             while True:
                 text, left = self._known(others)
                 if text:
-                    return f"as {text}. {verdicts.HINT}"
+                    return f"as {text}"
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.1)
@@ -44,11 +44,11 @@ class Explainer:
         return f"as rank {left[0]} {farewells.GONE}" if left else ""
 
     def _known(self, others: Sequence[int]) -> tuple[str, Sequence[int]]:
-        """Return what is known by now, or "", and which of `others` have left."""
+        """Return what is known by now, with a remedy, or ""; and which of `others` have left."""
         said = self._positions.verdict()
         text = verdicts.found() or (str(said["text"]) if said.get("breaks") else "")
         if text:
-            return text, ()
+            return f"{text}. {verdicts.HINT}", ()
         left = [rank for rank in others if _torch.dist.has_left(rank)]
         for rank in left:
             how = farewells.read(self._positions.store, rank)

@@ -23,6 +23,7 @@ from autoshard.runtime.ranks.store import Store
 
 _PREFIX = "autoshard/left"
 _LONGEST = 300  # characters of an error
+_SAME = "run as many steps on every rank, and have all end together"
 GONE = (
     "has ended without a word, or left its process group: it was killed, or called os._exit() or "
     "destroy_process_group()"
@@ -59,7 +60,7 @@ def how_this_ends() -> tuple[str, bool]:
     """Describe how this process ends, and tell whether with an error that nobody caught."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
-        return "has ended: its script came to its end, or left by sys.exit()", False
+        return f"has ended: its script came to its end, or left by sys.exit(): {_SAME}", False
     text = " ".join(str(error).split())[:_LONGEST]
     return f"has raised {type(error).__name__}, at {_line_in(error.__traceback__)}: {text}", True
 

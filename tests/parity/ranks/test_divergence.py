@@ -30,7 +30,7 @@ COLLECTIVES_DIFFER = (
 )
 MODELS_DIFFER = r"the model to shard differs on ranks \[[01]\]: number \d+ is \S+ torch\.float"
 OPTIONS_DIFFER = r"with the options .*bucketing='auto'.*bucketing='none'|bucketing='none'.*'auto'"
-TIMED_OUT = r"did not within|Timed out|ended|stuck|while others wait elsewhere: rank \d"
+ELSEWHERE = r"rank \d waits for (the|others)|has raised RuntimeError|wait elsewhere: rank \d"
 ENDS: dict[str, dict[str, str]] = {
     "another model": {
         "eager": r"number 4 is the gather of \S+ .* on rank \d, and the gather of \S+ .* on rank ",
@@ -48,7 +48,7 @@ ENDS: dict[str, dict[str, str]] = {
         "compiled": COLLECTIVES_DIFFER,
         "one line": COLLECTIVES_DIFFER,
     },
-    "frozen later": dict.fromkeys(FORMS, TIMED_OUT),
+    "frozen later": dict.fromkeys(FORMS, ELSEWHERE),
     "another shape": dict.fromkeys(FORMS, DONE),
 }
 """By case and form: how every rank ends."""
@@ -69,7 +69,7 @@ def test_a_layer_that_one_rank_leaves_out(form: str, tmp_path: Path) -> None:
     """One rank waits in a gather, the other asks what runs next: it says so within seconds, and
     where the first is, however long the group's timeout."""
     first, second = run("skips a layer", form, tmp_path)
-    assert re.search(r"the gather of layers\.1|Collective|ended", first), first
+    assert re.search(r"rank 0: .*the gather of layers\.[12].* failed, as rank \d ", first), first
     assert re.search(r"rank 1 came to .*layers\.2", second), second
     assert re.search(r"rank 0 (waits for|to) the gather of layers\.[12]", second), second
 

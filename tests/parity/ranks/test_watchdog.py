@@ -147,7 +147,7 @@ def test_a_collective_that_fails(rank: int, form: str) -> None:
 
 def test_memory_that_is_not_there_is_no_other_rank_s_fault() -> None:
     issued = flights.Issued("gather", (), "shard")
-    with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"), flights._explained(issued):
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"), flights.explained(issued):
         raise torch.OutOfMemoryError("no room")
 
 
