@@ -13,6 +13,7 @@ from autoshard.runtime.ranks import farewells, verdicts
 from autoshard.runtime.ranks.positions import Positions
 
 LIMIT_S = 3.0  # for others to say why they end
+STORE_S = 5.0  # for the store to answer
 
 
 class Explainer:
@@ -30,6 +31,8 @@ class Explainer:
         group = _torch.dist.default_group()
         deadline = time.monotonic() + (0.0 if self._in_vain is group else LIMIT_S)
         others = [rank for rank in ranks[: NAMED + 1] if rank != self._positions.rank]
+        store = self._positions.store
+        limit_s, store.limit_s = store.limit_s, min(store.limit_s, STORE_S)
         try:
             while True:
                 text, left = self._known(others)
@@ -39,7 +42,12 @@ class Explainer:
                     break
                 time.sleep(0.1)
         except dist.DistError:
-            return "as the process that has the store, mostly rank 0, has ended: see what it says"
+            return (
+                "as the process that has the store, mostly rank 0, has ended, or can't be reached: "
+                "look at what it says last"
+            )
+        finally:
+            store.limit_s = limit_s
         self._in_vain = group
         return f"as rank {left[0]} {farewells.GONE}" if left else ""
 

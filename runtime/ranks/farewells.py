@@ -25,8 +25,8 @@ _PREFIX = "autoshard/left"
 _LONGEST = 300  # characters of an error
 _SAME = "run as many steps on every rank, and have all end together"
 GONE = (
-    "has ended without a word, or left its process group: it was killed, or called os._exit() or "
-    "destroy_process_group()"
+    "has ended without a word (killed, or by os._exit()), left its process group, or can't be "
+    "reached any more"
 )
 """What is said of a rank that has said nothing."""
 
