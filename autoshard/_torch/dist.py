@@ -1,6 +1,6 @@
 """Process groups: by name, their backends, collectives under the names of each version, stores.
 
-Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+Tried on torch 2.11.0, 2.13.0 and 2.15.0; from `num_issued` on, on 2.13.0 only.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ def watch_waits(watched: Callable[[str, Callable[[], Any]], Any]) -> None:
     """Have waits for collectives that other code has launched go through `watched`, from now on.
 
     Patched: `Work.wait` of torch.distributed, and `wait_tensor` of its functional collectives.
-    Why:     no public hook tells what a thread waits for, or sees the error of a wait; on torch
-             2.11 to 2.15.
+    Why:     no public hook tells what a thread waits for, or sees the error of a wait; looked at in
+             torch 2.13 only.
     Tests:   in tests/unit/test_patches.py `test_torch_names_no_rank`, needed; in
              tests/parity/ranks/test_stalls.py, works.
 
