@@ -264,7 +264,7 @@ def _found(
                 alone,
                 sessions.own,
                 timeout.total_seconds(),
-                lambda: verdicts.raise_if_found(failed),
+                lambda: verdicts.raise_if_found(failed, hint),
             )
         waits.parties.add(alone.name)
         return found

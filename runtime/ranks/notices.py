@@ -65,7 +65,7 @@ def wait_and_look(
         looker.begin()
         pause_s = GATHERING_S * looker.scale
         while not party.wait_for(key, pause_s):
-            verdicts.raise_if_found(what)
+            verdicts.raise_if_found(what, hint)
             others = looker.look()
             if others or time.monotonic() > deadline:
                 if not withdraw():  # before others go on, and find it here

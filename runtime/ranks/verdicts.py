@@ -55,11 +55,16 @@ def found() -> str:
     return latest.text if latest is not None and latest.breaks else ""
 
 
-def raise_if_found(what: str) -> None:
-    """Raise RuntimeError, which begins with `what`, if what this thread waits for is in vain."""
+def raise_if_found(what: str, hint: str) -> None:
+    """Raise RuntimeError if what this thread waits for is in vain.
+
+    what, hint: what its message begins and ends with.
+    """
     latest = _of_this_group()
     if latest is not None and latest.since == waits.since():
-        raise RuntimeError(f"{what}, and can't go on: {latest.text}. {HINT}")
+        raise RuntimeError(
+            f"{what}, while others wait elsewhere, or have left: {latest.text}. {hint or HINT}"
+        )
 
 
 def _of_this_group() -> _Verdict | None:

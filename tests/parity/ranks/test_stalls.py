@@ -57,7 +57,7 @@ LEAVES = {
         r"in fail: a file is missing"
     ),
     "has no more data": r"rank 0: the gather of .* failed, as rank 1 has ended: its script came to",
-    "killed first": r"rank 0 came to .*, and can't go on: .*; rank 1 has ended without a word",
+    "killed first": r"rank 0 came to .*, or have left: .*; rank 1 has ended without a word",
 }
 """By case: what the rank says that stays."""
 
