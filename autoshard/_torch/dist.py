@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import unittest.mock
-from collections.abc import Callable, Iterable, Sequence
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 

@@ -82,7 +82,7 @@ def _needs(states: States, left: Collection[int]) -> list[tuple[set[int], set[in
     together: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for rank, state in states.items():
         if state.wait is not None:
-            together[_key(rank, state, state.wait)].add(rank)
+            together[_key(state, state.wait)].add(rank)
     found = []
     for ranks in together.values():
         state = states[next(iter(ranks))]
@@ -107,11 +107,13 @@ def _have_come(states: States, place: str) -> set[int]:
     return {rank for rank, state in states.items() if name in state.parties}
 
 
-def _key(rank: int, state: State, wait: Wait) -> tuple[Any, ...]:
+def _key(state: State, wait: Wait) -> tuple[Any, ...]:
     """Key of what a rank waits for, the same for ranks that need the same others."""
     if wait.kind == COLLECTIVE:
         return wait.kind, wait.group, wait.number, *_label(state, wait)
-    return (wait.kind, wait.place) if wait.kind == PLACE else (wait.kind, rank)
+    if wait.kind == PLACE:
+        return wait.kind, wait.place
+    return wait.kind, wait.count, *sorted(state.others.items())
 
 
 def _label(state: State, wait: Wait) -> list[str]:
