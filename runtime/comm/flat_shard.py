@@ -282,10 +282,16 @@ _OF_ALL = frozenset(
 """Operators that sum all elements up, if they are given no dims."""
 
 
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.expand.default)
+"""What `view_as` and `expand_as` call, by which torch and others ask a tensor for its graph."""
+
+
 class _Call:
     """Call of an operator, one of whose arguments is flat."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func in _RESHAPES and tuple(args[0].shape) == tuple(args[1]):
+            func, args = torch.ops.aten.alias.default, args[:1]
         self._func, self._args, self._kwargs = func, args, kwargs
         schema = _torch.ops.schema_of(func)
         name = schema.name.removeprefix("aten::")

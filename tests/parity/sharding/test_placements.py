@@ -396,6 +396,9 @@ def test_operators(rank: int) -> None:
     assert rows.placements == (Shard(0),)
     same(weight.redistribute(placements=[Shard(1)]), whole)
     assert torch.equal(weight.detach(), weight.detach())
+    node = torch.autograd.graph.get_gradient_edge(weight).node  # by `view_as`: nothing is gathered
+    assert node is weight.expand_as(weight).grad_fn.next_functions[0][0]
+    assert isinstance(weight.view_as(weight), FlatDTensor)
     (weight.square().sum() + (weight.T @ weight).sum()).backward()
     reference = whole.clone().requires_grad_()
     (reference.square().sum() + (reference.T @ reference).sum()).backward()
