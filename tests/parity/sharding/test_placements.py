@@ -19,6 +19,7 @@ from support.training import (
     FORMS,
     adamw,
     assert_same,
+    average_gradients,
     by_hand,
     in_both_forms,
     in_form,
@@ -92,7 +93,7 @@ def build(**arguments: Any) -> Any:
 @each_value(form=FORMS, reshards=[True, False])
 @on_ranks(2)
 def test_two_ranks(rank: int, form: str, reshards: bool) -> None:
-    """Bit for bit the replicated model, with AdamW and clipped gradients."""
+    """Bit for bit the replicated model, with AdamW."""
     want, _ = replicated(Model, experts_loss)
     model = in_form(build(reshard_after_forward=reshards), form)
     weight = model.layers[0].experts
@@ -102,6 +103,25 @@ def test_two_ranks(rank: int, form: str, reshards: bool) -> None:
     assert model.layers[0].up.bias.placements == (Shard(0),)  # of one dim: its rows
     train(model, experts_loss, adamw(model))
     assert_same(model, want)
+
+
+@needs_subclasses
+@in_both_forms
+@on_ranks(2)
+def test_clipping(rank: int, form: str) -> None:
+    """The norm is summed by shards, so that its last bit may differ from the replicated model's."""
+    want, model = replicated(Model, experts_loss, steps=0)[0], in_form(build(), form)
+    own, theirs = adamw(model), adamw(want)
+    for step in range(3):
+        experts_loss(model, rank, step).backward()
+        experts_loss(want, rank, step).backward()
+        average_gradients(want)
+        norm = model.clip_grad_norm_(0.1)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(want.parameters(), 0.1))
+        for optimizer in (own, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, want, rtol=1e-5)
 
 
 @needs_subclasses
@@ -350,9 +370,7 @@ def test_operators_of_optimizers(rank: int, name: str) -> None:
         own.step(closure)
         theirs.zero_grad()
         experts_loss(want, rank, step).backward()
-        for param in want.parameters():
-            dist.all_reduce(param.grad)
-            param.grad.div_(2)
+        average_gradients(want)
         nn.utils.clip_grad_norm_(want.parameters(), 1.0)
         theirs.step()
     # Norms are sums of squares by rank: the last bit of the clipping factor may differ.
