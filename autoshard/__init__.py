@@ -23,6 +23,7 @@ _PLACES = {
     "Plan": "passes.ir.plan",
     "ShardedModule": "runtime.sharding.sharded_module",
     "fully_shard": "runtime.sharding.shard",
+    "hybrid_mesh": "runtime.comm.mesh",
     "load_checkpoint": "runtime.training.checkpoint.save_and_load",
     "parity": "tools.parity.compare",
     "plans": "runtime.compiled.plans",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from autoshard import wrap as wrap
     from autoshard.passes.ir.plan import Plan as Plan
     from autoshard.runtime.comm.flat_shard import FlatShard as FlatShard
+    from autoshard.runtime.comm.mesh import hybrid_mesh as hybrid_mesh
     from autoshard.runtime.compiled.plans import plans as plans
     from autoshard.runtime.eager.access import register_forward_method as register_forward_method
     from autoshard.runtime.ranks.watchdog import watchdog as watchdog

@@ -44,6 +44,47 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
+_hybrid: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]
+_hybrid = weakref.WeakKeyDictionary()
+
+
+def hybrid_mesh(shards: int | None = None) -> DeviceMesh:
+    """Return a mesh (replicate, shard) over all ranks, for HSDP; all ranks call this together.
+
+    Each rank makes the two groups that it is in, with the timeout of the default one; the same
+    ones are returned again later. `init_device_mesh` makes those of all ranks on every rank.
+    shards: how many neighboring ranks share a replica; by default those of a node, as torchrun's
+        LOCAL_WORLD_SIZE says, or without it all ranks.
+    Initializes the default process group first, as `ensure_process_group` does.
+    Raises ValueError if the ranks can't be divided so.
+    """
+    ensure_process_group()
+    world, rank, group = dist.get_world_size(), dist.get_rank(), _torch.dist.default_group()
+    shards = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if shards is None else shards
+    if shards < 1 or world % shards:
+        raise ValueError(
+            f"hybrid_mesh(shards={shards}): {world} ranks can't be divided into replicas of so "
+            "many: pass a divisor"
+        )
+    known = _hybrid.setdefault(group, {})
+    if shards not in known:
+        grid = torch.arange(world).view(-1, shards)
+        own = {
+            REPLICATE_AXIS: grid[:, rank % shards].tolist(),
+            SHARD_AXIS: grid[rank // shards].tolist(),
+        }
+        groups = [
+            group
+            if len(ranks) == world
+            else _torch.dist.group_within(group, ranks, f"{axis}-by-{shards}")
+            for axis, ranks in own.items()
+        ]
+        known[shards] = DeviceMesh.from_group(
+            groups, device_type(), mesh=grid, mesh_dim_names=tuple(own)
+        )
+    return known[shards]
+
+
 def ensure_process_group() -> None:
     """Initialize the default process group if nobody did.
 

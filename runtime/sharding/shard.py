@@ -21,6 +21,7 @@ from autoshard.runtime.comm.mesh import (
     check_is_mesh,
     default_mesh,
     ensure_process_group,
+    hybrid_mesh,
     mesh_device,
     replicate_axes,
     smaller_axes,
@@ -215,8 +216,9 @@ def shard(
 ) -> nn.Module:
     """Shard a model in one call, in place: find its units by a policy; the rest is the root's unit.
 
-    mesh: 1-D, or for the hybrid strategies, which need one, 2-D and named (replicate, shard); by
-        default all ranks. The default process group is made if there is none, as in `fully_shard`.
+    mesh: 1-D, or for the hybrid strategies 2-D and named (replicate, shard); by default all ranks,
+        for the hybrid ones as `hybrid_mesh()` lays them out: a replica on each node. The default
+        process group is made if there is none, as in `fully_shard`.
     policy: which modules are units: one of `autoshard.wrap`, or a function of a module
         that returns a bool. None takes the classes that Hugging Face's `_no_split_modules`
         names, or else the model's repeated blocks. A `CustomPolicy` may return a strategy, or
@@ -263,11 +265,6 @@ def shard(
         raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
     _check_modules(model, "shard")
     axes = None if mesh is None else _strategy_axes(strategy, mesh)
-    if mesh is None and strategy.startswith("hybrid"):
-        raise ValueError(
-            f"strategy {strategy!r} needs a 2D mesh of (replicate, shard): pass mesh="
-            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
-        )
     ahead = _prefetch(forward_prefetch, backward_prefetch)
     precision = _read_mp_policy(mp_policy)
     check_placing(shard_placement_fn)
@@ -280,7 +277,10 @@ def shard(
     materialize.check_parameters((model,), ignored, moves=device_id is not None)
     materialize.check_embeddings((model,), ignored)
     ensure_process_group()
-    axes = axes or _strategy_axes(strategy, default_mesh())
+    if axes is None:
+        axes = _strategy_axes(
+            strategy, hybrid_mesh() if strategy.startswith("hybrid") else default_mesh()
+        )
     device = materialize.resolve_device(device_id, mesh_device(axes.mesh))
     units = find_units(model, policy, ignored.modules)
     if precision.param_dtype is not None:

@@ -396,7 +396,6 @@ def test_a_group_of_its_own(rank: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"strategy": "hybrid_shard"}, "needs a 2D mesh"),
         ({"forward_prefetch": "yes"}, "forward_prefetch is 'yes'"),
         ({"backward_prefetch": "now"}, "backward_prefetch is 'now'"),
         ({"mp_policy": "bf16"}, "mp_policy should be a MixedPrecisionPolicy, not str"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import unittest.mock
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import autoshard
 from autoshard import _torch, fully_shard
 from autoshard.runtime.comm import custom_comms, flights, transport
+from autoshard.runtime.comm.mesh import _hybrid
 from autoshard.runtime.comm.packing import Division, division
 from autoshard.runtime.sharding import materialize, shard
 
@@ -59,6 +61,31 @@ def test_hybrid_on_four_ranks(rank: int, strategy: str, mesh: tuple[int, int]) -
     train(model, net_loss, adamw(model))
     assert_same(model, want, rtol=MANY_RANKS_RTOL)
     assert model.head.weight.placements == (Replicate(), Shard(0))
+
+
+@in_both_forms
+@on_ranks(4)
+def test_the_default_hybrid_mesh(rank: int, form: str) -> None:
+    """A52: a replica on each node; each rank makes the two groups that it is in, once."""
+    want, _ = replicated(SmallNet, net_loss)
+    torch.manual_seed(0)
+    is_known = 2 in _hybrid.get(dist.group.WORLD, {})
+    with (
+        unittest.mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}),
+        unittest.mock.patch.object(dist, "new_group", wraps=dist.new_group) as made,
+    ):
+        model = in_form(autoshard.shard(SmallNet(), strategy="hybrid_shard"), form)
+        again = autoshard.hybrid_mesh()
+    assert made.call_count == (0 if is_known else 2)
+    assert model.head.weight.device_mesh is again
+    assert again.mesh.tolist() == [[0, 1], [2, 3]]
+    assert again.mesh_dim_names == ("replicate", "shard")
+    assert again["shard"].get_local_rank() == rank % 2
+    assert dist.get_process_group_ranks(again.get_group("replicate")) == [rank % 2, 2 + rank % 2]
+    train(model, net_loss, adamw(model))
+    assert_same(model, want, rtol=MANY_RANKS_RTOL)
+    with pytest.raises(ValueError, match=r"shards=3.*4 ranks can't be divided"):
+        autoshard.hybrid_mesh(3)
 
 
 @on_ranks(8, timeout=180)
