@@ -259,7 +259,7 @@ wait_for_work: Callable[..., Any] = dist.Work.wait
 
 
 @functools.cache
-def watch_waits(watched: Callable[[str, Callable[[], Any]], Any]) -> None:
+def watch_waits(watched: Callable[..., Any]) -> None:
     """Have waits for collectives that other code has launched go through `watched`, from now on.
 
     Patched: `Work.wait` of torch.distributed, and `wait_tensor` of its functional collectives.
@@ -268,35 +268,38 @@ def watch_waits(watched: Callable[[str, Callable[[], Any]], Any]) -> None:
     Tests:   in tests/unit/test_patches.py `test_torch_names_no_rank`, needed; in
              tests/parity/ranks/test_stalls.py, works.
 
-    watched: called with the collective in words, and a function that waits, whose result it is to
-        return.
+    watched: called with the collective in words, a function that waits, whose result it is to
+        return, and `is_message`, whether it is a message between two ranks.
     """
     from torch.distributed import _functional_collectives as functional
 
     def wait(work: dist.Work, *arguments: Any, **named: Any) -> Any:
-        what = _in_words(work)
-        return watched(what, functools.partial(wait_for_work, work, *arguments, **named))
+        kind = _kind(work)
+        waits = functools.partial(wait_for_work, work, *arguments, **named)
+        what = f"{_KINDS.get(kind, 'a collective')} of torch's"
+        return watched(what, waits, is_message=kind in _MESSAGES)
 
     wait_tensor: Callable[[torch.Tensor], Any] = functional.wait_tensor
 
     def wait_watched(tensor: torch.Tensor) -> Any:
         if torch.compiler.is_compiling():
             return wait_tensor(tensor)
-        return watched("a functional collective of torch's", functools.partial(wait_tensor, tensor))
+        waits = functools.partial(wait_tensor, tensor)
+        return watched("a functional collective of torch's", waits, is_message=False)
 
     dist.Work.wait = wait  # type: ignore[method-assign, assignment]
     functional.wait_tensor = wait_watched
 
 
-def _in_words(work: dist.Work) -> str:
-    """Name what `work` does, as "an all-reduce of torch's"."""
+def _kind(work: dist.Work) -> int:
+    """Number of torch's OpType that `work` has; -1 if it is not known."""
     try:
-        kind = _KINDS.get(int(work._get_op_type()), "a collective")  # type: ignore[attr-defined]
+        return int(work._get_op_type())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):  # of a backend in Python
-        kind = "a collective"
-    return f"{kind} of torch's"
+        return -1
 
 
+_MESSAGES = (12, 13, 14)
 _KINDS = {  # torch's OpType
     0: "a broadcast",
     1: "an all-reduce",

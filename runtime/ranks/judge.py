@@ -54,12 +54,12 @@ class Judge:
         """Ask twice, and tell all ranks that are found to wait in vain."""
         first = self._states()
         left = self._left(first)
-        if not stalls.in_vain(first, left):
+        if not self._in_vain(first, left):
             return
         time.sleep(0.5)  # ranks that were about to go on have done so
         second = self._states()
         states = {rank: _unless_moved(state, first.get(rank)) for rank, state in second.items()}
-        stuck = stalls.in_vain(states, left)
+        stuck = self._in_vain(states, left)
         since = {rank: state.wait.since for rank in stuck if (state := states[rank]).wait}
         if not since:
             return
@@ -69,6 +69,10 @@ class Judge:
         breaks = any(wait.kind != waits.PLACE for rank in stuck if (wait := states[rank].wait))
         text = stalls.describe(states, stuck, told)
         self._positions.tell_verdict(since, text, breaks=breaks)
+
+    def _in_vain(self, states: States, left: list[int]) -> set[int]:
+        are_all = len(states) + len(left) == dist.get_world_size()
+        return stalls.in_vain(states, left, are_all=are_all)
 
     def _states(self) -> States:
         """Ask all ranks for their states; waits that are short, or over, are taken for none."""

@@ -2,7 +2,8 @@
 
 A rank that waits needs others: for its collective those that have not launched it, or have launched
 another one in its place; at a place in the store those that are not there; for a collective of
-other code those that wait for something else and have begun fewer such collectives. If one of these
+other code, which may be over any of its groups, those of the group that wait for something else and
+have begun fewer such collectives over it, if none of them runs. If one of these
 waits in vain itself, so does the rank; or if it has left, but then collectives fail by themselves.
 Whoever runs is taken to come: only ranks that can't go on any more are found, however slow the
 others are.
@@ -61,24 +62,34 @@ def from_json(said: Mapping[str, Any]) -> State:
 States = Mapping[int, State]
 
 
-def in_vain(states: States, left: Collection[int]) -> set[int]:
+def in_vain(states: States, left: Collection[int], *, are_all: bool = True) -> set[int]:
     """Return the ranks that wait, and can't go on any more.
 
     states: of ranks, by number, all of one moment; those that did not answer are not there.
     left: ranks that have ended.
+    are_all: whether all others are in `states`.
     """
-    needs = _needs(states, left)
+    needs = _needs(states, left, are_all=are_all)
     stuck = {rank for ranks, _ in needs for rank in ranks}
     while True:
         lost = stuck | {*left}
-        free = [ranks for ranks, needed in needs if ranks & stuck and not needed & lost]
+        free = [
+            ranks
+            for ranks, needed in needs
+            if ranks & stuck and not all(each & lost for each in needed)
+        ]
         if not free:
             return stuck
         stuck.difference_update(*free)
 
 
-def _needs(states: States, left: Collection[int]) -> list[tuple[set[int], set[int]]]:
-    """List ranks that wait for the same, each with the ranks that they need."""
+def _needs(
+    states: States, left: Collection[int], *, are_all: bool
+) -> list[tuple[set[int], list[set[int]]]]:
+    """List ranks that wait for the same, each with the ranks that they need.
+
+    Those are several sets where it is one of several things that they may wait for.
+    """
     together: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for rank, state in states.items():
         if state.wait is not None:
@@ -89,10 +100,13 @@ def _needs(states: States, left: Collection[int]) -> list[tuple[set[int], set[in
         wait = state.wait
         assert wait is not None
         if wait.kind == PLACE:
-            found.append((ranks, {*wait.ranks} - ranks - _have_come(states, wait.place)))
+            needed = [{*wait.ranks} - ranks - _have_come(states, wait.place)]
+        elif wait.kind == COLLECTIVE:
+            needed = [_behind(states, state, wait) - {*left}]
         else:
-            needed = _behind if wait.kind == COLLECTIVE else _elsewhere
-            found.append((ranks, needed(states, state, wait) - {*left}))
+            needed = _elsewhere(states, state, wait) if are_all else []
+            needed = [each - {*left} for each in needed] or [set()]
+        found.append((ranks, needed))
     return found
 
 
@@ -132,17 +146,23 @@ def _behind(states: States, state: State, wait: Wait) -> set[int]:
     return found
 
 
-def _elsewhere(states: States, state: State, wait: Wait) -> set[int]:
-    """Return the ranks that have begun fewer collectives of other code, and wait for none of them.
+def _elsewhere(states: States, state: State, wait: Wait) -> list[set[int]]:
+    """For each group that a collective of other code may be over, list the ranks that it lacks.
 
-    One that waits for one, too, may wait for the same.
+    They have begun fewer such collectives over it, and have waited for fewer: one that waits for
+    one, too, may wait for the same. None, if one of them runs.
     """
-    return {
-        rank
-        for rank, other in states.items()
-        if other.in_torch < wait.count
-        and any(other.others.get(group, count) < count for group, count in state.others.items())
-    }
+    found = []
+    for group, count in state.others.items():
+        behind = {
+            rank
+            for rank, other in states.items()
+            if other.in_torch < wait.count and other.others.get(group, count) < count
+        }
+        runs = any(states[rank].wait is None for rank in behind)
+        if count:
+            found.append(set() if runs else behind)
+    return found
 
 
 def describe(states: States, stuck: Collection[int], left: Mapping[int, str]) -> str:

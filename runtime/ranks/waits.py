@@ -66,15 +66,19 @@ def at_place(place: str, ranks: Sequence[int], what: str) -> Iterator[None]:
         del _waits[thread]
 
 
-def in_torch(what: str, wait: Callable[[], Any]) -> Any:
+def in_torch(what: str, wait: Callable[[], Any], *, is_message: bool = False) -> Any:
     """Call `wait`, which waits for a collective that other code has launched; return its result.
 
     what: the collective in words. An error of it is explained as one of ours (`flights.explained`).
+    is_message: whether it is a message from or to one rank, which no others need come to.
     """
     global _count
     thread = threading.get_ident()
     if not dist.is_initialized() or thread in _waits:
         return wait()
+    if is_message:
+        with flights.explained(what):
+            return wait()
     _count += 1
     _waits[thread] = Wait(TORCHS, what, time.monotonic(), count=_count)
     try:

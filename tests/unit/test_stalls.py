@@ -69,6 +69,20 @@ CASES: dict[str, tuple[dict[int, State], list[int], set[int]]] = {
         [],
         set(),
     ),
+    "torch's barrier in a small group, and others who wait for one of it": (
+        {
+            0: State(Wait(TORCHS, "a", 1.0, count=3), "", {"0": 2}, {"0": 9, "of 0, 1": 1}, 3),
+            1: State(None, "", {"0": 2}, {"0": 9, "of 0, 1": 0}, 2),
+            2: at_collective(3),
+        },
+        [],
+        set(),
+    ),
+    "torch's barrier, to which another one is still to come": (
+        {0: in_torch(1, 1, launched=2), 1: running(2), 2: at_collective(3)},
+        [],
+        set(),
+    ),
     "two barriers of torch's": ({0: in_torch(1, 1), 1: in_torch(1, 1)}, [], set()),
     "a third waits for two that wait in vain": (
         {
@@ -114,6 +128,12 @@ def test_who_waits_in_vain(case: str) -> None:
         for rank, state in states.items()
     }
     assert in_vain(states, left) == in_vain(sent, left) == expected
+
+
+def test_a_rank_that_says_nothing_may_be_on_its_way() -> None:
+    states, left, stuck = CASES["torch's barrier and a collective"]
+    assert in_vain(states, left, are_all=False) == set()
+    assert in_vain(states, left) == stuck
 
 
 def test_ranks_in_short() -> None:
