@@ -1,20 +1,36 @@
-"""Ranks that are killed, and runs that go on from their last checkpoint, to the same parameters.
+"""Ranks that are killed, stopped and told to end, in runs that come to the same state bit for bit.
 
-    OMP_NUM_THREADS=1 python benchmarks/faults.py [--kills 30] [--save-kills 10] [--seed 0]
+    OMP_NUM_THREADS=1 python benchmarks/faults.py [--attempts 60] [--seed 0]
 
-Two ranks train a small model with dropout for 60 steps, with a checkpoint every 5, under torchrun,
-which starts them anew when one is gone. Three runs: one that nobody disturbs; one in which a rank
-kills itself (SIGKILL) within a phase of a step, at a random time in it: before the first step, in
-forward, in backward, in the optimizer, while it saves; and one in which that is always while it
-saves. Each restart has to resume from the latest checkpoint that was complete, or from the one that
-was being written; in the end all parameters and the optimizer's averages have to be those of the
-first run, bit for bit.
+Two gloo ranks train a small model with dropout and running statistics under torchrun's agent. A
+checkpoint is written every few steps, in turns by a save that waits and by one that does not. In
+each attempt one rank does to itself, at a random time in a phase of a step,
+
+    kill         SIGKILL: the agent ends the other one, and the next attempt goes on
+    stop         SIGSTOP, and SIGCONT after STOP_S: the attempt goes on
+    hang         the same after HANG_S: the group's timeout of HANG_TIMEOUT_S has ended the attempt
+    terminate    SIGTERM: `autoshard.preempted()` has all ranks save after the same step, and end;
+                 a rank that has not called it yet just ends
+
+by eager and compiled code, over two kinds of store. Over torchrun's default one, which outlives an
+attempt, ranks that are started anew may find addresses of those that are gone, in gloo: so there
+each attempt has an agent of its own, as if a scheduler started the job again. With
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 has the store, and `max_restarts` starts ranks anew.
+
+An attempt has to begin at the last complete checkpoint, or at one that was being written. The loss
+of each step, in all attempts, and in the end the parameters, AdamW's state, buffers and random
+number generators of each rank have to be those of a run that nobody disturbed, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
+import importlib
+import itertools
 import json
+import logging
 import os
 import random
 import signal
@@ -23,235 +39,447 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import unittest.mock
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-STEPS, EVERY = 60, 5
-PHASES = {"start": 0.0, "forward": 0.02, "backward": 0.02, "optimizer": 0.005, "save": 0.15}
-"""In which a rank is killed, and within how many seconds of its beginning."""
-TIMEOUT_S = 60
+import numpy
+import torch
+import torch.distributed as dist
+import warm_ranks
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import autoshard
+
+RANKS, EVERY = 2, 3
+FORMS = ("eager", "lowered eagerly", "Inductor")
+STORES = ("default store", "own store")
+KINDS = (
+    *("kill", "stop", "terminate", "kill", "stop", "terminate"),
+    *("kill", "terminate", "stop", "hang"),
+)
+"""Kinds of ten faults in a row."""
+PHASES = {
+    **{"init": 0.1, "load": 0.05, "forward": 0.01, "backward": 0.01, "optimizer": 0.005},
+    **{"before": 0.002, "save": 0.05, "write": 0.05, "after": 0.01},
+}
+"""In which a rank has its fault, and within how many seconds of its beginning.
+
+"init" is before ranks have met, "load" before the first step. "before", "save" and "after" are of
+saves that wait; "write" begins once one has returned that does not.
+"""
+EARLY = ("init", "load")
+STOP_S, HANG_S, HANG_TIMEOUT_S, TIMEOUT_S = 2, 16, 12, 60
+LIMIT_S = 200  # for an attempt: then ranks say where they are, and end
+STEPS_A_FAULT, STEPS_AFTER = 8, 16
 
 
 @dataclass(frozen=True)
-class Kill:
-    """Plan of a kill: `rank` kills itself `delay_s` seconds after `phase` has begun.
+class Fault:
+    """Plan of a fault: `rank` does it to itself `delay_s` seconds after `phase` has begun.
 
-    That is in `step`, or the first one after it which has that phase; "start" is before all steps.
+    That is in `step`, or the first one after it which has that phase; or, in an early phase, in the
+    attempt that follows what was planned before.
     """
 
+    kind: str
     rank: int
-    step: int
     phase: str
+    step: int
     delay_s: float
 
+    def is_early(self) -> bool:
+        """Tell whether it is before the first step of an attempt."""
+        return self.phase in EARLY
 
-def kills(count: int, seed: int, *, phases: tuple[str, ...], steps: int = STEPS) -> list[Kill]:
-    """Draw `count` kills, one an attempt, in the order of their steps: the same for the same seed.
+    def ends(self) -> bool:
+        """Tell whether it ends the attempt."""
+        return self.kind != "stop"
 
-    Steps are in order so that each attempt comes to its own kill. One in the phase "save" is at the
-    next step that saves.
-    phases: names of `PHASES` to choose from.
-    steps: of the run; kills are drawn from all but the last `EVERY`.
+
+@dataclass(frozen=True)
+class Run:
+    """Plan of a run: its form, its store, and its faults, in their order."""
+
+    form: str
+    store: str
+    faults: tuple[Fault, ...]
+
+
+def draw(count: int, seed: int) -> list[Run]:
+    """Draw `count` faults, in a run for each form and store; the same for the same seed.
+
+    Kinds and phases take turns, so that each kind meets each phase in time.
     """
     generator = random.Random(seed)
+    whole = list(itertools.product(STORES, FORMS))
+    ends = [count * (number + 1) // len(whole) for number in range(len(whole))]
     found = []
-    for step in sorted(generator.randrange(steps - EVERY) for _ in range(count)):
-        phase = generator.choice(phases)
-        at = -(-(step + 1) // EVERY) * EVERY - 1 if phase == "save" else step
-        delay_s = generator.uniform(0, PHASES[phase])
-        found.append(Kill(generator.randrange(2), at, phase, delay_s))
-    return sorted(found, key=lambda kill: (kill.step, kill.phase == "save"))
-
-
-def train(folder: Path, form: str, steps: int) -> None:
-    """Train as one rank, from the last checkpoint on; kill this process if that is planned.
-
-    Kills are read from `folder`, "kills.json", a kill an attempt. Rank 0 notes in "attempts.jsonl"
-    where the attempt began, and each checkpoint; at the end it writes the parameters and averages
-    of the optimizer, unsharded, to "final.pt". Runs under torchrun.
-    form: "compiled", with the plain lowering, or "eager".
-    steps: to train in all.
-    """
-    import torch
-    import torch.distributed as dist
-
-    import autoshard
-
-    dist.init_process_group("gloo")
-    rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    planned = json.loads((folder / "kills.json").read_text())
-    mine = Kill(**planned[attempt]) if attempt < len(planned) else None
-    begin = _killer(mine if mine is not None and mine.rank == rank else None, folder)
-    begin("start", 0)
-
-    torch.manual_seed(0)
-    model: Any = autoshard.shard(_net())
-    if form == "compiled":
-        model.compile(backend="autoshard", options={"lowering": "eager", "strict": True})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(rank)
-    resumed = autoshard.load_checkpoint(folder / "checkpoints", model, optimizer) or 0
-    if rank == 0:
-        with (folder / "attempts.jsonl").open("a") as log:
-            log.write(json.dumps({"attempt": attempt, "resumed": resumed}) + "\n")
-    for step in range(resumed, steps):
-        begin("forward", step)
-        loss = model(torch.randn(4, 16)).square().mean()
-        begin("backward", step)
-        loss.backward()
-        begin("optimizer", step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % EVERY == 0:
-            begin("save", step)
-            autoshard.save_checkpoint(folder / "checkpoints", model, optimizer, step=step + 1)
-            if rank == 0:
-                with (folder / "attempts.jsonl").open("a") as log:
-                    log.write(json.dumps({"attempt": attempt, "saved": step + 1}) + "\n")
-    state = [parameter.full_tensor() for parameter in model.parameters()]
-    state += [each["exp_avg"].full_tensor() for each in optimizer.state.values()]
-    if rank == 0:
-        torch.save(state, folder / "final.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _net() -> Any:
-    """Build a small model with dropout, with random weights."""
-    from torch import nn
-
-    layers = [
-        nn.Sequential(nn.Linear(16, 24), nn.Dropout(0.1), nn.Linear(24, 16)) for _ in range(3)
-    ]
-    return nn.Sequential(*layers)
-
-
-def _killer(kill: Kill | None, folder: Path) -> Callable[[str, int], None]:
-    """Return a function to call when a phase of a step begins, which kills this process as planned.
-
-    That is once, in a thread, after the delay of `kill`; never for None. The kill is noted before
-    in `folder`, "killed.txt".
-    """
-    pending = [] if kill is None else [kill]
-
-    def end() -> None:
-        with (folder / "killed.txt").open("a") as log:
-            log.write(f"{kill}\n")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def begin(phase: str, step: int) -> None:
-        """Start the timer that kills, if `phase` is the planned one, in its step or after it."""
-        if not pending or phase != pending[0].phase:
-            return
-        if phase != "start" and step < pending[0].step:
-            return
-        delay_s = pending.pop().delay_s
-        if delay_s == 0:
-            end()
-        threading.Timer(delay_s, end).start()
-
-    return begin
-
-
-def run(folder: Path, form: str, planned: list[Kill], steps: int = STEPS) -> list[int]:
-    """Train under torchrun on two ranks to the end; return the steps from which attempts began.
-
-    folder: is made, with all files of the run; must not exist.
-    form: "eager" or "compiled".
-    planned: a kill for each attempt but the last.
-    Raises RuntimeError with the end of the output where the run fails or hangs; AssertionError
-    where not all kills took place, or as `check` does.
-    """
-    folder.mkdir(parents=True)
-    (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in planned]))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(f"--max-restarts={len(planned)}", "--monitor-interval=0.1", __file__),
-        *("--train", str(folder), "--form", form, "--steps", str(steps)),
-    ]
-    limit = TIMEOUT_S * (len(planned) + 1)
-    with (folder / "output.txt").open("w") as output:
-        # Else the store of an attempt has what the one before left there: gloo's old addresses.
-        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-        try:
-            code = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-            code = None
-    if code != 0:
-        tail = (folder / "output.txt").read_text()[-3000:]
-        raise RuntimeError(f"{'it hangs' if code is None else f'exit code {code}'}: {tail}")
-    killed = (folder / "killed.txt").read_text().splitlines() if planned else []
-    assert killed == [str(kill) for kill in planned], f"{len(killed)} of {len(planned)} kills"
-    return check(folder)
-
-
-def check(folder: Path) -> list[int]:
-    """Return the steps from which the attempts of a run in `folder` began, by its log.
-
-    Raises AssertionError if an attempt began elsewhere than from the last complete checkpoint or
-    the one after it, over which a rank may have been killed.
-    """
-    latest, found = 0, []
-    for line in map(json.loads, (folder / "attempts.jsonl").read_text().splitlines()):
-        if "resumed" in line:
-            found.append(line["resumed"])
-            assert found[-1] in (latest, latest + EVERY), f"{line}, and {latest} was complete"
-        latest = line.get("saved", found[-1])
+    for (store, form), begin, end in zip(whole, [0, *ends], ends, strict=False):
+        each = [
+            (KINDS[at % len(KINDS)], list(PHASES)[at % len(PHASES)]) for at in range(begin, end)
+        ]
+        found.append(Run(form, store, tuple(_in_order(each, generator))))
     return found
 
 
-def main() -> None:
-    """Make the undisturbed run and those with kills, and print a line for each.
+def _in_order(each: list[tuple[str, str]], generator: random.Random) -> list[Fault]:
+    """Make faults of kinds and phases, in an order in which none comes too late for its attempt."""
+    while True:
+        generator.shuffle(each)
+        found = [
+            Fault(
+                kind,
+                generator.randrange(RANKS),
+                phase,
+                STEPS_A_FAULT * at + generator.randint(1, 4),
+                generator.choice([0.0, generator.uniform(0, PHASES[phase])]),
+            )
+            for at, (kind, phase) in enumerate(each)
+        ]
+        if all(
+            a.ends() or a.is_early() or not b.is_early() for a, b in itertools.pairwise(found)
+        ):
+            return found
 
-    Ends with 1 at the first run whose final state differs. With `--train`, this is a rank of a run.
+
+def steps_of(num_faults: int) -> int:
+    """Return how many steps a run with `num_faults` faults takes: they come at their places."""
+    return STEPS_A_FAULT * num_faults + STEPS_AFTER
+
+
+class Striker:
+    """Faults of this rank in this attempt, and what does them.
+
+    first: the step that the attempt began with, once it is known.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--save-kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=["eager", "compiled"], default="compiled")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.train is not None:
-        train(options.train, options.form, options.steps)
-        return
 
-    import torch
+    def __init__(self, planned: dict[int, Fault], log: Callable[..., None]) -> None:
+        """Take faults by number; `log` is told before each is done."""
+        self._planned, self._log = planned, log
+        self.first: int | None = None
 
-    everywhere = kills(options.kills, options.seed, phases=tuple(PHASES), steps=options.steps)
-    while_saving = kills(options.save_kills, options.seed, phases=("save",), steps=options.steps)
-    with tempfile.TemporaryDirectory() as root:
-        began = time.monotonic()
-        run(Path(root) / "whole", options.form, [], options.steps)
-        want = torch.load(Path(root) / "whole" / "final.pt")
-        print(f"undisturbed: {time.monotonic() - began:.0f} s", flush=True)
-        for name, planned in (("anywhere", everywhere), ("while saving", while_saving)):
+    def begin(self, phase: str, step: int = 0) -> None:
+        """Note that `phase` begins; do what is planned, now or in a thread after its delay."""
+        for number, fault in list(self._planned.items()):
+            if fault.phase == phase and (fault.is_early() or fault.step <= step):
+                del self._planned[number]
+                if fault.delay_s:
+                    threading.Timer(fault.delay_s, self._do, (number, fault, step)).start()
+                else:
+                    self._do(number, fault, step)
+
+    def _do(self, number: int, fault: Fault, step: int) -> None:
+        """Note the fault, and send this process its signal."""
+        self._log(fault=number, step=step, first=self.first)
+        if fault.kind in ("stop", "hang"):
+            seconds = STOP_S if fault.kind == "stop" else HANG_S
+            wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+        os.kill(os.getpid(), _SIGNALS[fault.kind])
+
+
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "hang": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
+}
+
+
+def train(arguments: list[str]) -> None:
+    """Train as one rank, from the last checkpoint on, with the faults that are planned.
+
+    arguments: the run's folder, its form, its number of steps.
+    """
+    folder, form, steps = Path(arguments[0]), arguments[1], int(arguments[2])
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    attempt = f"{os.environ['TORCHELASTIC_RUN_ID']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+
+    def log(**what: Any) -> None:
+        """Write a line to the run's log, in one piece."""
+        line = json.dumps({"at": time.time(), "attempt": attempt, "rank": rank, **what}) + "\n"
+        with (folder / "log.jsonl").open("a") as file:
+            file.write(line)
+
+    armed = _armed(folder, attempt, rank)
+    striker = Striker({at: each for at, each in armed.items() if each.rank == rank}, log)
+    striker.begin("init")
+    hangs = any(each.kind == "hang" for each in armed.values())
+    dist.init_process_group(
+        "gloo", timeout=timedelta(seconds=HANG_TIMEOUT_S if hangs else TIMEOUT_S)
+    )
+    model, optimizer = _model(form)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(rank)
+    striker.begin("load")
+    first = autoshard.load_checkpoint(folder / "checkpoints", model, optimizer) or 0
+    striker.first = first
+    log(began=first)
+    is_preempted = _steps(range(first, steps), model, optimizer, striker, folder, log)
+    if not is_preempted:
+        torch.save(_state(model, optimizer), folder / f"final_{rank}.pt")
+
+
+def _steps(
+    steps: range,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    striker: Striker,
+    folder: Path,
+    log: Callable[..., None],
+) -> bool:
+    """Train for `steps`, saving to `folder`; return whether a signal has ended that."""
+    for step in steps:
+        striker.begin("forward", step)
+        scale = random.random() + numpy.random.rand()
+        loss = model(scale * torch.randn(4, 16)).square().mean()
+        striker.begin("backward", step)
+        loss.backward()
+        striker.begin("optimizer", step)
+        optimizer.step()
+        optimizer.zero_grad()
+        log(step=step, loss=loss.item().hex())
+        stops = autoshard.preempted()
+        if stops or (step + 1) % EVERY == 0:
+            waits = stops or (step + 1) % (2 * EVERY) == 0
+            log(saves=step + 1)
+            if waits:
+                striker.begin("before", step)
+                striker.begin("save", step)
+            autoshard.save_checkpoint(
+                folder / "checkpoints", model, optimizer, step=step + 1, wait=waits
+            )
+            if waits:
+                log(saved=step + 1)
+            striker.begin("after" if waits else "write", step)
+        if stops:
+            log(ended=step + 1)
+            return True
+    return False
+
+
+def _armed(folder: Path, attempt: str, rank: int) -> dict[int, Fault]:
+    """Return the faults of this attempt by number: those left, up to the first that ends it.
+
+    The first rank to come looks, and others do as it did: one may have its fault at once.
+    """
+    planned = [Fault(**each) for each in json.loads((folder / "faults.json").read_text())]
+    done = {each["fault"] for each in read_log(folder) if "fault" in each}
+    left = [number for number in range(len(planned)) if number not in done]
+    last = next((at for at, number in enumerate(left) if planned[number].ends()), len(left))
+    own, common = folder / f"own_{rank}.{attempt}", folder / f"armed.{attempt}"
+    own.write_text(json.dumps(left[: last + 1]))
+    try:
+        os.link(own, common)
+    except FileExistsError:
+        pass
+    return {number: planned[number] for number in json.loads(common.read_text())}
+
+
+def _model(form: str) -> tuple[Any, torch.optim.Optimizer]:
+    """Build a small sharded model with dropout and running statistics, and its optimizer."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Linear(16, 24), nn.Dropout(0.1), nn.Linear(24, 16)) for _ in range(2)
+    ]
+    model: Any = autoshard.shard(nn.Sequential(nn.BatchNorm1d(16), *layers))
+    if form != "eager":
+        lowering = "inductor" if form == "Inductor" else "eager"
+        model.compile(backend="autoshard", options={"lowering": lowering, "strict": True})
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return this rank's state by name: shards, the optimizer's state, buffers, generators."""
+    names = {param: name for name, param in model.named_parameters()}
+    found = {f"parameter {name}": _local(param) for param, name in names.items()}
+    for param, state in optimizer.state.items():
+        found.update({f"{key} of {names[param]}": _local(it) for key, it in state.items()})
+    found.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
+    found["torch's generator"] = torch.get_rng_state()
+    found["Python's generator"] = torch.tensor(random.getstate()[1])
+    found["NumPy's generator"] = torch.tensor(
+        [int(it) for it in (*numpy.random.get_state()[1], numpy.random.get_state()[2])]
+    )
+    return found
+
+
+def _local(value: Any) -> Tensor:
+    return value.detach().to_local() if hasattr(value, "to_local") else value.detach()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Return what the ranks of the run in `folder` have noted, in order."""
+    path = folder / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def run(folder: Path, plan: Run, steps: int, command: Sequence[str]) -> list[int]:
+    """Train to the end; return the steps from which attempts began, by rank 0's log.
+
+    folder: is made, with all files of the run; must not exist.
+    steps: of the run.
+    command: starts a rank, as `warm_ranks.serving` gives it.
+    Raises RuntimeError, with the end of the output, where the run does not come to its end in an
+    attempt for each fault that ends one, and one more; AssertionError as `check` does.
+    """
+    folder.mkdir(parents=True)
+    (folder / "faults.json").write_text(json.dumps([asdict(each) for each in plan.faults]))
+    num_ends = sum(each.ends() for each in plan.faults)
+    own = plan.store == "own store"
+    variable = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if own else "0"}
+    words = [*command, str(folder), plan.form, str(steps)]
+    with unittest.mock.patch.dict(os.environ, variable):
+        while not (folder / "final_0.pt").exists() and len(_attempts(folder)) <= num_ends:
+            _launch(folder, words, num_ends - len(_attempts(folder)) if own else 0)
+    finals = [(folder / f"final_{rank}.pt").exists() for rank in range(RANKS)]
+    if not all(finals) or len(_attempts(folder)) != num_ends + 1:
+        raise RuntimeError(
+            f"{len(_attempts(folder))} attempts for {num_ends} faults that end one, and the end "
+            f"was reached by {sum(finals)} ranks:\n{_outputs(folder)}"
+        )
+    return check(folder, plan)
+
+
+def _launch(folder: Path, words: Sequence[str], max_restarts: int) -> None:
+    """Have an agent, as torchrun has one, start ranks, until they end or can't be started anew."""
+    config = LaunchConfig(
+        **{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": RANKS, "run_id": uuid.uuid4().hex},
+        **{"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"},
+        max_restarts=max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "output"), redirects=Std.ALL),
+    )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        elastic_launch(config, words[0])(*words[1:])
+    except ChildFailedError:
+        pass  # who calls sees what is left to do
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _attempts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("armed.*"), key=lambda path: path.stat().st_mtime)
+
+
+def _outputs(folder: Path) -> str:
+    """Return the end of what ranks wrote in the last attempts."""
+    files = sorted(folder.glob("output/**/stderr.log"), key=lambda path: path.stat().st_mtime)
+    return "\n".join(f"{file}:\n{file.read_text()[-3000:]}" for file in files[-2 * RANKS :])
+
+
+def check(folder: Path, plan: Run) -> list[int]:
+    """Return the steps from which the attempts of a run in `folder` began, by rank 0's log.
+
+    Raises AssertionError if a fault was not done; if an attempt began elsewhere than at the last
+    complete checkpoint or at one that was being written; or if a signal to a rank that has called
+    `preempted` before did not have all ranks save after the same step.
+    """
+    log = read_log(folder)
+    done = {each["fault"]: each for each in log if "fault" in each}
+    assert len(done) == len(plan.faults), f"{sorted(done)} of {len(plan.faults)} faults"
+    found, saved, begun = [], 0, {0}
+    for each in log:
+        if "began" in each and each["rank"] == 0:
+            found.append(each["began"])
+            assert saved <= found[-1] in begun, f"{each}, and {saved} was saved, of {begun}"
+        saved = each.get("saved", saved)
+        begun.add(each.get("saves", 0))
+    for number, each in done.items():
+        is_heard = each["first"] is not None and each["step"] > each["first"]
+        if plan.faults[number].kind == "terminate" and is_heard:
+            ends = [it["ended"] for it in log if "ended" in it and it["attempt"] == each["attempt"]]
+            assert len(ends) == RANKS, f"{plan.faults[number]}: {len(ends)} ranks saved and ended"
+            assert len(set(ends)) == 1, f"{plan.faults[number]}: ranks ended after steps {ends}"
+    return found
+
+
+def difference(whole: Path, folder: Path) -> str:
+    """Name the first thing in which a run in `folder` differs from the one in `whole`, or ""."""
+    wanted = {(it["rank"], it["step"]): it["loss"] for it in read_log(whole) if "loss" in it}
+    seen = [((it["rank"], it["step"]), it["loss"]) for it in read_log(folder) if "loss" in it]
+    if dict(seen).keys() != wanted.keys():
+        return "steps without a loss"
+    for (rank, step), loss in seen:
+        if loss != wanted[rank, step]:
+            return f"the loss of step {step} on rank {rank}"
+    for rank in range(RANKS):
+        want, got = (torch.load(each / f"final_{rank}.pt") for each in (whole, folder))
+        if want.keys() != got.keys():
+            return f"names on rank {rank}: {sorted(want.keys() ^ got.keys())}"
+        for name, value in want.items():
+            if _bits(value) != _bits(got[name]):
+                return f"{name} on rank {rank}"
+    return ""
+
+
+def _bits(value: Tensor) -> bytes:
+    return value.contiguous().numpy().tobytes()
+
+
+def each_run(count: int, seed: int, root: Path, say: Callable[[str], None]) -> int:
+    """Make runs with `count` faults, saying of each what came of it; return how many are wrong."""
+    plans = draw(count, seed)
+    steps, wrong = steps_of(max(len(plan.faults) for plan in plans)), 0
+    with warm_ranks.serving([sys.executable, __file__, "--serve"]) as command:
+        for form in FORMS:
             began = time.monotonic()
-            folder = Path(root) / name
-            resumed = run(folder, options.form, planned, options.steps)
-            got = torch.load(folder / "final.pt")
-            equal = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-            phases = ", ".join(
-                f"{sum(kill.phase == phase for kill in planned)} {phase}" for phase in PHASES
-            )
-            print(
-                f"killed {name}: {len(planned)} kills ({phases}), {len(resumed)} attempts from "
-                f"steps {resumed}; final state "
-                f"{'equal, bit for bit' if equal else 'DIFFERS'}; "
-                f"{time.monotonic() - began:.0f} s",
-                flush=True,
-            )
-            if not equal:
-                raise SystemExit(1)
+            run(root / form, Run(form, STORES[0], ()), steps, command)
+            say(f"{form}, undisturbed: {steps} steps in {time.monotonic() - began:.0f} s")
+        for plan in plans:
+            folder, began = root / f"{plan.form}, {plan.store}", time.monotonic()
+            try:
+                resumed = run(folder, plan, steps, command)
+                found = difference(root / plan.form, folder)
+                said = f"DIFFERS in {found}" if found else "equal, bit for bit"
+                wrong += len(plan.faults) if found else 0
+                say(f"{plan.form}, {plan.store}: attempts from {resumed}; {said}")
+            except (RuntimeError, AssertionError) as error:
+                wrong += len(plan.faults)
+                say(f"{plan.form}, {plan.store}: WRONG: {error}")
+            for each in plan.faults:
+                say(f"    {each}")
+            say(f"    {len(plan.faults)} faults in {time.monotonic() - began:.0f} s")
+    return wrong
+
+
+def main() -> int:
+    """Make the runs; return 1 if one differs. With `--serve`, fork ranks of these."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--attempts", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        for name in ("torch._inductor.compile_fx", "autoshard.backend"):
+            importlib.import_module(name)
+        gc.freeze()
+        warm_ranks.serve(options.serve, train)
+        return 0
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as root:
+        wrong = each_run(
+            options.attempts, options.seed, Path(root), lambda text: print(text, flush=True)
+        )
+    print(
+        f"{options.attempts - wrong} of {options.attempts} faults in runs that end equal, bit for "
+        f"bit; {time.monotonic() - began:.0f} s"
+    )
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
