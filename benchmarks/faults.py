@@ -25,7 +25,7 @@ number generators of each rank have to be those of a run that nobody disturbed, 
 from __future__ import annotations
 
 import argparse
-import faulthandler
+import contextlib
 import gc
 import importlib
 import itertools
@@ -34,74 +34,44 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import unittest.mock
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import numpy
 import torch
-import torch.distributed as dist
 import warm_ranks
-from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from faulty_ranks import FORMS, RANKS, Fault, read_log, train
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import autoshard
-
-RANKS, EVERY = 2, 3
-FORMS = ("eager", "lowered eagerly", "Inductor")
 STORES = ("default store", "own store")
-KINDS = (
-    *("kill", "stop", "terminate", "kill", "stop", "terminate"),
-    *("kill", "terminate", "stop", "hang"),
-)
+KINDS = (*("kill", "stop", "terminate") * 3, "hang")
 """Kinds of ten faults in a row."""
 PHASES = {
-    **{"init": 0.1, "load": 0.05, "forward": 0.01, "backward": 0.01, "optimizer": 0.005},
-    **{"before": 0.002, "save": 0.05, "write": 0.05, "after": 0.01},
+    "init": 0.05,
+    "load": 0.05,
+    "forward": 0.01,
+    "backward": 0.01,
+    "optimizer": 0.01,
+    "before": 0.01,
+    "save": 0.05,
+    "write": 0.05,
+    "after": 0.01,
 }
 """In which a rank has its fault, and within how many seconds of its beginning.
 
 "init" is before ranks have met, "load" before the first step. "before", "save" and "after" are of
 saves that wait; "write" begins once one has returned that does not.
 """
-EARLY = ("init", "load")
-STOP_S, HANG_S, HANG_TIMEOUT_S, TIMEOUT_S = 2, 16, 12, 60
-LIMIT_S = 200  # for an attempt: then ranks say where they are, and end
-STEPS_A_FAULT, STEPS_AFTER = 8, 16
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Plan of a fault: `rank` does it to itself `delay_s` seconds after `phase` has begun.
-
-    That is in `step`, or the first one after it which has that phase; or, in an early phase, in the
-    attempt that follows what was planned before.
-    """
-
-    kind: str
-    rank: int
-    phase: str
-    step: int
-    delay_s: float
-
-    def is_early(self) -> bool:
-        """Tell whether it is before the first step of an attempt."""
-        return self.phase in EARLY
-
-    def ends(self) -> bool:
-        """Tell whether it ends the attempt."""
-        return self.kind != "stop"
+STEPS_A_FAULT, STEPS_AFTER = 6, 16
+SHUTDOWN_S = 10  # from an agent's SIGTERM to its SIGKILL, from torch 2.13 on; 30 before
 
 
 @dataclass(frozen=True)
@@ -144,9 +114,7 @@ def _in_order(each: list[tuple[str, str]], generator: random.Random) -> list[Fau
             )
             for at, (kind, phase) in enumerate(each)
         ]
-        if all(
-            a.ends() or a.is_early() or not b.is_early() for a, b in itertools.pairwise(found)
-        ):
+        if all(a.ends() or a.is_early() or not b.is_early() for a, b in itertools.pairwise(found)):
             return found
 
 
@@ -155,174 +123,9 @@ def steps_of(num_faults: int) -> int:
     return STEPS_A_FAULT * num_faults + STEPS_AFTER
 
 
-class Striker:
-    """Faults of this rank in this attempt, and what does them.
-
-    first: the step that the attempt began with, once it is known.
-    """
-
-    def __init__(self, planned: dict[int, Fault], log: Callable[..., None]) -> None:
-        """Take faults by number; `log` is told before each is done."""
-        self._planned, self._log = planned, log
-        self.first: int | None = None
-
-    def begin(self, phase: str, step: int = 0) -> None:
-        """Note that `phase` begins; do what is planned, now or in a thread after its delay."""
-        for number, fault in list(self._planned.items()):
-            if fault.phase == phase and (fault.is_early() or fault.step <= step):
-                del self._planned[number]
-                if fault.delay_s:
-                    threading.Timer(fault.delay_s, self._do, (number, fault, step)).start()
-                else:
-                    self._do(number, fault, step)
-
-    def _do(self, number: int, fault: Fault, step: int) -> None:
-        """Note the fault, and send this process its signal."""
-        self._log(fault=number, step=step, first=self.first)
-        if fault.kind in ("stop", "hang"):
-            seconds = STOP_S if fault.kind == "stop" else HANG_S
-            wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
-            subprocess.Popen(["sh", "-c", wake], start_new_session=True)
-        os.kill(os.getpid(), _SIGNALS[fault.kind])
-
-
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "hang": signal.SIGSTOP,
-    "terminate": signal.SIGTERM,
-}
-
-
-def train(arguments: list[str]) -> None:
-    """Train as one rank, from the last checkpoint on, with the faults that are planned.
-
-    arguments: the run's folder, its form, its number of steps.
-    """
-    folder, form, steps = Path(arguments[0]), arguments[1], int(arguments[2])
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    attempt = f"{os.environ['TORCHELASTIC_RUN_ID']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-
-    def log(**what: Any) -> None:
-        """Write a line to the run's log, in one piece."""
-        line = json.dumps({"at": time.time(), "attempt": attempt, "rank": rank, **what}) + "\n"
-        with (folder / "log.jsonl").open("a") as file:
-            file.write(line)
-
-    armed = _armed(folder, attempt, rank)
-    striker = Striker({at: each for at, each in armed.items() if each.rank == rank}, log)
-    striker.begin("init")
-    hangs = any(each.kind == "hang" for each in armed.values())
-    dist.init_process_group(
-        "gloo", timeout=timedelta(seconds=HANG_TIMEOUT_S if hangs else TIMEOUT_S)
-    )
-    model, optimizer = _model(form)
-    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
-        seed(rank)
-    striker.begin("load")
-    first = autoshard.load_checkpoint(folder / "checkpoints", model, optimizer) or 0
-    striker.first = first
-    log(began=first)
-    is_preempted = _steps(range(first, steps), model, optimizer, striker, folder, log)
-    if not is_preempted:
-        torch.save(_state(model, optimizer), folder / f"final_{rank}.pt")
-
-
-def _steps(
-    steps: range,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    striker: Striker,
-    folder: Path,
-    log: Callable[..., None],
-) -> bool:
-    """Train for `steps`, saving to `folder`; return whether a signal has ended that."""
-    for step in steps:
-        striker.begin("forward", step)
-        scale = random.random() + numpy.random.rand()
-        loss = model(scale * torch.randn(4, 16)).square().mean()
-        striker.begin("backward", step)
-        loss.backward()
-        striker.begin("optimizer", step)
-        optimizer.step()
-        optimizer.zero_grad()
-        log(step=step, loss=loss.item().hex())
-        stops = autoshard.preempted()
-        if stops or (step + 1) % EVERY == 0:
-            waits = stops or (step + 1) % (2 * EVERY) == 0
-            log(saves=step + 1)
-            if waits:
-                striker.begin("before", step)
-                striker.begin("save", step)
-            autoshard.save_checkpoint(
-                folder / "checkpoints", model, optimizer, step=step + 1, wait=waits
-            )
-            if waits:
-                log(saved=step + 1)
-            striker.begin("after" if waits else "write", step)
-        if stops:
-            log(ended=step + 1)
-            return True
-    return False
-
-
-def _armed(folder: Path, attempt: str, rank: int) -> dict[int, Fault]:
-    """Return the faults of this attempt by number: those left, up to the first that ends it.
-
-    The first rank to come looks, and others do as it did: one may have its fault at once.
-    """
-    planned = [Fault(**each) for each in json.loads((folder / "faults.json").read_text())]
-    done = {each["fault"] for each in read_log(folder) if "fault" in each}
-    left = [number for number in range(len(planned)) if number not in done]
-    last = next((at for at, number in enumerate(left) if planned[number].ends()), len(left))
-    own, common = folder / f"own_{rank}.{attempt}", folder / f"armed.{attempt}"
-    own.write_text(json.dumps(left[: last + 1]))
-    try:
-        os.link(own, common)
-    except FileExistsError:
-        pass
-    return {number: planned[number] for number in json.loads(common.read_text())}
-
-
-def _model(form: str) -> tuple[Any, torch.optim.Optimizer]:
-    """Build a small sharded model with dropout and running statistics, and its optimizer."""
-    torch.manual_seed(0)
-    layers = [
-        nn.Sequential(nn.Linear(16, 24), nn.Dropout(0.1), nn.Linear(24, 16)) for _ in range(2)
-    ]
-    model: Any = autoshard.shard(nn.Sequential(nn.BatchNorm1d(16), *layers))
-    if form != "eager":
-        lowering = "inductor" if form == "Inductor" else "eager"
-        model.compile(backend="autoshard", options={"lowering": lowering, "strict": True})
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return this rank's state by name: shards, the optimizer's state, buffers, generators."""
-    names = {param: name for name, param in model.named_parameters()}
-    found = {f"parameter {name}": _local(param) for param, name in names.items()}
-    for param, state in optimizer.state.items():
-        found.update({f"{key} of {names[param]}": _local(it) for key, it in state.items()})
-    found.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
-    found["torch's generator"] = torch.get_rng_state()
-    found["Python's generator"] = torch.tensor(random.getstate()[1])
-    found["NumPy's generator"] = torch.tensor(
-        [int(it) for it in (*numpy.random.get_state()[1], numpy.random.get_state()[2])]
-    )
-    return found
-
-
-def _local(value: Any) -> Tensor:
-    return value.detach().to_local() if hasattr(value, "to_local") else value.detach()
-
-
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return what the ranks of the run in `folder` have noted, in order."""
-    path = folder / "log.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+def serving() -> contextlib.AbstractContextManager[list[str]]:
+    """Fork ranks, in a context that has the command that starts one."""
+    return warm_ranks.serving([sys.executable, __file__, "--serve"])
 
 
 def run(folder: Path, plan: Run, steps: int, command: Sequence[str]) -> list[int]:
@@ -330,7 +133,7 @@ def run(folder: Path, plan: Run, steps: int, command: Sequence[str]) -> list[int
 
     folder: is made, with all files of the run; must not exist.
     steps: of the run.
-    command: starts a rank, as `warm_ranks.serving` gives it.
+    command: starts a rank, as `serving` gives it.
     Raises RuntimeError, with the end of the output, where the run does not come to its end in an
     attempt for each fault that ends one, and one more; AssertionError as `check` does.
     """
@@ -338,9 +141,12 @@ def run(folder: Path, plan: Run, steps: int, command: Sequence[str]) -> list[int
     (folder / "faults.json").write_text(json.dumps([asdict(each) for each in plan.faults]))
     num_ends = sum(each.ends() for each in plan.faults)
     own = plan.store == "own store"
-    variable = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if own else "0"}
+    variables = {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if own else "0",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+    }
     words = [*command, str(folder), plan.form, str(steps)]
-    with unittest.mock.patch.dict(os.environ, variable):
+    with unittest.mock.patch.dict(os.environ, variables):
         while not (folder / "final_0.pt").exists() and len(_attempts(folder)) <= num_ends:
             _launch(folder, words, num_ends - len(_attempts(folder)) if own else 0)
     finals = [(folder / f"final_{rank}.pt").exists() for rank in range(RANKS)]
@@ -355,20 +161,27 @@ def run(folder: Path, plan: Run, steps: int, command: Sequence[str]) -> list[int
 def _launch(folder: Path, words: Sequence[str], max_restarts: int) -> None:
     """Have an agent, as torchrun has one, start ranks, until they end or can't be started anew."""
     config = LaunchConfig(
-        **{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": RANKS, "run_id": uuid.uuid4().hex},
-        **{"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"},
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=RANKS,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
         max_restarts=max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "output"), redirects=Std.ALL),
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     try:
-        elastic_launch(config, words[0])(*words[1:])
-    except ChildFailedError:
-        pass  # who calls sees what is left to do
+        with contextlib.suppress(ChildFailedError):  # who calls sees what is left to do
+            elastic_launch(config, words[0])(*words[1:])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by an agent
 
 
 def _attempts(folder: Path) -> list[Path]:
@@ -377,7 +190,7 @@ def _attempts(folder: Path) -> list[Path]:
 
 def _outputs(folder: Path) -> str:
     """Return the end of what ranks wrote in the last attempts."""
-    files = sorted(folder.glob("output/**/stderr.log"), key=lambda path: path.stat().st_mtime)
+    files = sorted(folder.glob("output.*"), key=lambda path: path.stat().st_mtime)
     return "\n".join(f"{file}:\n{file.read_text()[-3000:]}" for file in files[-2 * RANKS :])
 
 
@@ -434,7 +247,7 @@ def each_run(count: int, seed: int, root: Path, say: Callable[[str], None]) -> i
     """Make runs with `count` faults, saying of each what came of it; return how many are wrong."""
     plans = draw(count, seed)
     steps, wrong = steps_of(max(len(plan.faults) for plan in plans)), 0
-    with warm_ranks.serving([sys.executable, __file__, "--serve"]) as command:
+    with serving() as command:
         for form in FORMS:
             began = time.monotonic()
             run(root / form, Run(form, STORES[0], ()), steps, command)
@@ -451,7 +264,7 @@ def each_run(count: int, seed: int, root: Path, say: Callable[[str], None]) -> i
                 wrong += len(plan.faults)
                 say(f"{plan.form}, {plan.store}: WRONG: {error}")
             for each in plan.faults:
-                say(f"    {each}")
+                say(f"    {each.name()}")
             say(f"    {len(plan.faults)} faults in {time.monotonic() - began:.0f} s")
     return wrong
 

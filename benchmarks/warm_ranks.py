@@ -2,8 +2,8 @@
 
     torchrun's agent --starts--> this file  ...asks...  server --forks--> keeper --forks--> rank
 
-What the agent starts asks the server for a rank, and stands for it: it has the rank's environment
-and output, passes SIGTERM on, and ends as the rank does, by the same signal or with its status.
+What the agent starts asks the server for a rank, gives it its environment, and stands for it: it
+passes SIGTERM on, and ends as the rank does, by the same signal or with its status.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 LIMIT_S = 120  # for the server to begin
+PAUSE_S = 0.02
 
 
 @contextlib.contextmanager
@@ -29,8 +30,8 @@ def serving(program: Sequence[str]) -> Iterator[list[str]]:
     """Run `program` as a server; give the command line that an agent starts a rank by.
 
     program: command line that calls `serve` with its last argument, which is added here.
-    Words that are added to the one that is given are the rank's arguments. At the end the server
-    ends, and its ranks, if there are any, do not.
+    Words that are added to it are the rank's arguments. At the end the server ends; its ranks, if
+    there are any, end with what the agent started.
     """
     with tempfile.TemporaryDirectory() as folder:
         address = str(Path(folder) / "ranks")
@@ -46,7 +47,7 @@ def serving(program: Sequence[str]) -> Iterator[list[str]]:
 def serve(address: str, rank: Callable[[list[str]], None]) -> None:
     """Fork a process for each that asks at `address`, which calls `rank`; end with stdin.
 
-    rank: is given the arguments, once the environment and the output are those of who asked.
+    rank: is given the arguments, once the environment is that of who asked.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are nobody's concern
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -59,19 +60,27 @@ def serve(address: str, rank: Callable[[list[str]], None]) -> None:
                     continue
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listener.close()
-                text, outputs, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+                text = connection.recv(1 << 20)
                 pid = os.fork()
                 if pid:
-                    connection.send(str(pid).encode())
-                    connection.send(str(os.waitpid(pid, 0)[1]).encode())
+                    _keep(connection, pid)
                     os._exit(0)
             environment, arguments = json.loads(text)
             os.environ.clear()
             os.environ.update(environment)
-            for place, output in zip((1, 2), outputs, strict=True):
-                os.dup2(output, place)
             rank(arguments)
             return
+
+
+def _keep(connection: socket.socket, pid: int) -> None:
+    """Tell who asked of rank `pid`, and how it ends; kill it if who asked is killed."""
+    with contextlib.suppress(OSError):
+        connection.send(str(pid).encode())
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if select.select([connection], [], [], PAUSE_S)[0]:  # closed: nothing is ever sent
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        connection.send(str(ended[1]).encode())
 
 
 def stand_in(address: str, arguments: list[str]) -> int:
@@ -79,16 +88,17 @@ def stand_in(address: str, arguments: list[str]) -> int:
 
     Returns its exit status. Raises OSError if there is no server within LIMIT_S.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until there is a rank to tell
     deadline = time.monotonic() + LIMIT_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         while (refused := connection.connect_ex(address)) and time.monotonic() < deadline:
             time.sleep(0.05)
         if refused:
             raise OSError(refused, f"no server at {address}")
-        text = json.dumps([dict(os.environ), arguments]).encode()
-        socket.send_fds(connection, [text], [1, 2])
+        connection.send(json.dumps([dict(os.environ), arguments]).encode())
         pid = int(connection.recv(20))
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         code = os.waitstatus_to_exitcode(int(connection.recv(20)))
     if code < 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -166,3 +166,17 @@ def test_signals_in_all_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == preemption.signals(20, 0)
     assert {each.phase for each in found} == set(preemption.PHASES)
     assert all(each.step + 5 < preemption.STEPS for each in found)
+
+
+def test_faults_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty of them have each kind, each phase, each form and each store, and each two of these."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    faults = importlib.import_module("faults")
+    runs = faults.draw(60, 0)
+    assert runs == faults.draw(60, 0)
+    found = [(each.kind, each.phase, it.form, it.store) for it in runs for each in it.faults]
+    assert len(found) == 60
+    assert len({(kind, form, store) for kind, _, form, store in found}) == 4 * 3 * 2
+    assert len({(phase, form, store) for _, phase, form, store in found}) == 9 * 3 * 2
+    assert len({(kind, phase) for kind, phase, _, _ in found}) == 33  # of 36: few hang
+    assert len(faults.draw(6, 0)) == 6
