@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/faults.py [--attempts 60] [--seed 0]
 
 Two gloo ranks train a small model with dropout and running statistics under torchrun's agent. A
-checkpoint is written every few steps, in turns by a save that waits and by one that does not. In
-each attempt one rank does to itself, at a random time in a phase of a step,
+checkpoint is written every few steps, in turns by a save that waits and by one that does not. Ten
+times a run one rank does to itself, at a random time in a phase of a step,
 
     kill         SIGKILL: the agent ends the other one, and the next attempt goes on
     stop         SIGSTOP, and SIGCONT after STOP_S: the attempt goes on
@@ -19,7 +19,11 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 has the store, and `max_restarts` st
 
 An attempt has to begin at the last complete checkpoint, or at one that was being written. The loss
 of each step, in all attempts, and in the end the parameters, AdamW's state, buffers and random
-number generators of each rank have to be those of a run that nobody disturbed, bit for bit.
+number generators of each rank have to be those of a run that nobody disturbed, bit for bit. A run
+may have no other attempts than those that its faults make.
+
+A rank that waits in the store for one that was killed does not see that: the agent kills it 30 s
+after it has sent SIGTERM, which `preempted` only notes. That is most of the time that runs take.
 """
 
 from __future__ import annotations
@@ -71,7 +75,6 @@ PHASES = {
 saves that wait; "write" begins once one has returned that does not.
 """
 STEPS_A_FAULT, STEPS_AFTER = 6, 16
-SHUTDOWN_S = 10  # from an agent's SIGTERM to its SIGKILL, from torch 2.13 on; 30 before
 
 
 @dataclass(frozen=True)
@@ -141,12 +144,9 @@ def run(folder: Path, plan: Run, steps: int, command: Sequence[str]) -> list[int
     (folder / "faults.json").write_text(json.dumps([asdict(each) for each in plan.faults]))
     num_ends = sum(each.ends() for each in plan.faults)
     own = plan.store == "own store"
-    variables = {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if own else "0",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
-    }
+    variable = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if own else "0"}
     words = [*command, str(folder), plan.form, str(steps)]
-    with unittest.mock.patch.dict(os.environ, variables):
+    with unittest.mock.patch.dict(os.environ, variable):
         while not (folder / "final_0.pt").exists() and len(_attempts(folder)) <= num_ends:
             _launch(folder, words, num_ends - len(_attempts(folder)) if own else 0)
     finals = [(folder / f"final_{rank}.pt").exists() for rank in range(RANKS)]
