@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import faults
-import pytest
 from faulty_ranks import Fault
 
 STEPS = 24
@@ -17,7 +16,6 @@ PLANNED = (
 )
 
 
-@pytest.mark.timeout(240)
 def test_runs_go_on(tmp_path: Path) -> None:
     with faults.serving() as command:
         undisturbed = faults.Run("eager", "default store", ())
