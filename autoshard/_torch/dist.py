@@ -107,7 +107,7 @@ def group_within(group: dist.ProcessGroup, ranks: Sequence[int], purpose: str) -
     ranks: global ones, this rank's among them. Groups for one purpose have no rank in common.
     """
     name = f"{group.group_name}/{purpose}"
-    if len(ranks) < group.size():
+    if len(ranks) < len(dist.get_process_group_ranks(group)):
         name += f"/{ranks[0]}"  # they meet at the store under this name
     with unittest.mock.patch.object(_c10d, "_process_group_name", return_value=name):
         made = dist.new_group(
