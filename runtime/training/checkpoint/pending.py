@@ -24,6 +24,7 @@ import torch.distributed as dist
 from autoshard.runtime.training.checkpoint.reports import Outcome, Report, Reports, new_reports
 from autoshard.runtime.training.checkpoint.writing import Task, if_full, not_written
 
+HEAD_START_S = 0.02  # of the caller: it would wait for the thread to let go of the interpreter
 GRACE_S = 10.0  # for others to have written, at the end of a process that an exception ends
 
 
@@ -85,6 +86,7 @@ class PendingCheckpoint:
 
     def _run(self) -> None:
         """Write this rank's part, and as rank 0 publish those of all: the thread's work."""
+        time.sleep(HEAD_START_S)
         task, reports, report = self._task, self._reports, self._report()
         task.values.clear()
         self._has_written.set()

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -183,8 +183,26 @@ def test_one_rank_cannot_write(rank: int, told: str, folder: str) -> None:
     autoshard.save_checkpoint(folder, model, optimizer, step=1, wait=False)
     before = state(model, optimizer)
     full = mock.patch.object(Task, "write", side_effect=OSError("no room"))
-    with full if rank == 1 else held():
-        later = autoshard.save_checkpoint(folder, model, optimizer, step=2, wait=False)
+    with ExitStack() as until_told:
+        if rank == 1:
+            until_told.enter_context(full)
+        with nullcontext() if rank == 1 else held():
+            later = autoshard.save_checkpoint(folder, model, optimizer, step=2, wait=False)
+        check_is_told(rank, told, later, folder, model, optimizer)
+    assert later.done()
+    assert names(folder) == ["step_00000001"]
+    dist.barrier()
+    assert not list(Path(folder).glob(".writing*"))
+    assert autoshard.load_checkpoint(folder, model, optimizer) == 1
+    assert_equal(state(model, optimizer), before)
+    autoshard.save_checkpoint(folder, model, optimizer, step=4, wait=False).wait()
+    assert names(folder) == ["step_00000001", "step_00000004"]
+
+
+def check_is_told(
+    rank: int, told: str, later: Any, folder: str, model: Any, optimizer: torch.optim.Optimizer
+) -> None:
+    """After a step, the next call tells that rank 1 could not write."""
     train(model, optimizer, Loader(rank), 1)
     calls = {
         "save": lambda: autoshard.save_checkpoint(folder, model, optimizer, step=3),
@@ -194,14 +212,6 @@ def test_one_rank_cannot_write(rank: int, told: str, folder: str) -> None:
     says = rf"rank {rank}: .* step 2 .* on rank 1, OSError: no room.*still there; make room"
     with pytest.raises(autoshard.CheckpointError, match=says):
         calls[told]()
-    assert later.done()
-    assert names(folder) == ["step_00000001"]
-    dist.barrier()
-    assert not list(Path(folder).glob(".writing*"))
-    assert autoshard.load_checkpoint(folder, model, optimizer) == 1
-    assert_equal(state(model, optimizer), before)
-    autoshard.save_checkpoint(folder, model, optimizer, step=4, wait=False).wait()
-    assert names(folder) == ["step_00000001", "step_00000004"]
 
 
 @on_ranks(2)
