@@ -206,7 +206,7 @@ def _gather(flat: FlatDTensor) -> DTensor:
 
 def _cut_like(tensor: DTensor, like: FlatDTensor) -> FlatDTensor:
     """Cut `tensor`, which can be expanded to the size of `like`, as `like` is cut."""
-    if isinstance(tensor, FlatDTensor) and tensor.placements == like.placements:
+    if isinstance(tensor, FlatDTensor) and _layout(tensor) == _layout(like):
         return tensor
     if tensor.shape != like.shape:
         expanded = tensor.expand(like.shape)
@@ -215,6 +215,10 @@ def _cut_like(tensor: DTensor, like: FlatDTensor) -> FlatDTensor:
     around = tensor.redistribute(like.device_mesh, _gathered(like.placements))
     box = _torch.dtensor.local_tensor(around)
     return _cut_box(box, like.device_mesh, like.placements, tuple(like.shape))
+
+
+def _layout(flat: FlatDTensor) -> tuple[Any, ...]:
+    return flat.device_mesh, flat.placements, flat.shape
 
 
 class _Gather(torch.autograd.Function):
@@ -302,7 +306,7 @@ class _Call:
             self._is_of_many
             or torch.Tag.pointwise in func.tags
             or name in _ELEMENTWISE
-            or (name in _OF_ALL and not given.get("dim") and not given.get("keepdim"))
+            or (name in _OF_ALL and given.get("dim") in (None, [], ()) and not given.get("keepdim"))
         )
         written = [given.get(each.name) for each in schema.arguments if _is_written(each)]
         self._written = set(map(id, _torch.tensors.tree_leaves(written)))
@@ -352,16 +356,21 @@ class _Call:
         ]
 
     def _likes(self) -> dict[int, FlatDTensor]:
-        """For each group, the flat tensor as which the others are cut; none if it is not to be.
+        """Choose for each group the flat tensor as which the others are cut, by its number.
 
-        That is so where a tensor that is not flat is written to.
+        There is none where a tensor that is not flat is written to, or where the result has another
+        size: then all are gathered.
         """
         likes = {}
         for number, together in self._together():
             flats = [each for each in together if isinstance(each, FlatDTensor)]
             ordinary = [each for each in together if not isinstance(each, FlatDTensor)]
-            if flats and not any(id(each) in self._written and each.dim() for each in ordinary):
-                likes[number] = flats[0]
+            if any(id(each) in self._written and each.dim() for each in ordinary):
+                continue
+            size = torch.broadcast_shapes(*(each.shape for each in together))
+            found = next((each for each in flats if each.shape == size), None)
+            if found is not None:
+                likes[number] = found
         return likes
 
     def _replaced(self, given: Tensor, like: FlatDTensor | None) -> Tensor:

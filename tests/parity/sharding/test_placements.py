@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import autoshard
 from autoshard import FlatShard, _torch, fully_shard
-from autoshard.runtime.comm.flat_shard import FlatDTensor
+from autoshard.runtime.comm.flat_shard import FlatDTensor, cut
 
 needs_subclasses = pytest.mark.skipif(
     not _torch.dtensor.SUBCLASSES_DISPATCH, reason="flat placements need torch 2.12"
@@ -399,6 +399,11 @@ def test_operators(rank: int) -> None:
     same(torch.linalg.vector_norm(weight, 1), whole.abs().sum())
     same(weight.abs().max(), whole.abs().max())
     same(weight.sum(0), whole.sum(0))
+    same(weight.max(0).values, whole.max(0).values)
+    same(weight.min(dim=0).indices, whole.min(dim=0).indices)
+    same(weight.norm(dim=0), whole.norm(dim=0))
+    same((weight > 0).any(0), (whole > 0).any(0))
+    same(torch.linalg.vector_norm(weight, dim=0), torch.linalg.vector_norm(whole, dim=0))
     same(weight.T @ weight, whole.T @ whole)
     same(weight.view(-1)[7], whole.view(-1)[7])
     same(weight[1], whole[1])
@@ -409,6 +414,11 @@ def test_operators(rank: int) -> None:
     same(rows + weight, 2 * whole)
     scale = distribute_tensor(torch.arange(3.0)[:, None], mesh, [Replicate()], src_data_rank=None)
     same(weight * scale, whole * torch.arange(3.0)[:, None])
+    many = distribute_tensor(torch.ones(2, 3, 1), mesh, [Replicate()], src_data_rank=None)
+    same(weight + many, whole + torch.ones(2, 3, 1))
+    row = cut(whole[:1].clone(), mesh, [FlatShard()])
+    same(weight * row, whole * whole[:1])
+    same(row * weight, whole * whole[:1])
     rows.add_(weight.detach())
     same(rows, 2 * whole)
     assert rows.placements == (Shard(0),)
