@@ -12,6 +12,7 @@ time of the calling thread, which others on the machine do not lengthen as much.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -85,7 +86,7 @@ def rounds(folder: Path, count: int, blocks: int, dim: int) -> tuple[Times, floa
 
     def save(number: int, *, wait: bool) -> Any:
         """Save the step `number`."""
-        return autoshard.save_checkpoint(folder, model, optimizer, step=number, wait=wait)  # type: ignore[call-overload]
+        return autoshard.save_checkpoint(folder, model, optimizer, step=number, wait=wait)
 
     step()
     tensors = own_tensors(model, optimizer)
@@ -94,8 +95,8 @@ def rounds(folder: Path, count: int, blocks: int, dim: int) -> tuple[Times, floa
         works: dict[str, Callable[[], Any]] = {
             "copy to new memory": lambda: [tensor.clone() for tensor in tensors],
             "copy to used memory": lambda: [a.copy_(b) for a, b in zip(used, tensors, strict=True)],
-            "blocking save": lambda: save(2 * number, wait=True),  # noqa: B023
-            "asynchronous save": lambda: save(2 * number + 1, wait=False),  # noqa: B023
+            "blocking save": functools.partial(save, 2 * number, wait=True),
+            "asynchronous save": functools.partial(save, 2 * number + 1, wait=False),
         }
         pending = None
         for what in list(works)[number % 4 :] + list(works)[: number % 4]:

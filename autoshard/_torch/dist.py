@@ -204,6 +204,7 @@ def num_issued(group: dist.ProcessGroup) -> int:
     if _uncounted and any(known() is group for known in _uncounted):
         return 0
     try:
+        # The ignore: torch's type information lacks it.
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
         _uncounted.append(weakref.ref(group))
@@ -287,6 +288,7 @@ def watch_waits(watched: Callable[..., Any]) -> None:
         waits = functools.partial(wait_tensor, tensor)
         return watched("a functional collective of torch's", waits, is_message=False)
 
+    # The ignore: a patch, of a method whose arguments are passed on as they come.
     dist.Work.wait = wait  # type: ignore[method-assign, assignment]
     functional.wait_tensor = wait_watched
 
@@ -294,6 +296,7 @@ def watch_waits(watched: Callable[..., Any]) -> None:
 def _kind(work: dist.Work) -> int:
     """Number of torch's OpType that `work` has; -1 if it is not known."""
     try:
+        # The ignore: torch's type information lacks it.
         return int(work._get_op_type())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):  # of a backend in Python
         return -1

@@ -41,6 +41,7 @@ def make(cls: type[_D], local: torch.Tensor, spec: Any, *, requires_grad: bool =
     """Return a DTensor of class `cls`; else as `from_spec`."""
     # Not by calling the class: its `__init__` does nothing, and keeping Dynamo from that takes
     # longer than the rest.
+    # The ignore: `__new__` of a subclass is typed as that of DTensor.
     made: _D = cls.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[assignment]
     return made
 
@@ -98,6 +99,7 @@ def distribute_also(kind: type[Placement], cut: Callable[..., DTensor]) -> None:
             states[key] = part
         known_of_many(states, keys, *rest, **named)
 
+    # The ignores: patches, and the mark of one.
     distribute._autoshard_kind = kind  # type: ignore[attr-defined]
     for module in (torch.distributed.tensor, _api, _state_dict_utils):
         module.distribute_tensor = distribute  # type: ignore[attr-defined]

@@ -96,7 +96,7 @@ class FlatDTensor(DTensor):
         """Redistribute as a DTensor does; to what is not flat, by gathering all of it."""
         if placements is not None and tuple(placements) == self.placements:
             return self
-        gathered: DTensor = _Gather.apply(self)  # type: ignore[no-untyped-call]
+        gathered: DTensor = _Gather.apply(self)  # type: ignore[no-untyped-call]  # torch's is untyped
         return gathered.redistribute(device_mesh, placements, **keywords)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -111,7 +111,7 @@ class FlatDTensor(DTensor):
             )
         if not torch.is_grad_enabled():
             return _torch.dtensor.local_tensor(self)
-        local: Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
+        local: Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]  # likewise
         return local
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
@@ -287,7 +287,7 @@ _OF_ALL = frozenset(
 
 
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.expand.default)
-"""What `view_as` and `expand_as` call, by which torch and others ask a tensor for its graph."""
+"""Operators of `view_as` and `expand_as`, by which torch and others ask a tensor for its graph."""
 
 
 class _Call:

@@ -28,7 +28,7 @@ GONE = (
     "has ended without a word (killed, or by os._exit()), left its process group, or can't be "
     "reached any more"
 )
-"""What is said of a rank that has said nothing."""
+"""Words for a rank that has said nothing."""
 
 
 @functools.cache

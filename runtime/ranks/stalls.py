@@ -26,7 +26,7 @@ LONGEST = 500  # characters for each
 
 @dataclass(frozen=True)
 class State:
-    """What a rank says of itself.
+    """Account that a rank gives of itself: what it waits for, and how far it has come.
 
     wait:     what it waits for; None if it goes on.
     code:     the line of the user's code that it is at.
@@ -147,7 +147,7 @@ def _behind(states: States, state: State, wait: Wait) -> set[int]:
 
 
 def _elsewhere(states: States, state: State, wait: Wait) -> list[set[int]]:
-    """For each group that a collective of other code may be over, list the ranks that it lacks.
+    """List the ranks that a collective of other code lacks, for each group that it may be over.
 
     They have begun fewer such collectives over it, and have waited for fewer: one that waits for
     one, too, may wait for the same. None, if one of them runs.

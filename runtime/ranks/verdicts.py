@@ -1,4 +1,4 @@
-"""What was found of ranks that wait in vain: it ends the waits of this rank, and is in its errors.
+"""Verdict on ranks that wait in vain: it ends the waits of this rank, and is in its errors.
 
 A wait in the store asks for it here (`raise_if_found`); one for a collective is ended by breaking
 the process groups, which can't be used any more, as ranks would take one collective for another.
@@ -22,7 +22,7 @@ HINT = (
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What was found, in words, of a wait of this rank that began at `since`."""
+    """Finding, in words, about the wait of this rank that began at `since`."""
 
     text: str
     since: float
@@ -30,7 +30,7 @@ class _Verdict:
 
 
 _latest: weakref.WeakKeyDictionary[dist.ProcessGroup, _Verdict] = weakref.WeakKeyDictionary()
-"""By the default process group of that time: another one begins anew."""
+"""Latest verdict, by the default process group of that time: another one begins anew."""
 
 
 def note(text: str, since: float, *, breaks: bool) -> None:

@@ -1,4 +1,4 @@
-"""What threads of this process wait for: a collective, other ranks at a place, one of torch's.
+"""Waits of this process's threads: for a collective, other ranks at a place, or one of torch's.
 
 `flights.waiting` has the first; here the others are noted, and all are told to other ranks as a
 `Wait`. Where ranks are found to wait for each other in vain (`verdicts.py`), waits in the store
@@ -26,7 +26,7 @@ from autoshard.runtime.comm.shard_names import names_at
 
 @dataclass(frozen=True)
 class Wait:
-    """What a thread waits for.
+    """Wait of a thread for a collective of ours, for ranks at a place, or for other code's.
 
     kind:   COLLECTIVE, PLACE or TORCHS.
     what:   in words.

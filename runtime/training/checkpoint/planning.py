@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass
 class Kept:
-    """What is kept of a model's saves for the next one.
+    """Memory of a model's saves, for the next one.
 
     names:     in checkpoints, by those in the model.
     plan:      of states that have `signature`; None before the first.

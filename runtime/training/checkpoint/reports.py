@@ -27,7 +27,7 @@ from autoshard.runtime.training.checkpoint.writing import Written
 PAUSE_S = 0.05  # of rank 0, between two questions whether all have reported
 
 Report = Written | str
-"""What a rank has written, or why it could not."""
+"""Report of a rank: its part of the checkpoint, or why it could not be written."""
 
 
 @dataclass(frozen=True)

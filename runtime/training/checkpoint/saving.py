@@ -87,7 +87,7 @@ def begin(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a rank has found to save.
+    """State that a rank has found to save.
 
     state:     as it is, nested. values: likewise, by dotted names.
     objects:   copies of what is no tensor, by dotted names.

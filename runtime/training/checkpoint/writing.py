@@ -1,4 +1,4 @@
-"""What ranks write of a checkpoint, and what rank 0 makes of that.
+"""Writing of a checkpoint: each rank its part, and rank 0 the index of all parts.
 
 Nothing here needs other ranks, or a process group: it may run in a thread.
 """
@@ -23,7 +23,9 @@ from autoshard.runtime.training.checkpoint.rank_state import RANKS, own_bytes
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written: where each tensor is, as torch says it, and its files by name.
+    """Part of a checkpoint that a rank has written: where each tensor is, and its files by name.
+
+    results: places of tensors, as torch says them.
 
     own: plan of its own state.
     """
