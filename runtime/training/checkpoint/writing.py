@@ -26,7 +26,6 @@ class Written:
     """Part of a checkpoint that a rank has written: where each tensor is, and its files by name.
 
     results: places of tensors, as torch says them.
-
     own: plan of its own state.
     """
 
