@@ -12,9 +12,11 @@ from support.models import Block
 from torch import Tensor, nn
 
 from autoshard import MixedPrecisionPolicy
+from autoshard.passes.ir.layout import Member
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.cli import main
 from autoshard.tools.plan.dry_run import Stack, cut_stacks, grown, mean_loss, trace
+from autoshard.tools.plan.estimate import Parameters
 
 pytestmark = [
     pytest.mark.usefixtures("fake_world"),
@@ -177,3 +179,11 @@ def test_bad_input(
     with pytest.raises(SystemExit, match="2"):
         main(arguments(*given))
     assert message in capsys.readouterr().err
+
+
+def test_stacked_experts_are_shared_by_all_ranks() -> None:
+    """Eight experts on 64 ranks: a 64th each, and not an eighth."""
+    experts = Member(torch.float32, (8, 28672, 4096))
+    parameters = Parameters((experts, experts), (experts,))
+    assert parameters.shard_bytes(64) == 2 * experts.num_bytes // 64
+    assert parameters.largest_trained_bytes(8) == experts.num_bytes // 8

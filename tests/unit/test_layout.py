@@ -18,6 +18,7 @@ from autoshard.passes.ir.layout import (
     FLAT,
     Member,
     chunk_rows,
+    dim_with_little_padding,
     first_row,
     local_rows,
     part_of,
@@ -113,6 +114,22 @@ def test_boxes_of_a_run(size: tuple[int, ...], data: st.DataObject) -> None:
         found += box.flatten().tolist()
     assert found == list(range(start, end))
     assert len(boxes) <= max(1, 2 * len(size) - 1)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=3).map(tuple), WORLDS)
+def test_little_padding(size: tuple[int, ...], world: int) -> None:
+    """A hundredth of the shard, or a few elements, at any number of ranks."""
+    member = Member(torch.bfloat16, size, dim_with_little_padding(size, world))
+    share = math.prod(size) / world
+    if len(size) > 1:
+        assert member.chunk_numel(world) <= max(1.01 * share, share + 64) + 1
+    assert member.dim == 0 or Member(torch.bfloat16, size).chunk_numel(world) > 1.01 * share
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(10_000, 0), (9_901, 0), (9_900, 0), (9_801, FLAT)])
+def test_a_hundredth_is_little(rows: int, dim: int) -> None:
+    """Of 100 ranks, each has 100 rows, 100, 99, and 99, of which 98.01 are used."""
+    assert dim_with_little_padding((rows, 10_000), 100) == dim
 
 
 def test_a_run_of_many_ranks_is_few_boxes() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from autoshard.runtime.ranks import stalls, waits
+from autoshard.runtime.ranks import judge, stalls, waits
 from autoshard.runtime.ranks.stalls import State, in_vain
 from autoshard.runtime.ranks.waits import COLLECTIVE, PLACE, TORCHS, Wait, in_spans, spans
 
@@ -134,6 +137,40 @@ def test_a_rank_that_says_nothing_may_be_on_its_way() -> None:
     states, left, stuck = CASES["torch's barrier and a collective"]
     assert in_vain(states, left, are_all=False) == set()
     assert in_vain(states, left) == stuck
+
+
+@pytest.mark.parametrize("second", [0.0, 1.0])
+def test_the_judge_asks_twice(second: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits that are other ones the second time were never of one moment: `since` tells."""
+    told: list[Any] = []
+    states = CASES["two places"][0]
+    asked: list[dict[int, Any]] = []
+
+    def ask(*_: Any) -> dict[int, Any]:
+        later = second * len(asked)
+        moved = {
+            rank: replace(state, wait=replace(state.wait, since=1.0 + later))
+            for rank, state in states.items()
+            if state.wait is not None
+        }
+        asked.append(
+            {
+                rank: {"state": json.loads(json.dumps(state.to_json())), "age": 9.0}
+                for rank, state in moved.items()
+            }
+        )
+        return asked[-1]
+
+    positions: Any = SimpleNamespace(
+        ask=ask,
+        store=SimpleNamespace(check=lambda keys: False),
+        tell_verdict=lambda *given, **named: told.append(given),
+    )
+    monkeypatch.setattr(judge.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(judge.time, "sleep", lambda seconds: None)
+    judge.Judge(positions, 1.0)._judge()
+    assert len(asked) == 2
+    assert bool(told) == (second == 0.0)
 
 
 def test_ranks_in_short() -> None:

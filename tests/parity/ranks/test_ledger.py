@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,22 @@ def test_another_learning_rate(rank: int, form: str) -> None:
     )
     with pytest.raises(RuntimeError, match=says):
         train(form, each)
+
+
+@on_ranks(2)
+def test_a_save_compares_what_ranks_did(rank: int) -> None:
+    """One more step of the optimizer since the last backward, which no later one has shown yet."""
+    torch.manual_seed(0)
+    model = autoshard.shard(SmallNet())
+    optimizer = adamw(model)
+    backward(model, rank, 0)
+    optimizer.step()
+    if rank == 1:
+        optimizer.step()
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    with pytest.raises(RuntimeError, match=r"save_checkpoint\(step=1\) after 1 backwards, and .*"):
+        autoshard.save_checkpoint(folder[0], model, optimizer, step=1)
 
 
 @on_ranks(3)
