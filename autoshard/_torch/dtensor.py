@@ -54,7 +54,7 @@ def local_box(
 
 
 def distribute_also(kind: type[Placement], cut: Callable[..., DTensor]) -> None:
-    """Have torch cut placements of `kind` by `cut`, where it distributes tensors; once is enough.
+    """Have torch cut placements of `kind` by `cut`, where it distributes tensors, from now on.
 
     Patched: `torch.distributed.tensor.distribute_tensor`, also where state dicts have it, and
     `torch.distributed._state_dict_utils._distribute_tensors`, which cuts what the first rank has
@@ -65,8 +65,6 @@ def distribute_also(kind: type[Placement], cut: Callable[..., DTensor]) -> None:
     cut: like `distribute_tensor`, with a mesh and placements one of which is of `kind`.
     """
     known, known_of_many = _api.distribute_tensor, _state_dict_utils._distribute_tensors
-    if getattr(known, "_autoshard_kind", None) is kind:
-        return
 
     def is_asked(placements: Sequence[Placement] | None) -> bool:
         return any(isinstance(each, kind) for each in placements or ())
@@ -79,8 +77,9 @@ def distribute_also(kind: type[Placement], cut: Callable[..., DTensor]) -> None:
         **keywords: Any,
     ) -> DTensor:
         """Do as torch's does, but for placements of `kind`."""
-        distributes = cut if is_asked(placements) else known
-        return distributes(tensor, device_mesh, placements, **keywords)
+        if not is_asked(placements):
+            return known(tensor, device_mesh, placements, **keywords)
+        return cut(tensor, device_mesh, placements, **{"src_data_rank": 0, **keywords})
 
     @functools.wraps(known_of_many)
     def distribute_many(states: dict[str, Any], keys: list[str], *rest: Any, **named: Any) -> None:
@@ -99,8 +98,7 @@ def distribute_also(kind: type[Placement], cut: Callable[..., DTensor]) -> None:
             states[key] = part
         known_of_many(states, keys, *rest, **named)
 
-    # The ignores: patches, and the mark of one.
-    distribute._autoshard_kind = kind  # type: ignore[attr-defined]
+    # The ignores: patches.
     for module in (torch.distributed.tensor, _api, _state_dict_utils):
         module.distribute_tensor = distribute  # type: ignore[attr-defined]
     _state_dict_utils._distribute_tensors = distribute_many  # type: ignore[assignment]

@@ -419,6 +419,12 @@ def test_operators(rank: int) -> None:
     row = cut(whole[:1].clone(), mesh, [FlatShard()])
     same(weight * row, whole * whole[:1])
     same(row * weight, whole * whole[:1])
+    same(weight * weight.sum(), whole * whole.sum())
+    same(weight.sum() * weight, whole * whole.sum())
+    same(torch._foreach_mul([weight.detach()], [weight.detach().sum()])[0], whole * whole.sum())
+    same(torch._foreach_mul([weight.detach()], weight.detach().sum())[0], whole * whole.sum())
+    same(weight.new_zeros(weight.shape), torch.zeros(3, 50))
+    assert isinstance(weight.new_empty(weight.size(), device="cpu"), FlatDTensor)
     rows.add_(weight.detach())
     same(rows, 2 * whole)
     assert rows.placements == (Shard(0),)
@@ -432,15 +438,104 @@ def test_operators(rank: int) -> None:
     (reference.square().sum() + (reference.T @ reference).sum()).backward()
     assert isinstance(weight.grad, DTensor)
     same(weight.grad, reference.grad)
+    weight.grad = None
+    (weight.norm() + (weight / weight.norm()).abs().sum()).backward()
+    weight.to_local().sum().backward()
+    reference.grad = None
+    (reference.norm() + (reference / reference.norm()).abs().sum() + reference.sum()).backward()
+    same(weight.grad, reference.grad)
+    weight.grad.mul_(2)
+    cubed = (weight.full_tensor() ** 3).sum(), (reference**3).sum()
+    (first,), (wanted,) = (
+        torch.autograd.grad(each, of, create_graph=True)
+        for each, of in zip(cubed, (weight, reference), strict=True)
+    )
+    (second,) = torch.autograd.grad(first.square().sum(), weight)
+    same(second, torch.autograd.grad(wanted.square().sum(), reference)[0])
     with torch.no_grad():
         weight.clamp_(-0.5, 0.5)
         same(weight, whole.clamp(-0.5, 0.5))
+        weight.abs_().masked_fill_(weight > 0.4, 0.0)
+        clamped = whole.clamp(-0.5, 0.5).abs()
+        same(weight, clamped.masked_fill(clamped > 0.4, 0.0))
+        for view in (weight.T, weight[:, 0], weight[0], weight.unsqueeze(0), weight.view(-1)):
+            with pytest.raises(NotImplementedError, match=r"or a view of one, .*full_params"):
+                view.zero_()
+        same(weight.T[3] + 1, weight.full_tensor().T[3] + 1)
         nn.init.uniform_(weight, 2.0, 3.0)
         assert weight.to_local().min() >= 2.0
-        with pytest.raises(NotImplementedError, match=r"tensor of size \[3, 50\].*full_params"):
+        with pytest.raises(NotImplementedError, match=r"of size \[3, 50\], .*full_params"):
             weight.index_fill_(0, torch.tensor([0]), 0.0)
     with pytest.raises(ValueError, match="can only be placed alike"):
         weight.to_local(grad_placements=[Shard(0)])
+
+
+@needs_subclasses
+@on_ranks(2)
+def test_moments_that_lie_otherwise(rank: int) -> None:
+    """A fused step would write to flat parameters and to moments by rows: an error, not a loss."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    experts_loss(model, rank, 0).backward()
+    optimizer.step()
+    before = [param.full_tensor() for param in model.parameters()]
+    for param, state in optimizer.state.items():
+        mesh = param.device_mesh
+        for key in ("exp_avg", "exp_avg_sq"):
+            whole = state[key].full_tensor()
+            state[key] = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        optimizer.step(lambda: experts_loss(model, rank, 1))
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), value)
+
+
+@needs_subclasses
+@on_ranks(2)
+def test_values_of_the_first_rank(rank: int) -> None:
+    """`distribute_tensor` sends those of rank 0 by default, flat ones, too."""
+    mesh = init_device_mesh("cpu", (2,))
+    flat_one = torch.distributed.tensor.distribute_tensor(
+        torch.full((3, 5), float(rank)), mesh, [FlatShard()]
+    )
+    assert flat_one.to_local().sum() == 0.0
+    with pytest.raises(ValueError, match="to have names"):
+        cut(torch.ones(3, 5), init_device_mesh("cpu", (2, 1)), [FlatShard(), Replicate()])
+
+
+@needs_subclasses
+@on_ranks(4)
+def test_operators_beside_another_axis(rank: int) -> None:
+    """Uneven over both axes: means and what is made of them are those of the whole tensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    whole = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    for placements in ([FlatShard(), Shard(0)], [Shard(0), FlatShard()]):
+        flat_one = cut(whole, mesh, placements)
+        for got, want in (
+            (flat_one.mean(), whole.mean()),
+            (flat_one - flat_one.mean(), whole - whole.mean()),
+            (flat_one * flat_one.sum(), whole * whole.sum()),
+            (flat_one.norm(), whole.norm()),
+        ):
+            torch.testing.assert_close(got.full_tensor(), want)
+
+
+@needs_subclasses
+@on_ranks(2)
+def test_asynchronous_saves_of_torch(rank: int) -> None:
+    folder = shared_folder(rank)
+    model = build()
+    saved = [param.full_tensor() for param in model.parameters()]
+    group = dist.new_group(backend="gloo")
+    dcp.async_save(
+        {"model": get_model_state_dict(model)}, checkpoint_id=folder, process_group=group
+    ).result()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    for param, value in zip(model.parameters(), saved, strict=True):
+        assert torch.equal(param.full_tensor(), value)
 
 
 @needs_subclasses
