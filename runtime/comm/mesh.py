@@ -21,7 +21,7 @@ from autoshard import _torch
 from autoshard.errors import UsageError
 from autoshard.passes.ir import groups
 from autoshard.passes.ir.layout import Member
-from autoshard.runtime.comm.flat_shard import FlatShard
+from autoshard.runtime.comm.flat_layout import FlatShard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims

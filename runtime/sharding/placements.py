@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from autoshard import _torch
 from autoshard.errors import UnsupportedError, UsageError
 from autoshard.passes.ir.layout import FLAT, dim_with_little_padding
-from autoshard.runtime.comm.flat_shard import FlatShard
+from autoshard.runtime.comm.flat_layout import FlatShard
 from autoshard.runtime.unit.extensions import has_methods
 
 PlacementFn = Callable[[nn.Parameter], Placement | None]

@@ -26,7 +26,8 @@ from autoshard.passes.ir import groups
 from autoshard.passes.ir.layout import Member, part_of, show_members
 from autoshard.passes.ir.ops import UnshardOptions
 from autoshard.runtime.comm import shard_names
-from autoshard.runtime.comm.flat_shard import FlatDTensor, FlatShard
+from autoshard.runtime.comm.flat_layout import FlatShard
+from autoshard.runtime.comm.flat_shard import FlatDTensor
 from autoshard.runtime.comm.mesh import Axes, FullMesh, mesh_device
 from autoshard.runtime.unit.extensions import has_methods, is_extended
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, OffloadPolicy

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import _torch
-from autoshard.runtime.comm.flat_shard import FlatShard
+from autoshard.runtime.comm.flat_layout import FlatShard
 from autoshard.runtime.comm.mesh import device_type, ensure_process_group
 from autoshard.runtime.sharding.shard import replicate, shard
 from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

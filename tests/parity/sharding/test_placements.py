@@ -423,6 +423,13 @@ def test_operators(rank: int) -> None:
     same(weight.sum() * weight, whole * whole.sum())
     same(torch._foreach_mul([weight.detach()], [weight.detach().sum()])[0], whole * whole.sum())
     same(torch._foreach_mul([weight.detach()], weight.detach().sum())[0], whole * whole.sum())
+    single = cut(torch.full((1, 1), 3.0), mesh, [FlatShard()])  # the second rank has none of it
+    for got in (single.max(), single.min(), single.mean(), torch.linalg.vector_norm(single, 4)):
+        same(got, torch.tensor(3.0))
+    same(torch.linalg.vector_norm(single, float("inf")), torch.tensor(3.0))
+    most = torch._foreach_norm([single.detach(), weight.detach()], float("inf"))
+    same(most[0], torch.tensor(3.0))
+    same(most[1], whole.abs().max())
     same(weight.new_zeros(weight.shape), torch.zeros(3, 50))
     assert isinstance(weight.new_empty(weight.size(), device="cpu"), FlatDTensor)
     rows.add_(weight.detach())
