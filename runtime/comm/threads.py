@@ -2,38 +2,63 @@
 
 Ranks match collectives by their order, and two threads would launch theirs in another order on each
 rank: models would be mixed up, or gloo end the process. That two threads are at it is seen where
-the second of them launches, and asked only where another thread launched before: that one is within
-a forward or a backward.
+the second of them launches, and asked only where another thread launched before. That one is at it
+if the forward in which it last launched over the group, or a backward since, has not ended, and if
+it does not wait for another thread.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 import torch.distributed as dist
 
 from autoshard.errors import UsageError
 
-_latest: dict[tuple[int, str], int] = {}
-"""Thread that launched last, by rank and group: in some tests, ranks are threads."""
 
-_in_forward: Counter[int] = Counter()  # by thread
+@dataclass
+class _Work:
+    """What a thread is at.
+
+    number: of forwards that it has begun.
+    frame: id of the frame that has called the module whose eager forward runs, if one does.
+    """
+
+    number: int = 0
+    frame: int | None = None
 
 
-def begin_forward() -> None:
-    """Note that this thread begins a forward; it may be in another one."""
-    _in_forward[threading.get_ident()] += 1
+_works: dict[int, _Work] = {}  # by thread
+
+_latest: dict[tuple[int, str], tuple[int, int]] = {}
+"""Thread that launched last, and the number of its work, by rank and group: ranks may be threads."""
+
+
+def _work_of(thread: int) -> _Work:
+    work = _works.get(thread)
+    if work is None:
+        work = _works[thread] = _Work()
+    return work
+
+
+def begin_forward(frame: FrameType | None = None) -> None:
+    """Note that this thread begins a forward, maybe within another one.
+
+    frame: what has called the module, in eager, which tells of `end_forward`.
+    """
+    work = _work_of(threading.get_ident())
+    work.number += 1
+    if frame is not None:
+        work.frame = id(frame)
 
 
 def end_forward() -> None:
-    """Note that this thread ends the forward that it began last."""
-    thread = threading.get_ident()
-    _in_forward[thread] -= 1
-    if not _in_forward[thread]:
-        del _in_forward[thread]
+    """Note that this thread ends its eager forward."""
+    _work_of(threading.get_ident()).frame = None
 
 
 def check(group: str, what: object) -> None:
@@ -46,29 +71,48 @@ def check(group: str, what: object) -> None:
     thread = threading.get_ident()
     key = dist.get_rank(), group
     before = _latest.get(key)
-    if before == thread:
-        return
-    _latest[key] = thread
-    if before is None or type(threading.current_thread()).__name__ == "_DummyThread":
-        return
-    if before in _in_forward or _is_working(sys._current_frames().get(before)):
-        raise UsageError(
-            f"rank {dist.get_rank()}: two threads train over process group {group} at a time: "
-            f"{threading.current_thread().name} is at {what}, and another one is in a forward "
-            "or a backward. Ranks could not tell whose collectives are whose: shard each thread's "
-            "model over a mesh with a process group of its own, as by mesh=DeviceMesh.from_group("
-            "dist.new_group(), device), or let one thread wait for the other"
-        )
+    if before is None or before[0] != thread:
+        name = threading.current_thread()
+        if type(name).__name__ == "_DummyThread":
+            return
+        if before is not None and _is_at(*before):
+            raise UsageError(
+                f"rank {key[0]}: two threads train over process group {group} at a time: "
+                f"{name.name} is at {what}, and another one is in a forward or a backward. Ranks "
+                "could not tell whose collectives are whose: shard each thread's model over a mesh "
+                "with a process group of its own, as by mesh=DeviceMesh.from_group("
+                "dist.new_group(), device), or let one thread wait for the other"
+            )
+    _latest[key] = thread, _work_of(thread).number
 
 
 _WORKING = ("torch.autograd.graph", "autoshard.runtime.compiled.calls")
 """Modules whose functions are on the stack in a backward, and in a compiled forward."""
 
+_WAITING = ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread")
+"""Modules whose functions a thread is in that waits for another one."""
 
-def _is_working(frame: FrameType | None) -> bool:
-    """Tell whether a thread is in a backward or a compiled forward; `frame` is its innermost."""
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _WORKING:
-            return True
-        frame = frame.f_back
-    return False
+
+def _is_at(thread: int, number: int) -> bool:
+    """Tell whether `thread` is in its forward `number`, or a backward since, and doesn't wait."""
+    work, innermost = _work_of(thread), sys._current_frames().get(thread)
+    if work.number != number or _waits_for_users(innermost):
+        return False
+    return any(
+        id(frame) == work.frame or frame.f_globals.get("__name__") in _WORKING
+        for frame in _frames(innermost)
+    )
+
+
+def _waits_for_users(innermost: FrameType | None) -> bool:
+    """Tell whether a thread waits for another one, and neither this package nor torch has it wait."""
+    names = [frame.f_globals.get("__name__", "") for frame in _frames(innermost)]
+    waits = [name in _WAITING for name in names]
+    outside = names[waits.index(False)] if False in waits else ""
+    return waits[:1] == [True] and outside.split(".")[0] not in ("autoshard", "torch")
+
+
+def _frames(innermost: FrameType | None) -> Iterator[FrameType]:
+    while innermost is not None:
+        yield innermost
+        innermost = innermost.f_back

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.passes.ir.plan import Plan
+from autoshard.runtime.comm import threads
 from autoshard.runtime.compiled import extensions
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.compiled.tables import Table, Tables
@@ -81,6 +82,7 @@ def call_of(
         # Blocks that are alike run one graph: which of them runs next has to be told, too.
         what = name if table.where == compiled_for else f"{name}, for {table.where}"
         root, units = table.root, table.units
+        threads.begin_forward()
         if root.is_unordered:  # other ranks may run another graph, or none
             unordered.gather_all(root)
             steps_of(root).backward_ran = False

@@ -511,7 +511,7 @@ def enter(unit: Unit) -> None:
         step = _open.step = Step(unit)
         step.opened_in = _caller()
         step.has_hooks = push_hooks(step)
-        threads.begin_forward()
+        threads.begin_forward(step.opened_in)
         if unit.is_unordered:
             begin_forward(unit)  # also on a rank that will read nothing
     step.running.append((unit, sys.exc_info()[1]))

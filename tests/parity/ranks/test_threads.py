@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,13 +54,16 @@ def test_one_group(rank: int, form: str, where: str) -> None:
 
     def stay(*_: Any) -> None:
         is_inside.set()
-        assert may_go_on.wait(30.0)
+        end = time.monotonic() + 30.0
+        while not may_go_on.is_set():  # computes: a thread that waits for another is not refused
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
     def first() -> None:
         loss = net_loss(models[0], rank, 0)
         if where == "forward":
             with torch.no_grad():
-                handle = models[0].register_forward_pre_hook(stay)
+                handle = models[0].layers[1].register_forward_pre_hook(stay)
                 net_loss(models[0], rank, 0)
                 handle.remove()
         else:
@@ -100,3 +104,58 @@ def test_one_thread_after_the_other(rank: int) -> None:
         errors = in_threads(lambda: net_loss(model, rank, 0).backward())
         assert errors == [None]
         net_loss(model, rank, 0).backward()
+
+
+@in_both_forms
+@on_ranks(2)
+def test_first_by_one_thread(rank: int, form: str) -> None:
+    """What a thread has trained before, another may go on with while the first trains its own."""
+    meshes = [DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") for _ in range(2)]
+    models = [built(form, mesh) for mesh in meshes]
+    for model in models:
+        net_loss(model, rank, 0).backward()
+    errors: list[BaseException | None] = []
+
+    def beside(*_: Any) -> None:
+        errors.extend(in_threads(lambda: net_loss(models[1], rank, 0).backward()))
+
+    loss = net_loss(models[0], rank, 0)
+    loss.register_hook(beside)
+    loss.backward()
+    with torch.no_grad():
+        models[0].register_forward_pre_hook(beside)
+        net_loss(models[0], rank, 0)
+    assert errors == [None, None]
+
+
+@on_ranks(2)
+def test_one_waits_for_the_other(rank: int) -> None:
+    """A forward within which another thread runs one, over the same group, and is waited for."""
+    models = [built("eager"), built("eager")]
+    errors: list[BaseException | None] = []
+
+    def beside(*_: Any) -> None:
+        errors.extend(in_threads(lambda: net_loss(models[1], rank, 0)))
+
+    for model in models:
+        net_loss(model, rank, 0)
+    models[0].layers[1].register_forward_pre_hook(beside)
+    net_loss(models[0], rank, 0)
+    assert errors == [None]
+
+
+@on_ranks(2)
+def test_after_an_interrupt(rank: int) -> None:
+    """A forward that Ctrl-C has ended is not taken for one that runs."""
+    model = built("eager")
+    net_loss(model, rank, 0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        net_loss(model, rank, 0)
+    handle.remove()
+    again = built("eager")
+    assert in_threads(lambda: net_loss(again, rank, 0)) == [None]
