@@ -9,6 +9,7 @@ import contextlib
 import functools
 import unittest.mock
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -97,18 +98,28 @@ def group_of_the_same_ranks(group: dist.ProcessGroup, purpose: str) -> dist.Proc
     return group_within(group, dist.get_process_group_ranks(group), purpose)
 
 
+_num_made: Counter[tuple[int, str]] = Counter()  # by rank, as ranks may be threads, and first name
+
+
 def group_within(group: dist.ProcessGroup, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     """Make another process group of some `ranks` of `group`; only those ranks call it, together.
 
-    Its name is that of `group` and `purpose`, its timeout that of `group`, its backend the default
-    one; NCCL's streams have the priority that they have in `group`. `new_group` without the other
-    ranks would name it by how many groups a rank has (up to torch 2.14), or has made, and ranks
-    where that differs wait for each other under different names.
+    The same one is returned later, until it is destroyed. Its name is that of `group` and
+    `purpose`, and no group after it has that name; its timeout is that of `group`, its backend the
+    default one; NCCL's streams have the priority that they have in `group`. `new_group` without the
+    other ranks would name it by how many groups a rank has (up to torch 2.14), or has made, and
+    ranks where that differs wait for each other under different names.
     ranks: global ones, this rank's among them. Groups for one purpose have no rank in common.
     """
-    name = f"{group.group_name}/{purpose}"
-    if len(ranks) < len(dist.get_process_group_ranks(group)):
-        name += f"/{ranks[0]}"  # they meet at the store under this name
+    first_name = f"{group.group_name}/{purpose}"
+    if len(ranks) < group.size():
+        first_name += f"/{ranks[0]}"  # they meet at the store under this name
+    key = group.rank(), first_name
+    name = f"{first_name}#{_num_made[key]}"
+    if is_member(name):
+        return resolve_group(name)
+    _num_made[key] += 1
+    name = f"{first_name}#{_num_made[key]}"
     with unittest.mock.patch.object(_c10d, "_process_group_name", return_value=name):
         made = dist.new_group(
             list(ranks),

@@ -44,8 +44,8 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
-_hybrid: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]
-_hybrid = weakref.WeakKeyDictionary()
+_known: weakref.WeakValueDictionary[tuple[str, ...], DeviceMesh] = weakref.WeakValueDictionary()
+"""Meshes over groups that were made for them, by the names of these."""
 
 
 def hybrid_mesh(shards: int | None = None) -> DeviceMesh:
@@ -66,23 +66,24 @@ def hybrid_mesh(shards: int | None = None) -> DeviceMesh:
             f"hybrid_mesh(shards={shards}): {world} ranks can't be divided into replicas of so "
             "many: pass a divisor"
         )
-    known = _hybrid.setdefault(group, {})
-    if shards not in known:
+    own = {
+        REPLICATE_AXIS: range(rank % shards, world, shards),
+        SHARD_AXIS: range(rank // shards * shards, (rank // shards + 1) * shards),
+    }
+    groups = [
+        group
+        if len(ranks) == world
+        else _torch.dist.group_within(group, ranks, f"{axis}-by-{shards}")
+        for axis, ranks in own.items()
+    ]
+    names = tuple(each.group_name for each in groups)
+    mesh = _known.get(names)
+    if mesh is None:
         grid = torch.arange(world).view(-1, shards)
-        own = {
-            REPLICATE_AXIS: grid[:, rank % shards].tolist(),
-            SHARD_AXIS: grid[rank // shards].tolist(),
-        }
-        groups = [
-            group
-            if len(ranks) == world
-            else _torch.dist.group_within(group, ranks, f"{axis}-by-{shards}")
-            for axis, ranks in own.items()
-        ]
-        known[shards] = DeviceMesh.from_group(
+        mesh = _known[names] = DeviceMesh.from_group(
             groups, device_type(), mesh=grid, mesh_dim_names=tuple(own)
         )
-    return known[shards]
+    return mesh
 
 
 def ensure_process_group() -> None:
@@ -367,10 +368,6 @@ def replicate_axes(mesh: DeviceMesh, what: str) -> Axes:
     return Axes(mesh, None, mesh)
 
 
-_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
-_separate = weakref.WeakKeyDictionary()
-
-
 def separate_group(axes: Axes) -> str:
     """Return the name of a second process group over the ranks of `axes.shard`, for reduces.
 
@@ -379,14 +376,8 @@ def separate_group(axes: Axes) -> str:
     """
     if axes.shard is None or axes.shard_world == 1:
         return ""
-    group = axes.shard.get_group()
-    if group not in _separate:
-        _separate[group] = _torch.dist.group_of_the_same_ranks(group, "reduces")
-    return str(_separate[group].group_name)
-
-
-_smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]
-_smaller = weakref.WeakKeyDictionary()
+    made = _torch.dist.group_of_the_same_ranks(axes.shard.get_group(), "reduces")
+    return str(made.group_name)
 
 
 def smaller_axes(axes: Axes, ranks: int) -> Axes:
@@ -399,13 +390,16 @@ def smaller_axes(axes: Axes, ranks: int) -> Axes:
     """
     assert axes.shard is not None
     group = axes.shard.get_group()
-    known = _smaller.setdefault(group, {})
-    if ranks not in known:
-        first = axes.shard_rank // ranks * ranks
-        own = dist.get_process_group_ranks(group)[first : first + ranks]
-        made = _torch.dist.group_within(group, own, f"by-{ranks}")
-        known[ranks] = DeviceMesh.from_group(made, axes.mesh.device_type, mesh_dim_names=("inner",))
-    return Axes(known[ranks], known[ranks], None)
+    first = axes.shard_rank // ranks * ranks
+    own = dist.get_process_group_ranks(group)[first : first + ranks]
+    made = _torch.dist.group_within(group, own, f"by-{ranks}")
+    names = (made.group_name,)
+    mesh = _known.get(names)
+    if mesh is None:
+        mesh = _known[names] = DeviceMesh.from_group(
+            made, axes.mesh.device_type, mesh_dim_names=("inner",)
+        )
+    return Axes(mesh, mesh, None)
 
 
 NAMED = 16  # ranks of which a message names each

@@ -35,7 +35,7 @@ class _Work:
 _works: dict[int, _Work] = {}  # by thread
 
 _latest: dict[tuple[int, str], tuple[int, int]] = {}
-"""Thread that launched last, and the number of its work, by rank and group: ranks may be threads."""
+"""Thread that launched last, and its number of forwards, by (rank, group): ranks may be threads."""
 
 
 def _work_of(thread: int) -> _Work:
@@ -105,7 +105,7 @@ def _is_at(thread: int, number: int) -> bool:
 
 
 def _waits_for_users(innermost: FrameType | None) -> bool:
-    """Tell whether a thread waits for another one, and neither this package nor torch has it wait."""
+    """Tell whether a thread waits for another one, and not by this package or torch."""
     names = [frame.f_globals.get("__name__", "") for frame in _frames(innermost)]
     waits = [name in _WAITING for name in names]
     outside = names[waits.index(False)] if False in waits else ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +48,12 @@ class Group:
         self._device_types = [torch.device("cuda")]
         self.options = options
 
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
     def _get_backend(self, device: torch.device) -> Any:
         assert device.type == "cuda"
         return self
@@ -75,6 +83,25 @@ def test_a_second_group_has_the_priority_of_the_first(
     options = made.call_args.kwargs["pg_options"]
     assert (options is not None) == is_high
     assert options is None or options.is_high_priority_stream
+
+
+def test_groups_are_not_kept() -> None:
+    """After the groups are destroyed nothing here holds one, whose threads would end with it."""
+    _torch.dist.pretend_ranks(4)
+    try:
+        pairs = mesh.hybrid_mesh(2)
+        axes = mesh.axes_of(mesh.default_mesh(), "shard")
+        inner = mesh.smaller_axes(axes, 2)
+        mesh.separate_group(axes)
+        assert mesh.hybrid_mesh(2) is pairs
+        assert mesh.smaller_axes(axes, 2).mesh is inner.mesh
+        groups = [pairs.get_group("shard"), inner.mesh.get_group(), dist.group.WORLD]
+        alive = [weakref.ref(group) for group in groups]
+        del pairs, axes, inner, groups
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert [each() for each in alive] == [None] * 3
 
 
 def test_restarts_over_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
