@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Literal
 
 from torch import Tensor, nn
@@ -73,18 +73,28 @@ def placement_dim(name: str, param: nn.Parameter, placing: Placing, world: int) 
 
 
 def _with_little_padding(param: nn.Parameter, world: int) -> int:
-    """Return the dim with which `world` ranks share `param` best; see `dim_with_little_padding`.
+    """Return the dim with which `world` ranks share `param` best.
 
-    Before torch 2.12, and for a parameter with an all-gather extension, which works by rows, it is
-    never FLAT, but the first dim that ranks share evenly, if any.
+    A parameter with an all-gather extension, which works by rows, is never cut flat.
     """
     local = _local(param)
-    size = tuple(local.shape)
-    dim = dim_with_little_padding(size, world)
-    if dim != FLAT or (_torch.dtensor.SUBCLASSES_DISPATCH and not has_methods(local)):
-        return dim
     placements = param.placements if isinstance(param, DTensor) else ()
     taken = {at.dim for at in placements if isinstance(at, Shard)}
+    return dim_of(tuple(local.shape), world, may_be_flat=not has_methods(local), taken=taken)
+
+
+def dim_of(
+    size: tuple[int, ...], world: int, *, may_be_flat: bool = True, taken: Set[int] = frozenset()
+) -> int:
+    """Return the dim with which `world` ranks share a parameter of `size` best.
+
+    See `dim_with_little_padding`; where that is FLAT, and it may not be, or before torch 2.12, the
+    first dim that ranks share evenly, if any.
+    taken: dims along which tensor parallelism has cut.
+    """
+    dim = dim_with_little_padding(size, world)
+    if dim != FLAT or (may_be_flat and _torch.dtensor.SUBCLASSES_DISPATCH):
+        return dim
     even = [dim for dim in range(1, len(size)) if size[dim] % world == 0 and dim not in taken]
     return even[0] if even else 0
 

@@ -12,13 +12,14 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from autoshard.passes.ir.layout import Member, dim_with_little_padding
+from autoshard.passes.ir.layout import Member
 from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import Decision, search
 from autoshard.passes.planner.simulate import Peak, Timeline
 from autoshard.passes.planner.topology import Topology
+from autoshard.runtime.sharding.placements import dim_of
 from autoshard.runtime.unit.unit import ROOT_NAME
 from autoshard.tools.plan.dry_run import Graph
 
@@ -120,7 +121,7 @@ class Parameters:
 
 
 def _chunk_bytes(member: Member, shards: int) -> int:
-    placed = replace(member, dim=dim_with_little_padding(member.size, shards))
+    placed = replace(member, dim=dim_of(member.size, shards))
     return placed.chunk_numel(shards) * member.dtype.itemsize
 
 
