@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame as _eval_frame
+from torch._dynamo import convert_frame as _convert_frame
 from torch._dynamo.eval_frame import skip_code as skip_code
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import (
@@ -38,6 +40,21 @@ class TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
     Dynamo's frame conversion restart; the second is the one that `call_user_compiler` lets through
     unwrapped.
     """
+
+
+def is_compiling() -> bool:
+    """Tell whether Dynamo compiles in this thread: one thread of a process at a time does."""
+    lock: Any = _convert_frame.compile_lock
+    owned: bool = lock._is_owned()
+    return owned
+
+
+def waits_to_compile(innermost: FrameType) -> bool:
+    """Tell whether a thread, other than the one that compiles, waits until it may.
+
+    innermost: frame of that thread.
+    """
+    return innermost.f_globals.get("__name__") == _convert_frame.__name__
 
 
 def disable(function: _Function) -> _Function:

@@ -5,6 +5,9 @@ rank: models would be mixed up, or gloo end the process. That two threads are at
 the second of them launches, and asked only where another thread launched before. That one is at it
 if the forward in which it last launched over the group, or a backward since, has not ended, and if
 it does not wait for another thread.
+
+Over groups of their own, too, threads compile one after the other: Dynamo has a lock for it. Ranks
+whose threads took it in another order would wait for each other for ever, where they compare plans.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from autoshard import _torch
 from autoshard.errors import UsageError
 
 
@@ -85,6 +89,40 @@ def check(group: str, what: object) -> None:
             )
     _latest[key] = thread, _work_of(thread).number
 
+
+_refused: set[int] = set()  # threads that wait to compile, to be refused in their turn
+
+
+def check_compiling() -> None:
+    """Raise UsageError if this thread compiles, and another one waits to compile a model of ours.
+
+    To be called while this thread waits for other ranks. The other thread is refused as well, once
+    it waits for other ranks.
+    """
+    if not _torch.dynamo.is_compiling():
+        return
+    thread = threading.get_ident()
+    others = [
+        other
+        for other, frame in sys._current_frames().items()
+        if other != thread and _torch.dynamo.waits_to_compile(frame) and _is_in_call(frame)
+    ]
+    _refused.update(others)
+    if others or thread in _refused:
+        _refused.discard(thread)
+        raise UsageError(
+            f"rank {dist.get_rank()}: two threads compile models at a time, and ranks may come to "
+            "them in another order, and wait for each other for ever: call each model once, "
+            "forward and backward, in one thread, before threads train them"
+        )
+
+
+def _is_in_call(innermost: FrameType) -> bool:
+    """Tell whether a thread is in the call of a model that was compiled for us."""
+    return any(frame.f_globals.get("__name__") == _CALLS for frame in _frames(innermost))
+
+
+_CALLS = "autoshard.runtime.sharding.first_call"
 
 _WORKING = ("torch.autograd.graph", "autoshard.runtime.compiled.calls")
 """Modules whose functions are on the stack in a backward, and in a compiled forward."""

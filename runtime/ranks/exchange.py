@@ -258,14 +258,15 @@ def _found(
     sessions: _Sessions, alone: Party, timeout: timedelta, *, failed: str, hint: str
 ) -> Party:
     """Return the party of `alone` with its session; its ranks wait for each other."""
+
+    def check() -> None:
+        """Raise what has been found meanwhile."""
+        verdicts.raise_if_found(failed, hint)
+        threads.check_compiling()
+
     try:
         with waits.at_place(waits.SESSION + alone.name, alone.ranks, failed):
-            found = find_each_other(
-                alone,
-                sessions.own,
-                timeout.total_seconds(),
-                lambda: verdicts.raise_if_found(failed, hint),
-            )
+            found = find_each_other(alone, sessions.own, timeout.total_seconds(), check)
         waits.parties.add(alone.name)
         return found
     except Missing as missing:

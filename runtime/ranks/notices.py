@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard import _torch
-from autoshard.runtime.comm import flights
+from autoshard.runtime.comm import flights, threads
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks import verdicts, waits
 from autoshard.runtime.ranks.party import LEAVING_S, Party
@@ -52,7 +52,8 @@ def wait_and_look(
     what, hint: what the message of an error begins and ends with.
     Raises RuntimeError after `timeout`, or if a missing rank waits, at another place or in a
     collective, for this one: the two would wait for ever. At another place, that rank raises, too:
-    this one waits some seconds for that, before it raises.
+    this one waits some seconds for that, before it raises. UsageError if another thread waits to
+    compile meanwhile, and this one compiles.
     """
     patience_s = min(timeout.total_seconds(), PATIENCE_S)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -60,11 +61,11 @@ def wait_and_look(
     waiting = waits.at_place(place, party.ranks, what)
     waiting.__enter__()
     try:
-        if party.wait_for(key, patience_s):
+        if party.wait_for(key, patience_s, threads.check_compiling):
             return
         looker.begin()
         pause_s = GATHERING_S * looker.scale
-        while not party.wait_for(key, pause_s):
+        while not party.wait_for(key, pause_s, threads.check_compiling):
             verdicts.raise_if_found(what, hint)
             others = looker.look()
             if others or time.monotonic() > deadline:

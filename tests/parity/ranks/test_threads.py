@@ -90,10 +90,32 @@ def test_groups_of_their_own(rank: int, form: str) -> None:
     want, _ = replicated(SmallNet, net_loss)
     meshes = [DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") for _ in range(2)]
     models = [built(form, mesh) for mesh in meshes]
+    for model in models if form == "compiled" else ():  # one after the other, as the next test says
+        net_loss(model, rank, 0).backward()
+        model.zero_grad()
     errors = in_threads(*(lambda m=m: train(m, net_loss, adamw(m)) for m in models))
     assert errors == [None, None]
     for model in models:
         assert_same(model, want)
+
+
+@on_ranks(2)
+def test_two_compile(rank: int) -> None:
+    """Ranks whose threads compile in another order are told at once; later, it goes on."""
+    meshes = [DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") for _ in range(2)]
+    models = [built("compiled", mesh) for mesh in meshes]
+
+    def call(number: int) -> None:
+        time.sleep(0.5 * (number == rank))
+        net_loss(models[number], rank, 0)
+
+    errors = in_threads(lambda: call(0), lambda: call(1))
+    for error in errors:
+        with pytest.raises(Exception, match="two threads compile models at a time"):
+            raise error or AssertionError("nothing was raised")
+    dist.barrier()
+    for model in models:
+        net_loss(model, rank, 0).backward()
 
 
 @on_ranks(2)
