@@ -210,13 +210,14 @@ def count_as_collectives(ops: Iterable[Any]) -> None:
 def num_issued(group: dist.ProcessGroup) -> int:
     """Count the collectives and messages that this rank has begun over `group`, whoever called.
 
-    0 if the group's backend doesn't count them.
+    Those of `has_left` are left out. 0 if the group's backend doesn't count them.
     """
     if _uncounted and any(known() is group for known in _uncounted):
         return 0
     try:
         # The ignore: torch's type information lacks it.
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        count = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        return count - len(_pending.get(group, ()))
     except RuntimeError:
         _uncounted.append(weakref.ref(group))
         return 0

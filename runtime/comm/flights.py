@@ -12,7 +12,8 @@ import functools
 import os
 import threading
 import time
-from collections import Counter, deque
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -149,15 +150,33 @@ class Waiting:
 waiting: dict[int, Waiting] = {}
 """Collective that each thread waits for now, by the thread's `threading.get_ident()`."""
 
-_launched: Counter[tuple[int, str]] = Counter()
-_issued: Counter[tuple[int, str]] = Counter()  # as torch counts them
-_recent: dict[tuple[int, str], deque[tuple[Any, ...]]] = {}  # fields of `Issued`, which may go
-REMEMBERED = 16  # of `_recent`, for each group
+REMEMBERED = 16  # of the latest collectives, for each group
+
+
+class _History:
+    """What a rank has launched over a process group.
+
+    launched: how many collectives. issued: how many they are as torch counts them.
+    recent: fields of the latest `Issued`, which may go.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.launched = self.issued = 0
+        self.recent: deque[tuple[Any, ...]] = deque(maxlen=REMEMBERED)
+
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Tell whether it is of `group`, and not of an earlier one of the same name."""
+        return self._group() is group
+
+
+_histories: dict[tuple[int, str], _History] = {}  # by rank and the group's name
 
 
 def num_launched(group: str) -> int:
-    """Number of collectives that this rank has launched over the group of that name."""
-    return _launched[dist.get_rank(), group]
+    """Number of collectives that this rank has launched over the latest group of that name."""
+    history = _histories.get((dist.get_rank(), group))
+    return 0 if history is None else history.launched
 
 
 def latest_launched(rank: int) -> dict[str, tuple[int, Issued]]:
@@ -165,11 +184,10 @@ def latest_launched(rank: int) -> dict[str, tuple[int, Issued]]:
 
     With its number, from 1 on.
     """
-    found = list(_recent.items())  # another thread may launch one
     return {
-        group: (_launched[it, group], Issued(*recent[-1]))
-        for (it, group), recent in found
-        if it == rank
+        name: (history.launched, Issued(*history.recent[-1]))
+        for name in _torch.dist.groups_by_name()
+        if (history := _history(rank, name)) is not None
     }
 
 
@@ -178,8 +196,10 @@ def recent_launched(rank: int, group: str) -> dict[int, Issued]:
 
     By number.
     """
-    key = rank, group
-    recent, last = list(_recent.get(key, ())), _launched[key]
+    history = _history(rank, group)
+    if history is None:
+        return {}
+    recent, last = list(history.recent), history.launched
     return {last - len(recent) + at: Issued(*each) for at, each in enumerate(recent, 1)}
 
 
@@ -188,10 +208,20 @@ def num_of_others(rank: int) -> dict[str, int]:
 
     By the group's name. 0 where the backend does not count.
     """
-    return {
-        name: _torch.dist.num_issued(group) - _issued[rank, name]
-        for name, group in _torch.dist.groups_by_name().items()
-    }
+    found = {}
+    for name, group in _torch.dist.groups_by_name().items():
+        history = _history(rank, name)
+        ours = 0 if history is None else history.issued
+        found[name] = _torch.dist.num_issued(group) - ours
+    return found
+
+
+def _history(rank: int, name: str) -> _History | None:
+    """Return the history of the group that is called `name` now, if anything was launched."""
+    history, group = _histories.get((rank, name)), _torch.dist.groups_by_name().get(name)
+    if history is None or group is None or not history.is_of(group) or not history.recent:
+        return None
+    return history
 
 
 def wait_for(works: list[Work], issued: Issued, number: int) -> None:
@@ -227,6 +257,8 @@ def _wait(work: Work) -> None:
 def explained(what: object, group: str | None = None) -> Iterator[None]:
     """Turn a RuntimeError raised in this context into one that names the collective and its ranks.
 
+    A DistError stays one of its kind.
+
     It says what other ranks do or did, as far as that can be found out (`explain_by`), and ends
     with the original message. An OutOfMemoryError is left as it is.
     what: the collective; its text names it. group: its name, if that is known.
@@ -243,7 +275,8 @@ def explained(what: object, group: str | None = None) -> Iterator[None]:
         )
         found = [why for explain in _explaining if (why := explain(ranks))]
         why = found[0] if found else UNEXPLAINED
-        raise RuntimeError(
+        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
+        raise kind(
             f"rank {dist.get_rank()}: {what} over {name_ranks(ranks)} failed, {why}. {error}"
         ) from error
 
@@ -299,20 +332,21 @@ def launch(issued: Issued, begin: Callable[..., Begun], *arguments: Any) -> Begu
     Flight Recorder may be on, the call goes through a function whose name describes the collective.
     """
     threads.check(issued.group, issued)
+    key, group = (dist.get_rank(), issued.group), arguments[-1]
+    history = _histories.get(key)
+    if history is None or not history.is_of(group):  # torch gives names again
+        history = _histories[key] = _History(group)
     for launched, _ in _observers:
         launched(issued)
-    key, group = (dist.get_rank(), issued.group), arguments[-1]
-    _launched[key] += 1
-    if key not in _recent:
-        _recent[key] = deque(maxlen=REMEMBERED)
     fields = issued.kind, issued.members, issued.group, issued.bucket, issued.params
-    _recent[key].append(fields)
+    history.recent.append(fields)
+    history.launched += 1
     before = _torch.dist.num_issued(group)
     with explained(issued, issued.group):
         if _is_recorded():
             begin = _caller(str(issued), begin)
         begun = begin(*arguments)
-    _issued[key] += _torch.dist.num_issued(group) - before
+    history.issued += _torch.dist.num_issued(group) - before
     return begun
 
 

@@ -65,6 +65,11 @@ def end_forward() -> None:
     _work_of(threading.get_ident()).frame = None
 
 
+def is_foreign(thread: threading.Thread) -> bool:
+    """Tell whether `thread` was not started by Python, as those of autograd are not."""
+    return type(thread).__name__ == "_DummyThread"
+
+
 def check(group: str, what: object) -> None:
     """Raise UsageError if another thread is about to launch collectives over `group`, too.
 
@@ -77,7 +82,7 @@ def check(group: str, what: object) -> None:
     before = _latest.get(key)
     if before is None or before[0] != thread:
         name = threading.current_thread()
-        if type(name).__name__ == "_DummyThread":
+        if is_foreign(name):
             return
         if before is not None and _is_at(*before):
             raise UsageError(

@@ -267,7 +267,7 @@ def _found(
     try:
         with waits.at_place(waits.SESSION + alone.name, alone.ranks, failed):
             found = find_each_other(alone, sessions.own, timeout.total_seconds(), check)
-        waits.parties.add(alone.name)
+        waits.parties().add(alone.name)
         return found
     except Missing as missing:
         raise RuntimeError(

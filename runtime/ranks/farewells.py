@@ -31,20 +31,40 @@ GONE = (
 """Words for a rank that has said nothing."""
 
 
-@functools.cache
+_speakers: list[tuple[Store, int, int]] = []  # store, rank and world of the latest group, if any
+
+
 def say_at_exit(store: Store, rank: int, world: int) -> None:
     """Have this process say that it has ended, and how, when Python exits.
 
     What an earlier process of this rank has said is forgotten. Where this one has the store it
     waits for the others to end, or to have read that, for some seconds.
     """
-    store.set(f"{_PREFIX}/{rank}", "")
-    atexit.register(_say, store, rank, world)
+    if not _speakers or _speakers[0][0] is not store:
+        store.set(f"{_PREFIX}/{rank}", "")
+        _speakers[:] = [(store, rank, world)]
+    _register()
 
 
-def _say(store: Store, rank: int, world: int) -> None:
+@functools.cache
+def _register() -> None:
+    """Have Python say it as it exits, before it ends the process groups, which exist by now."""
+    atexit.register(_say_at_exit)
+
+
+def _say_at_exit() -> None:
+    """Say how this process ends; but not if it has left its groups, and nothing has failed.
+
+    The store has mostly gone with them, and torch prints a stack for each question to one that has.
+    """
+    how, has_failed = how_this_ends()
+    if has_failed or dist.is_initialized():
+        for store, rank, world in _speakers:
+            _say(store, rank, world, how, has_failed=has_failed)
+
+
+def _say(store: Store, rank: int, world: int, how: str, *, has_failed: bool) -> None:
     with contextlib.suppress(dist.DistError, RuntimeError):
-        how, has_failed = how_this_ends()
         store.set(f"{_PREFIX}/{rank}", how)
         if has_failed and dist.is_initialized():
             verdicts.break_groups()  # those that wait for this rank need not wait for its end

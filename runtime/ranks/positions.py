@@ -119,7 +119,7 @@ class Positions:
             {group: number for group, (number, _) in launched.items()},
             flights.num_of_others(self.rank),
             waits.num_in_torch(),
-            waits.parties,
+            waits.parties(),
             {group: self._labels(group) for group in launched},
         )
         return {

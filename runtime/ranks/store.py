@@ -118,7 +118,7 @@ class Store:
         """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if not self._is_silent:
-            self._asked.put((lambda: question(self._store), answer))
+            self._asked.put((functools.partial(question, self._store), answer))
 
         def end() -> Any:
             try:

@@ -12,16 +12,19 @@ import hashlib
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from autoshard import _torch
 from autoshard.passes.ir.layout import show_members
 from autoshard.runtime.comm import flights
 from autoshard.runtime.comm.flights import Issued
 from autoshard.runtime.comm.shard_names import names_at
+from autoshard.runtime.comm.threads import is_foreign
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,16 @@ COLLECTIVE, PLACE, TORCHS = "collective", "place", "torch's"
 SESSION = "session/"  # begins a place where the ranks of a mesh find each other; its name follows
 
 _waits: dict[int, Wait] = {}  # by thread, but for those of `flights.waiting`
-_count = 0
-parties: set[str] = set()
-"""Names of the meshes whose ranks have found each other, as this one knows."""
+_count, _lock = 0, threading.Lock()
+_parties: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+
+
+def parties() -> set[str]:
+    """Return the names of the meshes whose ranks have found each other, as this one knows.
+
+    Since the default process group was made: meshes of another one have the same names.
+    """
+    return _parties.setdefault(_torch.dist.default_group(), set())
 
 
 @contextlib.contextmanager
@@ -79,8 +89,10 @@ def in_torch(what: str, wait: Callable[[], Any], *, is_message: bool = False) ->
     if is_message:
         with flights.explained(what):
             return wait()
-    _count += 1
-    _waits[thread] = Wait(TORCHS, what, time.monotonic(), count=_count)
+    with _lock:
+        _count += 1
+        count = _count
+    _waits[thread] = Wait(TORCHS, what, time.monotonic(), count=count)
     try:
         with flights.explained(what):
             return wait()
@@ -102,8 +114,8 @@ def num_in_torch() -> int:
 def current(main: int) -> Wait | None:
     """Return what this rank waits for; None if it goes on.
 
-    main: the thread that runs the user's code. What another one waits for counts where `main` is in
-    a backward, which autograd may run in a thread of its own.
+    main: the thread that runs the user's code. Where it is in a backward, which autograd may run in
+    threads of its own, what these wait for counts; those that Python has started go their own way.
     """
     found = _of(main)
     if found is not None:
@@ -111,7 +123,12 @@ def current(main: int) -> Wait | None:
     frame = sys._current_frames().get(main)
     if frame is None or frame.f_globals.get("__name__") != "torch.autograd.graph":
         return None
-    others = [wait for thread in {*flights.waiting, *_waits} if (wait := _of(thread)) is not None]
+    started = {each.ident for each in threading.enumerate() if not is_foreign(each)}
+    others = [
+        wait
+        for thread in {*flights.waiting, *_waits} - started
+        if (wait := _of(thread)) is not None
+    ]
     return min(others, key=lambda wait: wait.since, default=None)
 
 

@@ -184,7 +184,7 @@ class Watchdog:
                 late = self._due()
                 if late is not None and self._is_to_report(late):
                     log.error("%s", self._report(late))
-        except (RuntimeError, ValueError) as error:  # the store is gone, or the group
+        except (RuntimeError, ValueError, LookupError) as error:  # the store is gone, or the group
             log.debug("the watchdog ends: %s", error)
         finally:
             self.stop()
