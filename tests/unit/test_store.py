@@ -63,10 +63,12 @@ def test_errors_come_to_who_asked() -> None:
 
 
 def test_no_thread_is_left() -> None:
+    """Nor is the store kept by what it was asked last."""
     gc.collect()
     known = set(threading.enumerate())
     store: Any = Store(dist.HashStore())
     (thread,) = set(threading.enumerate()) - known
+    store.set("a", "one")
     del store
     thread.join(timeout=5)
     assert not thread.is_alive()
