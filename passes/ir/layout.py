@@ -121,11 +121,6 @@ class Member:
         """Elements in one rank's piece on the wire, padding included."""
         return self.chunk_rows(world) * self.row_numel
 
-    def wire_bytes(self, world: int) -> int:
-        """Bytes of all ranks' pieces on the wire, padding included; of a scalar, of one."""
-        pieces = 1 if self.is_scalar else world
-        return pieces * self.chunk_numel(world) * self.dtype.itemsize
-
     def local_rows(self, world: int, rank: int) -> int:
         """Rows that `rank` holds, without padding."""
         return 1 if self.is_scalar else local_rows(self.rows, world, rank)

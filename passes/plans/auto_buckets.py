@@ -262,13 +262,13 @@ def _item(
     """
     (member,) = read_members(members_of(marker))
     info = info_of(marker)
-    is_gather, shards = is_unshard(marker), groups.shards(group_of(marker))
+    is_gather = is_unshard(marker)
     is_cast = marker.all_input_nodes[0].meta["val"].dtype != member.dtype
     return Item(
         name=info.name,
         unit=info.unit,
         bucket_class=_bucket_class(marker),
-        num_bytes=member.wire_bytes(shards),
+        num_bytes=member.num_bytes,
         ready=span.ready,
         used=span.used,
         freed=1 + last.get(marker, span.used) if is_gather else span.used,

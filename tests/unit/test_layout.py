@@ -83,7 +83,6 @@ def test_member_arithmetic(member: Member, world: int, rank: int) -> None:
     assert member.chunk_rows(world) == chunk_rows(member.rows, world)
     assert member.local_rows(world, rank) == local_rows(member.rows, world, rank)
     assert member.chunk_numel(world) == member.chunk_rows(world) * member.row_numel
-    assert member.wire_bytes(world) >= member.num_bytes == member.wire_bytes(1)
     assert member.local_rows(world, rank) * member.row_numel <= member.chunk_numel(world)
 
 
