@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -28,12 +29,14 @@ class MethodForward:
     root:  the unit that owns the steps.
     units: all units of the model that `root` heads.
     step:  the one that reads belong to now.
+    thread: whose frame it is.
     """
 
     frame: FrameType
     root: Unit
     units: frozenset[Unit]
     step: steps.Step
+    thread: int
 
     def step_for(self, unit: Unit) -> steps.Step:
         """Return the step that reads of `unit` belong to now.
@@ -85,7 +88,7 @@ def _open_in(root: nn.Module, frame: FrameType) -> steps.Step:
     assert unit is not None
     units = frozenset(filter(None, map(unit_of, root.modules())))
     step = _step_in(unit, frame)
-    _open.append(MethodForward(frame, unit, units, step))
+    _open.append(MethodForward(frame, unit, units, step, threading.get_ident()))
     return step
 
 
@@ -162,19 +165,20 @@ def step_open_for(unit: Unit) -> steps.Step | None:
 
 
 def close_returned() -> None:
-    """Close the steps of each `MethodForward` whose frame is no longer on this thread's stack.
+    """Close the steps of each `MethodForward` whose frame is no longer on the stack.
 
-    Their unsharded parameters are dropped but for what backward needs. Waits and raises as
-    `Step.close`.
+    Those of other threads, which have stacks of their own, are left to them. Unsharded parameters
+    are dropped but for what backward needs. Waits and raises as `Step.close`.
     """
     if not _open:
         return
-    frames = set()
+    frames: set[FrameType] = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         frames.add(frame)
         frame = frame.f_back
+    others = {*sys._current_frames()} - {threading.get_ident()}
     for late in list(_open):
-        if late.frame not in frames:
+        if late.thread not in others and late.frame not in frames:
             _open.remove(late)
             late.close()

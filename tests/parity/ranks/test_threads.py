@@ -13,10 +13,12 @@ import torch.distributed as dist
 from support.models import SmallNet, net_loss
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, by_hand, in_both_forms, in_form, replicated, train
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import fully_shard
 from autoshard.errors import UsageError
+from autoshard.runtime.comm.flights import observe
 
 
 def in_threads(*calls: Callable[[], object]) -> list[BaseException | None]:
@@ -181,3 +183,39 @@ def test_after_an_interrupt(rank: int) -> None:
     handle.remove()
     again = built("eager")
     assert in_threads(lambda: net_loss(again, rank, 0)) == [None]
+
+
+class Encoder(nn.Module):
+    """Another method than `forward` reads the root's parameters, before a layer runs and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6)])
+        self.table = nn.Embedding(11, 6)
+
+    def encode(self, ids: Tensor) -> Tensor:
+        return self.layers[0](self.table(ids)) @ self.table.weight.t()
+
+
+@on_ranks(2)
+def test_methods_in_two_threads(rank: int) -> None:
+    """A method that runs keeps what it has gathered while another thread runs one."""
+    meshes = [DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") for _ in range(2)]
+    models = [by_hand(fully_shard, mesh=mesh)(Encoder()) for mesh in meshes]
+    ids = torch.arange(5)
+
+    def gathers(number: int) -> int:
+        """How often a call of the method of that model gathers."""
+        found: list[object] = []
+        name = meshes[number].get_group().group_name
+        with observe(lambda issued: found.append(issued) if issued.group == name else None):
+            models[number].encode(ids)
+        return len(found)
+
+    errors: list[BaseException | None] = []
+    alone = gathers(0)
+    models[0].layers[0].register_forward_hook(
+        lambda *_: errors.extend(in_threads(lambda: models[1].encode(ids)))
+    )
+    assert gathers(0) == alone
+    assert errors == [None]
