@@ -129,7 +129,7 @@ def save_checkpoint(
         while training goes on. The checkpoint is there once all ranks have written. The next save
         or load waits for that, and so does Python as it exits; a process that is killed leaves what
         was complete before. The memory is kept for the next such save of `model`.
-    Returns its path; with `wait=False` a `PendingCheckpoint`, whose `wait()` returns it.
+    Returns its absolute path; with `wait=False` a `PendingCheckpoint`, whose `wait()` returns it.
     Raises CheckpointError on every rank if a rank can't write its part, or has a state that could
     not be loaded: what was complete before stays so. With `wait=False` the next save or load, or
     `wait()`, raises it if files could not be written; at exit Python prints it. Raises ValueError
@@ -140,7 +140,7 @@ def save_checkpoint(
     end_pending()
     what = f"save_checkpoint(step={step}{'' if wait else ', wait=False'})"
     mesh = _check_together(model, what, compares_ledger=True)
-    root, given = Path(folder), states or {}
+    root, given = Path(folder).absolute(), states or {}  # a thread uses it later, too
     if not wait:
         return begin(root, model, optimizer, step=step, states=given, keep=keep)
     what = f"checkpoint of step {step} in {root}"
@@ -194,7 +194,7 @@ def load_checkpoint(
     """
     end_pending()
     _check_together(model, f"load_checkpoint(step={step})")
-    root = Path(folder)
+    root = Path(folder).absolute()
     for _ in range(_TRIES):
         chosen = on_first_rank(lambda: choose(root, step), f"checkpoint in {root}")
         if chosen is None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, chdir, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,6 +124,19 @@ def test_it_is_what_a_blocking_save_has(rank: int, form: str, folder: str) -> No
         for each in ("blocking", "later")
     ]
     assert names[0] == names[1]
+
+
+@on_ranks(2)
+def test_another_working_directory(rank: int, tmp_path: Path) -> None:
+    """It is written where its folder was as it was saved."""
+    model, _ = built()
+    with chdir(tmp_path), held():
+        later = autoshard.save_checkpoint("saved", model, step=1, wait=False)
+        Path("elsewhere").mkdir(exist_ok=True)
+        os.chdir("elsewhere")
+    assert later.wait() == tmp_path / "saved" / "step_00000001"
+    dist.barrier()
+    assert names(str(tmp_path / "saved")) == ["step_00000001"]
 
 
 @in_both_forms
