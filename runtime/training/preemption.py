@@ -12,7 +12,7 @@ given before the call before: then others have launched that, too.
 from __future__ import annotations
 
 import contextlib
-import functools
+import os
 import signal
 import weakref
 from collections.abc import Callable
@@ -28,6 +28,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 RANKS_A_CALL = 64  # that ask the store in each call; of more ranks, each asks more rarely
 
 _received: list[int] = []  # signals; a lock would not do, as one may come while another is noted
+_former: dict[int, Any] = {}  # handlers that signals had before they were noted
 
 
 class _Calls:
@@ -99,13 +100,28 @@ def preempted() -> bool:
     return _calls[group].is_last()
 
 
-@functools.cache
 def _handle_signals() -> None:
     """Have signals noted from now on, in all of this process; a second call does nothing."""
-    for each in SIGNALS:
-        signal.signal(each, _note)
+    if not _former:
+        for each in SIGNALS:
+            _former[each] = signal.signal(each, _note)
 
 
 def _note(number: int, frame: Any) -> None:
     """Note a signal, as its handler."""
     _received.append(number)
+
+
+def _handle_as_before() -> None:
+    """Have signals handled as before `_handle_signals`, in a process that was just forked.
+
+    Workers of a DataLoader, and of a pool, are ended by SIGTERM: who noted it would stay.
+    """
+    for number, former in _former.items():
+        if signal.getsignal(number) is _note:
+            signal.signal(number, former if former is not None else signal.SIG_DFL)
+    _former.clear()
+    _received.clear()
+
+
+os.register_at_fork(after_in_child=_handle_as_before)

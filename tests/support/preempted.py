@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from support.models import SmallNet, net_loss
 from support.training import adamw, in_form
 
 import autoshard
+from autoshard.runtime.training import preemption
 
 STEPS, AT = 14, 4
 PHASES = ("forward", "backward", "optimizer", "between", "save", "writing")
@@ -64,3 +66,20 @@ def run(environment: dict[str, str], folder: str, form: str, phase: str, pipe: A
     pipe.send((step, shards, averages))
     dist.barrier()
     os._exit(0)
+
+
+def fork(environment: dict[str, str], pipe: Any) -> None:
+    """Send (what a forked child says of signals noted, the signal that ends it, `preempted()`)."""
+    os.environ.update(environment)
+    autoshard.preempted()
+    os.kill(os.getpid(), signal.SIGTERM)
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(there, bytes(preemption._received) + b".")
+        time.sleep(60)
+        os._exit(0)
+    noted = os.read(here, 9)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    pipe.send((noted, os.WIFSIGNALED(status) and os.WTERMSIG(status), autoshard.preempted()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,9 @@ def test_a_signal_to_one_rank(form: str, tmp_path: Path) -> None:
         (step,) = {step for step, *_ in stopped}
         assert preempted.AT < step < preempted.AT + 5, phase
         assert run(folder, form, "") == wanted, phase
+
+
+def test_a_forked_process_is_ended() -> None:
+    """As a worker of a DataLoader: signals are noted by the process that called, and by no child."""
+    found = in_processes(preempted.fork, environments=[{}])
+    assert found == [(b".", signal.SIGTERM, True)]
