@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import os
@@ -21,6 +20,7 @@ from autoshard import _torch
 from autoshard.errors import UsageError
 from autoshard.passes.ir import groups
 from autoshard.passes.ir.layout import Member
+from autoshard.runtime.comm.at_exit import at_exit
 from autoshard.runtime.comm.flat_layout import FlatShard
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def ensure_process_group() -> None:
     NCCL gets streams of high priority, unless TORCH_NCCL_HIGH_PRIORITY is set: a gather that was
     launched ahead should not queue behind the products that it is to run beside.
     """
-    _end_group_at_exit()
+    at_exit(_end_process_group)
     if dist.is_initialized():
         return
     cuda = device_type() == "cuda"
@@ -142,20 +142,6 @@ def world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-_ends_at_exit = False
-
-
-def _end_group_at_exit() -> None:
-    """Have Python destroy the process groups when it exits; only the first call registers that.
-
-    See `_end_process_group`.
-    """
-    global _ends_at_exit
-    if not _ends_at_exit:
-        _ends_at_exit = True
-        atexit.register(_end_process_group)
 
 
 def _end_process_group() -> None:

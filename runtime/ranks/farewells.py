@@ -6,9 +6,7 @@ autoshard/num_left        how many ranks have
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -16,6 +14,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from autoshard.runtime.comm.at_exit import at_exit
 from autoshard.runtime.ranks import verdicts
 from autoshard.runtime.ranks.code import is_users, line_of
 from autoshard.runtime.ranks.party import LEAVING_S
@@ -43,13 +42,7 @@ def say_at_exit(store: Store, rank: int, world: int) -> None:
     if not _speakers or _speakers[0][0] is not store:
         store.set(f"{_PREFIX}/{rank}", "")
         _speakers[:] = [(store, rank, world)]
-    _register()
-
-
-@functools.cache
-def _register() -> None:
-    """Have Python say it as it exits, before it ends the process groups, which exist by now."""
-    atexit.register(_say_at_exit)
+    at_exit(_say_at_exit)  # which is before the end of the process groups, which exist by now
 
 
 def _say_at_exit() -> None:

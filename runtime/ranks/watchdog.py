@@ -23,7 +23,6 @@ with an event after each wait, and only if the watchdog was asked for.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
 import os
@@ -40,6 +39,7 @@ import torch.distributed as dist
 
 from autoshard import _torch
 from autoshard.runtime.comm import flights
+from autoshard.runtime.comm.at_exit import at_exit
 from autoshard.runtime.comm.flights import Issued
 from autoshard.runtime.comm.mesh import name_ranks
 from autoshard.runtime.comm.streams import is_captured
@@ -315,7 +315,6 @@ def watchdog(after_s: float | None = 30.0) -> None:
     _start(after_s, observes=torch.accelerator.is_available())
 
 
-@atexit.register
 def _end_at_exit() -> None:
     while _running:
         _running.pop().end()
@@ -325,6 +324,7 @@ def _start(after_s: float, *, observes: bool) -> None:
     """Start a watchdog of the default process group; this rank says so when it ends."""
     store, rank = client(), dist.get_rank()
     _running.append(Watchdog(after_s, store, rank, observes=observes))
+    at_exit(_end_at_exit)
     _torch.dist.watch_waits(waits.in_torch)
     farewells.say_at_exit(store, rank, dist.get_world_size())
 

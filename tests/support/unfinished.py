@@ -87,3 +87,16 @@ if dist.get_rank() == 1:
     Task.write = no_room
 """
 """What may stand `before`."""
+
+FORK = """
+import os, signal, sys
+from autoshard.runtime.ranks.exchange import client
+
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+assert client().get(f"autoshard/left/{dist.get_rank()}") == ""
+"""
+"""What may stand at the `end`: another process ends before, which is no rank."""

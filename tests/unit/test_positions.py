@@ -132,7 +132,7 @@ def test_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier process's is forgotten; an error ends the waits of others; a clean end says it."""
     broken: list[int] = []
     monkeypatch.setattr(verdicts, "break_groups", lambda: broken.append(1))
-    monkeypatch.setattr(farewells, "_register", lambda: None)
+    monkeypatch.setattr(farewells, "at_exit", lambda work: None)
     monkeypatch.setattr(farewells, "_speakers", [])
     inner = dist.HashStore()
     for error, said in ((None, "has ended: its script"), (ValueError("no file"), "ValueError")):

@@ -24,7 +24,7 @@ def test_streams_of_high_priority(
     device: str, given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a group that autoshard makes on GPUs, unless the environment says otherwise."""
-    monkeypatch.setattr(mesh, "_ends_at_exit", True)
+    monkeypatch.setattr(mesh, "at_exit", lambda work: None)
     monkeypatch.setattr(mesh, "device_type", lambda: device)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv(mesh.HIGH_PRIORITY, "0")  # so that it is as before afterwards

@@ -11,8 +11,6 @@ it exits.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import shutil
 import sys
 import threading
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from autoshard.runtime.comm.at_exit import at_exit
 from autoshard.runtime.training.checkpoint.reports import Outcome, Report, Reports, new_reports
 from autoshard.runtime.training.checkpoint.writing import Task, if_full, not_written
 
@@ -137,7 +136,7 @@ def start(task: Task) -> PendingCheckpoint:
         while _reports:
             _reports.pop().forget()
         _reports.append(found._reports)
-    _end_at_exit()
+    at_exit(_end_last)  # which is before the end of a process group that was made before this
     return found
 
 
@@ -145,15 +144,6 @@ def end_pending() -> None:
     """Wait for the checkpoint that is being written, if there is one. Raises as its `wait`."""
     if _pending:
         _pending[0].wait()
-
-
-@functools.cache
-def _end_at_exit() -> None:
-    """Have Python wait for what is being written as it exits; a second call does nothing.
-
-    That is after a process group was made, which is ended after this, then.
-    """
-    atexit.register(_end_last)
 
 
 def _end_last() -> None:

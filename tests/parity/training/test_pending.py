@@ -308,6 +308,7 @@ AT_THE_END = {
     "nothing": "",
     "its own end": "dist.destroy_process_group()",
     "an exception": "raise RuntimeError('it is over')",
+    "that of a forked process": unfinished.FORK,
 }
 
 
