@@ -79,10 +79,14 @@ def room_for(
         _check_fits(known, state)
         room: dict[str, Any] = {"model": state, "optimizer": {"state": {}}}
         if optimizer is not None:
-            below = [key.removeprefix(_OPTIMIZER) for key in known if key.startswith(_OPTIMIZER)]
+            below = {
+                key.removeprefix(_OPTIMIZER): kind
+                for key, kind in known.items()
+                if key.startswith(_OPTIMIZER)
+            }
             if not below:
                 raise ValueError("there is no optimizer's state: load the model alone")
-            room["optimizer"] = optimizer_state.room_for(model, optimizer, _beginnings(below))
+            room["optimizer"] = optimizer_state.room_for(model, optimizer, below)
     return room
 
 
@@ -241,9 +245,3 @@ def _check_fits(known: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for name in sorted(tensors.keys() - state.keys()):
         if not any(name.startswith(f"{other}.") for other in others):
             raise ValueError(f"there is {name!r}, which the model has not: it is of another model")
-
-
-def _beginnings(keys: list[str]) -> set[str]:
-    """Find all prefixes of dotted `keys`: of "state.w.step" it, "state.w" and "state"."""
-    parts = [key.split(".") for key in keys]
-    return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}

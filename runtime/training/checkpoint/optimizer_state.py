@@ -9,14 +9,17 @@ of 0, and what is missing stays missing: parameters that were never used have no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard import _torch
 from autoshard.runtime.eager import access
+from autoshard.runtime.training.checkpoint.reader import new_tensor
 
 Group = Mapping[str, Any]
 """Group of an optimizer's `param_groups`, with names for its "params"."""
@@ -46,25 +49,29 @@ def state_of(
 
 
 def room_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer, known: Container[str]
+    model: nn.Module, optimizer: torch.optim.Optimizer, known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Make room to read a saved state into: like `state_of`, with state where some was saved.
 
-    A parameter's own state is taken, to be overwritten, or else `_new_state`.
+    A parameter's own state is taken, to be overwritten, or else `_new_state`; for LBFGS, whose
+    states have lists that grow, `_state_as_saved`.
 
-    known: the keys that a checkpoint has below "optimizer", each with all of its prefixes.
+    known: metadata of what a checkpoint has below "optimizer", by key.
     Raises ValueError if a saved state lacks a key that this optimizer has, as that of another type.
     """
-    room = state_of(model, optimizer)
+    room, there = state_of(model, optimizer), _beginnings(known)
     saved: dict[str, dict[str, Any]] = {}
     for group, its in zip(optimizer.param_groups, room["param_groups"], strict=True):
         for param, name in zip(group["params"], its["params"], strict=True):
-            if f"state.{name}" in known:
-                values = room["state"].get(name) or _new_state(optimizer, group, param)
+            if f"state.{name}" in there:
+                if isinstance(optimizer, torch.optim.LBFGS):
+                    values: Mapping[str, Any] = _state_as_saved(known, f"state.{name}.", param)
+                else:
+                    values = room["state"].get(name) or _new_state(optimizer, group, param)
                 saved[name] = dict(values)
     for name, values in saved.items():
         for key in values:
-            if f"state.{name}.{key}" not in known:
+            if f"state.{name}.{key}" not in there:
                 raise ValueError(
                     f"there is no {key!r} in the optimizer's state of {name!r}: {_OTHER_TYPE}"
                 )
@@ -165,3 +172,39 @@ def _new_state(optimizer: torch.optim.Optimizer, group: Group, param: Tensor) ->
     type(optimizer).step(stand_in)  # a schedule may have put another `step` on the optimizer itself
     found: Mapping[str, Any] = stand_in.state[like]
     return found
+
+
+def _state_as_saved(known: Mapping[str, Any], prefix: str, param: Tensor) -> dict[str, Any]:
+    """Make room for what a checkpoint has of an LBFGS: counts, tensors, and lists of them.
+
+    Each rank has its tensors whole, as it computes with all parameters in a row.
+
+    known: as of `room_for`. prefix: of the keys of `param`, with which the others are, too.
+    """
+    room: dict[str, Any] = {"func_evals": None, "n_iter": None}  # others have none of these
+    lists: dict[str, dict[int, Any]] = defaultdict(dict)
+    for key, kind in known.items():
+        if not key.startswith(prefix):
+            continue
+        value = _whole(kind, param) if isinstance(kind, TensorStorageMetadata) else None
+        name, _, number = key.removeprefix(prefix).partition(".")
+        if number:
+            lists[name][int(number)] = value
+        else:
+            room[name] = value
+    return room | {name: [each[at] for at in sorted(each)] for name, each in lists.items()}
+
+
+def _whole(saved: TensorStorageMetadata, like: Tensor) -> Tensor:
+    """Make a tensor to read a saved one into, where `like` is, and on its mesh if it has one."""
+    made = new_tensor(saved).to(like.device)
+    if not isinstance(like, DTensor):
+        return made
+    mesh = like.device_mesh
+    return DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _beginnings(keys: Iterable[str]) -> set[str]:
+    """Find all prefixes of dotted `keys`: of "state.w.step" it, "state.w" and "state"."""
+    parts = [key.split(".") for key in keys]
+    return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}

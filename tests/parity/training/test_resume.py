@@ -397,6 +397,40 @@ def test_another_optimizer(rank: int, folder: str) -> None:
 
 
 @on_ranks(2)
+def test_lbfgs(rank: int, folder: str) -> None:
+    """It goes on with the history that was saved, whether it has none yet or another one."""
+
+    def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.arange(12.0).view(2, 6) / 9).tanh().sum().square()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)
+        return [param.to_local().clone() for param in model.parameters()]
+
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = autoshard.shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)))
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, history_size=4)
+
+    torch.manual_seed(0)
+    model, optimizer = begun()
+    train_on(model, optimizer, 2)
+    autoshard.save_checkpoint(folder, model, optimizer, step=2)
+    wanted = train_on(model, optimizer, 2)
+    for steps in (0, 1):
+        model, optimizer = begun()
+        train_on(model, optimizer, steps)
+        assert autoshard.load_checkpoint(folder, model, optimizer) == 2
+        assert_equal(train_on(model, optimizer, 2), wanted)
+    autoshard.save_checkpoint(folder, model, adamw(model), step=3)
+    with pytest.raises(autoshard.CheckpointError, match="optimizer's groups: give an optimizer"):
+        autoshard.load_checkpoint(folder, model, optimizer)
+
+
+@on_ranks(2)
 def test_wrong_arguments(rank: int, folder: str) -> None:
     model, _ = built()
     with pytest.raises(ValueError, match="got step=-1"):
