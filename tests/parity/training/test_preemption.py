@@ -31,6 +31,6 @@ def test_a_signal_to_one_rank(form: str, tmp_path: Path) -> None:
 
 
 def test_a_forked_process_is_ended() -> None:
-    """As a worker of a DataLoader: signals are noted by the process that called, and by no child."""
+    """As a worker of a DataLoader: the process that called notes signals, and no child does."""
     found = in_processes(preempted.fork, environments=[{}])
     assert found == [(b".", signal.SIGTERM, True)]
