@@ -6,22 +6,19 @@ import contextlib
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.runtime.eager import access
-from autoshard.runtime.ranks.exchange import exchange, group_timeout, is_alone
 from autoshard.runtime.training.checkpoint import optimizer_state
 from autoshard.runtime.training.checkpoint.objects import to_bytes, to_plain
-from autoshard.runtime.training.checkpoint.on_ranks import this_rank
 from autoshard.runtime.training.checkpoint.reader import new_tensor
 
 Buffers = dict[str, Tensor]
@@ -35,13 +32,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     """Return the state to save: {"model": ...}, and "optimizer" if there is one, by names.
 
     Sharded tensors are DTensors, and all tensors are those in use, not copies. Nothing is gathered.
-    NumPy's numbers in the optimizer's state become Python's. Raises ValueError for objects that
-    could not be loaded as weights only, or as `optimizer_state.state_of`.
+    NumPy's numbers in it become Python's. Raises ValueError for objects that could not be loaded as
+    weights only, or as `unchecked_state_of`.
     """
-    with quiet():
-        state: dict[str, Any] = {"model": get_model_state_dict(model)}
-        if optimizer is not None:
-            state["optimizer"] = to_plain(optimizer_state.state_of(model, optimizer))
+    state: dict[str, Any] = to_plain(unchecked_state_of(model, optimizer, {}))
     objects = [leaf for leaf in _torch.tensors.tree_leaves(state) if not isinstance(leaf, Tensor)]
     to_bytes(objects, OBJECTS)
     return state
@@ -53,9 +47,17 @@ def unchecked_state_of(
     """Return what `state_of` does, with objects as they are; names that are known are not sought.
 
     names: those in checkpoints, by those in `model`; new ones are added.
+    Raises ValueError for a tensor of the model that nothing can be read into, as elements of it
+    share memory, or as `optimizer_state.state_of`.
     """
     with quiet():
         state: dict[str, Any] = {"model": _torch.checkpoint.state_of(model, names)}
+        for name, value in state["model"].items():
+            if isinstance(value, Tensor) and _shares_elements(value):
+                raise ValueError(
+                    f"{name!r} could not be loaded: elements of it share memory, as of an expanded "
+                    "tensor: register its clone()"
+                )
         if optimizer is not None:
             state["optimizer"] = optimizer_state.state_of(model, optimizer, names)
     return state
@@ -106,31 +108,6 @@ def rounded(known: Mapping[str, Any], room: Mapping[str, Any]) -> str:
     return f"{found[0]}{more}" if found else ""
 
 
-def own_buffers(state: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh | None) -> Buffers:
-    """Return the saved buffers of `model` as they are on this rank, if ranks have different ones.
-
-    Running statistics are each rank's own, where nothing synchronises them. Empty if all ranks of
-    `mesh`, who call this together, have the same, which `state` has, too.
-
-    state: as of `state_of`. mesh: None if no module of `model` is sharded.
-    """
-    if mesh is None or is_alone(mesh):
-        return {}
-    buffers = saved_buffers(state, model)
-    if not buffers:
-        return {}
-    answers = exchange(
-        "buffers",
-        digest(buffers).hex(),
-        mesh,
-        group_timeout(mesh),
-        failed=f"rank {this_rank()} came to save the model's buffers",
-        hint="All ranks save together",
-        may_differ=True,
-    )
-    return buffers if answers.others else {}
-
-
 def saved_buffers(state: Mapping[str, Any], model: nn.Module) -> Buffers:
     """Return those tensors of the model in `state` that are its buffers, on the CPU, by name."""
     places = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
@@ -143,12 +120,23 @@ def saved_buffers(state: Mapping[str, Any], model: nn.Module) -> Buffers:
     }
 
 
-def digest(buffers: Buffers) -> bytes:
-    """Return a digest of the values of `buffers`."""
+def digests(buffers: Buffers) -> tuple[int, int]:
+    """Return numbers whose lowest of all ranks tell, in `own_buffers`, if all have these values."""
     said = hashlib.sha256()
     for value in buffers.values():
         said.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return said.digest()
+    number = int.from_bytes(said.digest()[:7])
+    return number, -number
+
+
+def own_buffers(buffers: Buffers, lowest: Sequence[int]) -> Buffers:
+    """Return `buffers` if ranks have different ones, and none if all have the same.
+
+    Running statistics are each rank's own, where nothing synchronises them.
+
+    lowest: of all ranks' `digests`.
+    """
+    return buffers if lowest[0] < -lowest[1] else {}
 
 
 def load_own_buffers(own: Mapping[str, Tensor], room: Mapping[str, Any]) -> None:
@@ -213,6 +201,13 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore", category=FutureWarning)
         warnings.simplefilter("ignore", category=UserWarning)
         yield
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sides)
 
 
 def _check_fits(known: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.ledger import Ledger
@@ -28,6 +27,7 @@ from autoshard.runtime.training.checkpoint.folder import (
 )
 from autoshard.runtime.training.checkpoint.manifest import Manifest, check_files
 from autoshard.runtime.training.checkpoint.model_state import (
+    digests,
     load_own_buffers,
     load_state,
     match_groups,
@@ -36,6 +36,7 @@ from autoshard.runtime.training.checkpoint.model_state import (
     room_for,
     room_for_groups,
     rounded,
+    saved_buffers,
     state_of,
 )
 from autoshard.runtime.training.checkpoint.objects import from_bytes
@@ -44,6 +45,7 @@ from autoshard.runtime.training.checkpoint.on_ranks import (
     gathered,
     num_ranks,
     on_each_rank,
+    on_each_rank_with,
     on_first_rank,
     reasons,
     this_rank,
@@ -139,14 +141,12 @@ def save_checkpoint(
         raise ValueError(f"expected step >= 0 and keep >= 1, got step={step}, keep={keep}")
     end_pending()
     what = f"save_checkpoint(step={step}{'' if wait else ', wait=False'})"
-    mesh = _check_together(model, what, compares_ledger=True)
+    _check_together(model, what, compares_ledger=True)
     root, given = Path(folder).absolute(), states or {}  # a thread uses it later, too
     if not wait:
         return begin(root, model, optimizer, step=step, states=given, keep=keep)
     what = f"checkpoint of step {step} in {root}"
-    state = on_each_rank(lambda: state_of(model, optimizer), f"checkpoint of step {step}")
-    buffers = own_buffers(state, model, mesh)
-    own = on_each_rank(lambda: own_bytes(own_state(given, buffers)), f"states of step {step}")
+    state, own = _found(model, optimizer, given, f"checkpoint of step {step}")
     aside = on_first_rank(lambda: prepare(root, step), what)
     state[RANKS] = {str(this_rank()): own}
     try:
@@ -163,6 +163,27 @@ def save_checkpoint(
     world = num_ranks()
     name: str = on_first_rank(lambda: publish(root, aside, step, keep, written, world), what)
     return root / name
+
+
+def _found(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    states: Mapping[str, Stateful],
+    what: str,
+) -> tuple[dict[str, Any], Tensor]:
+    """Find what is to be saved: (the state of model and optimizer, this rank's own as bytes).
+
+    All ranks call this together. Raises CheckpointError on all if one has what can't be loaded.
+    """
+
+    def find() -> tuple[Any, tuple[int, int]]:
+        state = state_of(model, optimizer)
+        buffers = saved_buffers(state, model)
+        return (state, own_state(states, {}), buffers), digests(buffers)
+
+    (state, own, buffers), lowest = on_each_rank_with(find, what, 2)
+    own["buffers"] = own_buffers(buffers, lowest)
+    return state, on_each_rank(lambda: own_bytes(own), what)
 
 
 def load_checkpoint(
@@ -298,13 +319,11 @@ def _check_read(
     return own
 
 
-def _check_together(
-    model: nn.Module, what: str, *, compares_ledger: bool = False
-) -> DeviceMesh | None:
-    """Raise RuntimeError unless all ranks of `model` are at `what`; return their mesh.
+def _check_together(model: nn.Module, what: str, *, compares_ledger: bool = False) -> None:
+    """Raise RuntimeError unless all ranks of `model` are at `what`.
 
     They wait for each other: a rank that came here alone would meet another collective of its
-    peers. Does nothing, and returns None, if no module of `model` is sharded.
+    peers. Does nothing if no module of `model` is sharded.
 
     what: the call, with arguments that must be the same, as text.
     compares_ledger: whether ranks must have done the same before it.
@@ -312,7 +331,6 @@ def _check_together(
     units = (access.unit_of(module) for module in model.modules())
     unit = next((unit for unit in units if unit is not None), None)
     if unit is None:
-        return None
+        return
     what += f" after {unit.state(Ledger).said}" if compares_ledger else ""
     compare_event(what, unit.axes.mesh, hint="all ranks save and load, at the same step")
-    return unit.axes.mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from autoshard.runtime.training.checkpoint.folder import folder_aside, prepare, whose_aside
 from autoshard.runtime.training.checkpoint.model_state import (
     OBJECTS,
-    digest,
+    digests,
+    own_buffers,
     saved_buffers,
     unchecked_state_of,
 )
 from autoshard.runtime.training.checkpoint.objects import copy_of, to_plain
 from autoshard.runtime.training.checkpoint.on_ranks import (
+    CheckpointError,
     on_each_rank,
     on_each_rank_with,
     this_rank,
@@ -53,25 +56,31 @@ def begin(
     can't make a folder in `root`.
     """
     what, kept, rank = f"checkpoint of step {step} in {root}", kept_of(model), this_rank()
+    made: list[Path] = []  # by rank 0, the folder to write to
 
     def prepare_all() -> tuple[_Prepared, tuple[int, ...]]:
         """Do all that may fail on one rank."""
         found = _prepare(model, optimizer, states, kept)
-        whose = whose_aside(prepare(root, step)) if rank == 0 else ""
+        if rank == 0:
+            made.append(prepare(root, step))
+        whose = whose_aside(made[0]) if made else ""
         is_known = kept.plan is not None and found.signature == kept.signature
-        number = int.from_bytes(digest(found.buffers)[:7])
-        facts = int(is_known and whose in ("", kept.whose)), number, -number
-        return dataclasses.replace(found, whose=whose), facts
+        is_known = int(is_known and whose in ("", kept.whose))
+        return dataclasses.replace(found, whose=whose), (is_known, *digests(found.buffers))
 
-    found, facts = on_each_rank_with(prepare_all, what, 3)
-    is_known, lowest, highest = facts[0], facts[1], -facts[2]
-    if not is_known:
-        kept.plan, kept.whose = plan_together(found.state, found.whose, what)
-        kept.signature = found.signature
-    plan = kept.plan
-    assert plan is not None
-    tensors = on_each_rank(lambda: copied(found.values, plan.part, kept.copies), what)
-    own = {**found.own, "buffers": found.buffers if lowest < highest else {}}
+    try:
+        found, (is_known, *lowest) = on_each_rank_with(prepare_all, what, 3)
+        if not is_known:
+            kept.plan, kept.whose = plan_together(found.state, found.whose, what)
+            kept.signature = found.signature
+        plan = kept.plan
+        assert plan is not None
+        tensors = on_each_rank(lambda: copied(found.values, plan.part, kept.copies), what)
+    except CheckpointError:
+        for aside in made:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    own = {**found.own, "buffers": own_buffers(found.buffers, lowest)}
     task = Task(
         rank=rank,
         root=root,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,6 +164,35 @@ def test_five_steps_and_five(rank: int, form: str, folder: str) -> None:
     assert autoshard.load_checkpoint(folder, model, optimizer, states={"loader": loader}) == 5
     train(model, optimizer, loader, 5)
     assert_equal(state(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@on_ranks(2)
+def test_a_model_that_is_not_sharded(rank: int, wait: bool, folder: str) -> None:
+    """Each rank has its own buffers again; numbers of NumPy in an extra state become Python's."""
+    model, other = Noisy(), Noisy()
+    model.norm.running_mean.fill_(rank + 1.0)
+    model.seen = {"batches": [np.int64(3)]}
+    saved = autoshard.save_checkpoint(folder, model, step=1, wait=wait)
+    assert (saved if isinstance(saved, Path) else saved.wait()).name == "step_00000001"
+    assert autoshard.load_checkpoint(folder, other) == 1
+    assert other.norm.running_mean.tolist() == [rank + 1.0] * 6
+    assert [type(each) for each in other.seen["batches"]] == [int]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@on_ranks(2)
+def test_what_is_refused_leaves_nothing(rank: int, wait: bool, folder: str) -> None:
+    """An object that is no data, on one rank, and a buffer that nothing can be read into."""
+    model, loader = autoshard.shard(nn.Linear(4, 4)), Loader(rank)
+    loader.at = object() if rank == 1 else 0  # type: ignore[assignment]  # what is to be refused
+    with pytest.raises(autoshard.CheckpointError, match=r"on rank 1, .*weights only"):
+        autoshard.save_checkpoint(folder, model, step=1, states={"loader": loader}, wait=wait)
+    model.register_buffer("same", torch.ones(1).expand(3))
+    with pytest.raises(autoshard.CheckpointError, match="'same' could not be loaded: elements"):
+        autoshard.save_checkpoint(folder, model, step=1, wait=wait)
+    dist.barrier()
+    assert not list(Path(folder).glob(".writing*"))
 
 
 @on_ranks(2)
