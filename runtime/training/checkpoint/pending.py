@@ -21,7 +21,12 @@ import torch.distributed as dist
 
 from autoshard.runtime.comm.at_exit import at_exit
 from autoshard.runtime.training.checkpoint.reports import Outcome, Report, Reports, new_reports
-from autoshard.runtime.training.checkpoint.writing import Task, if_full, not_written
+from autoshard.runtime.training.checkpoint.writing import (
+    Task,
+    if_full,
+    maybe_written,
+    not_written,
+)
 
 HEAD_START_S = 0.02  # of the caller: it would wait for the thread to let go of the interpreter
 GRACE_S = 10.0  # for others to have written, at the end of a process that an exception ends
@@ -47,6 +52,7 @@ class PendingCheckpoint:
 
         Raises CheckpointError on every rank if one of them could not write its part, or has not
         done so within the timeout of the process group: what was complete before is still there.
+        If rank 0 is gone, which publishes, others can't know; their error says so.
         """
         return self._end(self._reports.limit_s if self._reports is not None else 0.0)
 
@@ -66,12 +72,14 @@ class PendingCheckpoint:
             try:
                 self._outcome = self._reports.heard()
             except dist.DistError as error:
-                self._outcome = Outcome(error=f"the store can't be reached ({error})")
+                self._outcome = self._without_store(error)
         if self in _pending:
             _pending.remove(self)
         task = self._task
         if self._outcome.error:
             raise not_written(task.rank, task.step, task.root, self._outcome.error)
+        if self._outcome.doubt:
+            raise maybe_written(task.rank, task.step, task.root, self._outcome.doubt)
         return task.root / self._outcome.name
 
     def _end_at_exit(self) -> None:
@@ -98,7 +106,12 @@ class PendingCheckpoint:
                 self._outcome = self._published(reports.all())
                 reports.answer(self._outcome)
         except dist.DistError as error:
-            self._outcome = Outcome(error=f"the store can't be reached ({error})")
+            self._outcome = self._outcome or self._without_store(error)
+
+    def _without_store(self, error: dist.DistError) -> Outcome:
+        """Return what is known once the store is lost: rank 0, which publishes, has not."""
+        why = f"the store can't be reached ({error})"
+        return Outcome(error=why) if self._task.rank == 0 else Outcome(doubt=why)
 
     def _report(self) -> Report:
         """Write this rank's part; return what was written, or why it could not be."""

@@ -32,10 +32,11 @@ Report = Written | str
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a save: the name of the checkpoint, or why there is none."""
+    """Outcome of a save: the name of the checkpoint, why there is none, or why nobody knows."""
 
     name: str = ""
     error: str = ""
+    doubt: str = ""
 
 
 class Reports:
@@ -87,7 +88,7 @@ class Reports:
         """Wait for rank 0's answer, a little longer than it waits for others, and return it."""
         key, store = f"{self._place}/answer", self._party.store
         if not self._party.wait_for(key, max(self.until - time.monotonic(), 0.0) + LEAVING_S):
-            return Outcome(error="rank 0 did not say what came of it: it ended, or is stuck")
+            return Outcome(doubt="rank 0 did not say what came of it: it ended, or is stuck")
         found = Outcome(**json.loads(store.get(key)))
         store.add(f"{self._place}/heard", 1)
         return found

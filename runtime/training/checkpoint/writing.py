@@ -97,3 +97,11 @@ def not_written(rank: int, step: int, root: Path, why: str) -> CheckpointError:
         f"{why}. What was complete before is still there; make room, or give a folder that all "
         "ranks can write to"
     )
+
+
+def maybe_written(rank: int, step: int, root: Path, why: str) -> CheckpointError:
+    """Return the error of a checkpoint of which this rank does not hear what came, to raise."""
+    return CheckpointError(
+        f"rank {rank}: the checkpoint of step {step} in {root} may be complete or not: {why}. "
+        "What was complete before is still there; load_checkpoint() takes the last complete one"
+    )

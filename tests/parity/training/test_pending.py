@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.runtime.training.checkpoint import pending, planning, saving
+from autoshard.runtime.training.checkpoint.reports import Reports
 from autoshard.runtime.training.checkpoint.writing import Task
 
 
@@ -323,6 +324,28 @@ def test_a_rank_that_does_not_report(rank: int, folder: str) -> None:
         later.wait()
     dist.barrier()
     assert names(folder) == []
+
+
+@on_ranks(2)
+def test_a_store_that_is_lost(rank: int, folder: str) -> None:
+    """Rank 0 knows that it has published; the other one can't, and does not say that it failed."""
+    model, _ = built()
+    lost = mock.Mock(side_effect=dist.DistNetworkError("gone"))
+    with mock.patch.multiple(Reports, answer=lost, heard=lost):
+        later = autoshard.save_checkpoint(folder, model, step=2, wait=False)
+        if rank == 0:
+            assert later.wait() == Path(folder, "step_00000002")
+        else:
+            with pytest.raises(autoshard.CheckpointError, match=r"may be complete or not: .*gone"):
+                later.wait()
+    dist.barrier()
+    with mock.patch.object(Reports, "add", lost):
+        later = autoshard.save_checkpoint(folder, model, step=3, wait=False)
+        says = "not be written" if rank == 0 else "or not: the store"
+        with pytest.raises(autoshard.CheckpointError, match=says):
+            later.wait()
+    dist.barrier()
+    assert names(folder) == ["step_00000002"]
 
 
 @pytest.mark.timeout(300)
