@@ -10,10 +10,10 @@ import torch.distributed as dist
 from autoshard import _torch
 from autoshard.runtime.comm.mesh import NAMED
 from autoshard.runtime.ranks import farewells, verdicts
+from autoshard.runtime.ranks.party import STORE_S
 from autoshard.runtime.ranks.positions import Positions
 
 LIMIT_S = 3.0  # for others to say why they end
-STORE_S = 5.0  # for the store to answer
 
 
 class Explainer:

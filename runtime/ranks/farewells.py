@@ -17,7 +17,7 @@ import torch.distributed as dist
 from autoshard.runtime.comm.at_exit import at_exit
 from autoshard.runtime.ranks import verdicts
 from autoshard.runtime.ranks.code import is_users, line_of
-from autoshard.runtime.ranks.party import LEAVING_S
+from autoshard.runtime.ranks.party import LEAVING_S, STORE_S
 from autoshard.runtime.ranks.store import Store
 
 _PREFIX = "autoshard/left"
@@ -57,6 +57,7 @@ def _say_at_exit() -> None:
 
 
 def _say(store: Store, rank: int, world: int, how: str, *, has_failed: bool) -> None:
+    store.limit_s = min(store.limit_s, STORE_S)
     with contextlib.suppress(dist.DistError, RuntimeError):
         store.set(f"{_PREFIX}/{rank}", how)
         if has_failed and dist.is_initialized():

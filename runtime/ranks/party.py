@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
 from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Store
 
+STORE_S = 5.0  # for the store to answer a rank that ends, or has failed
 LEAVING_S = 3.0  # for others to have read what was said before a rank goes on, or ends
 
 Check = Callable[[], None]

@@ -20,9 +20,11 @@ from autoshard.runtime.comm.flights import Issued
 from autoshard.runtime.ranks import farewells, verdicts, waits
 from autoshard.runtime.ranks import judge as judges
 from autoshard.runtime.ranks.judge import Judge
+from autoshard.runtime.ranks.party import Party
 from autoshard.runtime.ranks.positions import Positions
 from autoshard.runtime.ranks.store import Store
 from autoshard.runtime.ranks.waits import PLACE, Wait
+from autoshard.runtime.training.checkpoint import reports
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +145,20 @@ def test_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
         farewells._say_at_exit()
         assert said in farewells.read(store, 1)
         assert len(broken) == (error is not None)
+
+
+def test_the_end_waits_for_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that does not answer any more, as its host is gone, holds up nobody's exit."""
+    monkeypatch.setattr(farewells, "at_exit", lambda work: None)
+    monkeypatch.setattr(farewells, "_speakers", [])
+    monkeypatch.setattr(farewells, "STORE_S", 0.2)
+    monkeypatch.setattr(reports, "STORE_S", 0.2)
+    is_back, begun = threading.Event(), time.monotonic()
+    stores = [Store(dist.HashStore()) for _ in range(2)]
+    farewells.say_at_exit(stores[0], 1, 2)
+    for store in stores:
+        store.begin(lambda store: is_back.wait())
+    farewells._say_at_exit()
+    reports.Reports(Party(stores[1], "end", 0, range(2)), 60.0).linger()
+    assert time.monotonic() - begun < 20
+    is_back.set()

@@ -86,6 +86,8 @@ class PendingCheckpoint:
         """Wait as `wait`; if an exception ends this process, others may be gone: not for long."""
         began = time.monotonic()
         self._has_written.wait()
+        if self._reports is not None:
+            self._reports.hurry()
         if self._reports is None or getattr(sys, "last_value", None) is None:
             self.wait()
         else:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from autoshard import _torch
 from autoshard.runtime.ranks.exchange import new_place, party_of_world, there_are_others
-from autoshard.runtime.ranks.party import LEAVING_S, Party
+from autoshard.runtime.ranks.party import LEAVING_S, STORE_S, Party
 from autoshard.runtime.training.checkpoint.writing import Written
 
 PAUSE_S = 0.05  # of rank 0, between two questions whether all have reported
@@ -93,8 +93,13 @@ class Reports:
         store.add(f"{self._place}/heard", 1)
         return found
 
+    def hurry(self) -> None:
+        """Wait less for a store that does not answer, from now on: this process ends."""
+        self._party.store.limit_s = min(self._party.store.limit_s, STORE_S)
+
     def linger(self) -> None:
         """Wait a little, as rank 0, until others have heard: they do by a store that may end."""
+        self.hurry()
         deadline = time.monotonic() + LEAVING_S
         others = self._party.size - 1
         with contextlib.suppress(dist.DistError):
