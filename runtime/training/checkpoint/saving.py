@@ -65,8 +65,8 @@ def begin(
             made.append(prepare(root, step))
         whose = whose_aside(made[0]) if made else ""
         is_known = kept.plan is not None and found.signature == kept.signature
-        is_known = int(is_known and whose in ("", kept.whose))
-        return dataclasses.replace(found, whose=whose), (is_known, *digests(found.buffers))
+        facts = int(is_known and whose in ("", kept.whose)), *digests(found.buffers)
+        return dataclasses.replace(found, whose=whose), facts
 
     try:
         found, (is_known, *lowest) = on_each_rank_with(prepare_all, what, 3)
