@@ -146,7 +146,11 @@ def _steps(
     log: Callable[..., None],
 ) -> bool:
     """Train for `steps`, saving to `folder`; return whether a signal has ended that."""
+    pending: tuple[int, autoshard.PendingCheckpoint] | None = None
     for step in steps:
+        if pending is not None and pending[1].done():
+            log(saved=pending[0])
+            pending = None
         striker.begin("forward", step)
         scale = random.random() + numpy.random.rand()
         loss = model(scale * torch.randn(4, 16)).square().mean()
@@ -163,11 +167,12 @@ def _steps(
             if waits:
                 striker.begin("before", step)
                 striker.begin("save", step)
-            autoshard.save_checkpoint(
+            found = autoshard.save_checkpoint(
                 folder / "checkpoints", model, optimizer, step=step + 1, wait=waits
             )
             if waits:
                 log(saved=step + 1)
+            pending = None if isinstance(found, Path) else (step + 1, found)
             striker.begin("after" if waits else "write", step)
         if stops:
             log(ended=step + 1)

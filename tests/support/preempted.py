@@ -36,7 +36,7 @@ def run(environment: dict[str, str], folder: str, form: str, phase: str, pipe: A
         if (now, step, rank) == (phase, AT, 1):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    step = first
+    step, pending = first, None
     while step < STEPS:
         noise = 1 + torch.rand(()).item()  # of the rank's generator, which is saved, too
         if step == AT:
@@ -51,11 +51,12 @@ def run(environment: dict[str, str], folder: str, form: str, phase: str, pipe: A
         step += 1
         if step % 5 == 0:
             hit("save", step - 1)
-            autoshard.save_checkpoint(folder, model, optimizer, step=step, wait=False)
+            pending = autoshard.save_checkpoint(folder, model, optimizer, step=step, wait=False)
             hit("writing", step - 1)
         if autoshard.preempted():
             autoshard.save_checkpoint(folder, model, optimizer, step=step)
             break
+    assert pending is None or pending.wait().is_dir()
     shards = [param.to_local().tolist() for param in model.parameters()]
     averages = [
         value.to_local().tolist()

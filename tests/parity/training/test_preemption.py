@@ -22,6 +22,8 @@ def run(folder: Path, form: str, phase: str) -> list[Any]:
 def test_a_signal_to_one_rank(form: str, tmp_path: Path) -> None:
     wanted = run(tmp_path / "undisturbed", form, "")
     assert [step for step, *_ in wanted] == [preempted.STEPS] * 2
+    assert (tmp_path / "undisturbed" / "step_00000010").is_dir()
+    assert run(tmp_path / "undisturbed", form, "") == wanted  # from there, saved asynchronously
     for phase in preempted.PHASES if form == "eager" else ("backward",):
         folder = tmp_path / phase
         stopped = run(folder, form, phase)
