@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import random
 import resource
@@ -26,9 +28,13 @@ from support.ranks import free_port, in_processes, on_ranks
 from support.resumed import Loader, assert_equal, built, state, train
 from support.training import in_both_forms, in_form, sgd
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autoshard
+from autoshard.runtime.training.checkpoint import manifest as manifests
 from autoshard.runtime.training.checkpoint import pending, planning, saving
+from autoshard.runtime.training.checkpoint.folder import verify
 from autoshard.runtime.training.checkpoint.reports import Reports
 from autoshard.runtime.training.checkpoint.writing import Task
 
@@ -126,6 +132,76 @@ def test_it_is_what_a_blocking_save_has(rank: int, form: str, folder: str) -> No
         for each in ("blocking", "later")
     ]
     assert names[0] == names[1]
+
+
+class Held:
+    """State of a tensor, which is given out as it is."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(2)
+
+    def state_dict(self) -> Any:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.tensor = state["tensor"]
+
+
+@on_ranks(2)
+def test_tensors_that_change_in_place(rank: int, folder: str) -> None:
+    """Among `states`, and in an extra state; what is written has digests."""
+    model, own = autoshard.shard(Noisy()), Held()
+    model.seen = {"batches": (torch.zeros(2),)}
+    with held():
+        later = autoshard.save_checkpoint(folder, model, step=1, states={"own": own}, wait=False)
+        own.tensor += 1
+        model.seen["batches"][0].add_(1)
+    path = later.wait()
+    assert autoshard.load_checkpoint(folder, model, states={"own": own}) == 1
+    assert [own.tensor.tolist(), model.seen["batches"][0].tolist()] == [[0.0, 0.0]] * 2
+    file = path / f"__{rank}_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    found = verify(path)[path.name]
+    assert isinstance(found, str)
+    assert "__0_0.distcp" in found
+
+
+@on_ranks(2)
+def test_another_run_between_two_saves(rank: int, folder: str) -> None:
+    """The next save is of the run that was loaded; what was told of the first one is deleted."""
+    model, _ = built()
+    first = autoshard.save_checkpoint(folder, model, step=1, wait=False)
+    manifest = manifests.read(first.wait())
+    dist.barrier()
+    if rank == 0:
+        dataclasses.replace(manifest, run="another").write(Path(folder, "step_00000001"))
+    assert autoshard.load_checkpoint(folder, model) == 1
+    second = autoshard.save_checkpoint(folder, model, step=2, wait=False)
+    assert manifests.read(second.wait()).run == "another"
+    dist.barrier()
+    assert first._reports is not None
+    assert second._reports is not None
+    assert [each._reports.is_answered() for each in (first, second)] == [False, True]
+    with mock.patch.object(Reports, "linger") as linger:
+        pending._end_last()
+    assert linger.call_count == (rank == 0)
+
+
+@on_ranks(2)
+def test_what_a_plan_depends_on(rank: int) -> None:
+    """Names, sizes, dtypes and layouts."""
+    mesh = init_device_mesh("cpu", (2,))
+    each = [
+        {"a": torch.zeros(4)},
+        {"b": torch.zeros(4)},
+        {"a": torch.zeros(5)},
+        {"a": torch.zeros(4, dtype=torch.float64)},
+        {"a": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])},
+        {"a": distribute_tensor(torch.zeros(4), mesh, [Replicate()])},
+    ]
+    signatures = [planning.signature_of(state) for state in each]
+    assert all(a != b for a, b in itertools.combinations(signatures, 2))
 
 
 @on_ranks(2)
