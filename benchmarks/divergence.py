@@ -549,7 +549,7 @@ def _error(output: str) -> str:
     found = [
         at
         for at, line in enumerate(lines)
-        if re.match(r"[\w.]*(Error|Failed|Differ|Exit|Exception|Apart)\b.*:", line)
+        if re.match(r"[\w.]*(Error|Failed|Differ|Exit|Exception(?! raised from)|Apart)\b.*:", line)
     ]
     if not found:
         return ""

@@ -58,6 +58,7 @@ def _say_at_exit() -> None:
 
 def _say(store: Store, rank: int, world: int, how: str, *, has_failed: bool) -> None:
     store.limit_s = min(store.limit_s, STORE_S)
+    store.rest()
     with contextlib.suppress(dist.DistError, RuntimeError):
         store.set(f"{_PREFIX}/{rank}", how)
         if has_failed and dist.is_initialized():

@@ -47,13 +47,18 @@ class Store:
         self._store = store.clone()
         self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._is_silent = False
+        self._rests = threading.Event()
         weakref.finalize(self, self._asked.put, None).atexit = False
         threading.Thread(
             target=_answer,
-            args=(self._asked, functools.partial(idle, self._store)),
+            args=(self._asked, functools.partial(idle, self._store), self._rests),
             name="autoshard store",
             daemon=True,
         ).start()
+
+    def rest(self) -> None:
+        """Have the thread call `idle` no more, as before others may end the store."""
+        self._rests.set()
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask(lambda store: store.check(list(keys))))
@@ -139,11 +144,13 @@ class Store:
         return self.begin(question)()
 
 
-def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]) -> None:
+def _answer(
+    asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None], rests: threading.Event
+) -> None:
     """Answer questions in turn until a None comes, as the thread of a `Store` does.
 
     What a question returns, or the exception that it raises, is put into its queue. Every IDLE_S,
-    between two questions, `idle` is called, and its exceptions are passed over.
+    between two questions, `idle` is called until `rests` is set; its exceptions are passed over.
     """
     last = time.monotonic()
     while True:
@@ -156,7 +163,7 @@ def _answer(asked: queue.SimpleQueue[_Question | None], idle: Callable[[], None]
                 answer.put((question(), None))
             except Exception as error:
                 answer.put((None, error))
-        if time.monotonic() - last >= IDLE_S:
+        if time.monotonic() - last >= IDLE_S and not rests.is_set():
             with contextlib.suppress(Exception):  # a store that is gone: who asks is told
                 idle()
             last = time.monotonic()

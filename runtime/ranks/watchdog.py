@@ -324,9 +324,9 @@ def _start(after_s: float, *, observes: bool) -> None:
     """Start a watchdog of the default process group; this rank says so when it ends."""
     store, rank = client(), dist.get_rank()
     _running.append(Watchdog(after_s, store, rank, observes=observes))
-    at_exit(_end_at_exit)
     _torch.dist.watch_waits(waits.in_torch)
     farewells.say_at_exit(store, rank, dist.get_world_size())
+    at_exit(_end_at_exit)  # before that, after which the store may be gone at any time
 
 
 def watch_as_told() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from autoshard.runtime.ranks import store as stores
 from autoshard.runtime.ranks.store import Store
 
 
@@ -72,3 +74,20 @@ def test_no_thread_is_left() -> None:
     del store
     thread.join(timeout=5)
     assert not thread.is_alive()
+
+
+def test_a_store_that_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread asks nothing by itself any more, and answers as before."""
+    monkeypatch.setattr(stores, "IDLE_S", 0.01)
+    called: list[object] = []
+    store = Store(dist.HashStore(), idle=called.append)
+    store.set("a", "one")
+    while not called:
+        store.get("a")
+    store.rest()
+    store.get("a")
+    count = len(called)
+    for _ in range(5):
+        time.sleep(0.02)
+        assert store.get("a") == "one"
+    assert len(called) <= count + 1  # one may have been on its way
