@@ -23,7 +23,6 @@ from autoshard.runtime.training.checkpoint.model_state import (
 from autoshard.runtime.training.checkpoint.objects import copy_of, to_plain
 from autoshard.runtime.training.checkpoint.on_ranks import (
     CheckpointError,
-    on_each_rank,
     on_each_rank_with,
     this_rank,
 )
@@ -53,7 +52,7 @@ def begin(
 
     Arguments are those of `save_checkpoint`.
     Raises CheckpointError on every rank if one has a state that could not be loaded, or rank 0
-    can't make a folder in `root`.
+    can't make a folder in `root`. That one can't copy is told as that it can't write.
     """
     what, kept, rank = f"checkpoint of step {step} in {root}", kept_of(model), this_rank()
     made: list[Path] = []  # by rank 0, the folder to write to
@@ -73,13 +72,17 @@ def begin(
         if not is_known:
             kept.plan, kept.whose = plan_together(found.state, found.whose, what)
             kept.signature = found.signature
-        plan = kept.plan
-        assert plan is not None
-        tensors = on_each_rank(lambda: copied(found.values, plan.part, kept.copies), what)
     except CheckpointError:
         for aside in made:
             shutil.rmtree(aside, ignore_errors=True)
         raise
+    assert kept.plan is not None
+    tensors: dict[str, Tensor] = {}
+    failed = None
+    try:
+        tensors = copied(found.values, kept.plan.part, kept.copies)
+    except Exception as error:  # others do not wait for this rank here: the thread reports it
+        failed = error
     own = {**found.own, "buffers": own_buffers(found.buffers, lowest)}
     task = Task(
         rank=rank,
@@ -87,9 +90,10 @@ def begin(
         aside=folder_aside(root, step, kept.whose),
         step=step,
         keep=keep,
-        plan=plan,
+        plan=kept.plan,
         values={**found.objects, **tensors},
         own=own,
+        failed=failed,
     )
     return start(task)
 

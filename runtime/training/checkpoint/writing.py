@@ -41,6 +41,7 @@ class Task:
     rank: this one. root, step, keep: as of `save_checkpoint`. aside: the folder to write to.
     plan:   of what all have a part in. values: copies of it, by name.
     own:    copy of this rank's own state.
+    failed: the error of copying; None if all is there.
     """
 
     rank: int
@@ -51,9 +52,12 @@ class Task:
     plan: Plan
     values: dict[str, Any]
     own: Mapping[str, Any]
+    failed: Exception | None = None
 
     def write(self) -> Written:
-        """Write this rank's files, and flush them to the disk. Raises OSError."""
+        """Write this rank's files, and flush them to the disk. Raises OSError, or `failed`."""
+        if self.failed is not None:
+            raise self.failed
         if not self.aside.is_dir():
             raise FileNotFoundError(f"{self.aside} is not there: do all ranks share {self.root}?")
         name, part, own = str(self.rank), self.plan.part, own_bytes(self.own)

@@ -294,15 +294,18 @@ def test_one_after_the_other(rank: int, folder: str) -> None:
         assert plans.call_count == 2  # without the optimizer it is another
 
 
-@pytest.mark.parametrize("told", ["save", "load", "wait"])
+@pytest.mark.parametrize(
+    ("told", "what"), [("save", "write"), ("load", "write"), ("wait", "write"), ("wait", "copy")]
+)
 @on_ranks(2)
-def test_one_rank_cannot_write(rank: int, told: str, folder: str) -> None:
-    """All are told at the next call, once; what was there stays, and the next save works."""
+def test_one_rank_cannot_write(rank: int, told: str, what: str, folder: str) -> None:
+    """Nor copy: all are told at the next call, once; what was there stays; the next save works."""
     model, optimizer = built()
     train(model, optimizer, Loader(rank), 1)
     autoshard.save_checkpoint(folder, model, optimizer, step=1, wait=False)
     before = state(model, optimizer)
-    full = mock.patch.object(Task, "write", side_effect=OSError("no room"))
+    where: Any = {"write": (Task, "write"), "copy": (saving, "copied")}[what]
+    full = mock.patch.object(*where, side_effect=OSError("no room"))
     with ExitStack() as until_told:
         if rank == 1:
             until_told.enter_context(full)
