@@ -299,7 +299,7 @@ def test_one_after_the_other(rank: int, folder: str) -> None:
 )
 @on_ranks(2)
 def test_one_rank_cannot_write(rank: int, told: str, what: str, folder: str) -> None:
-    """Nor copy: all are told at the next call, once; what was there stays; the next save works."""
+    """Or copy: all are told at the next call, once; what was there stays, and later saves work."""
     model, optimizer = built()
     train(model, optimizer, Loader(rank), 1)
     autoshard.save_checkpoint(folder, model, optimizer, step=1, wait=False)
