@@ -32,6 +32,7 @@ class Judge:
         """Take `scale` times as long for all, as of many ranks."""
         self._positions, self._scale = positions, scale
         self._looked = 0.0
+        self._turn = ""  # key in the store of its latest look
 
     def look(self, asked: int) -> None:
         """Ask the others, if this rank has waited for long, and nobody else asks now.
@@ -47,7 +48,11 @@ class Judge:
             return
         self._looked = now
         store, rank = self._positions.store, str(self._positions.rank)
-        if store.set_first(f"{PREFIX}/judge/{asked}/{int(now / 10)}", rank) == rank:
+        turn = f"{PREFIX}/judge/{asked}/{int(now / 10)}"
+        if store.set_first(turn, rank) == rank:
+            if self._turn not in ("", turn):
+                store.delete(self._turn)
+            self._turn = turn
             self._judge()
 
     def _judge(self) -> None:

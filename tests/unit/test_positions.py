@@ -85,6 +85,21 @@ def test_waits_that_count(
     assert bool(judge._in_vain(judge._states(), [1])) is counts
 
 
+def test_looks_leave_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the store, however often a rank has looked."""
+    inner = dist.HashStore()
+    judge = Judge(positions(Store(inner)), 1.0)
+    waits_since(time.monotonic() - 9.0, monkeypatch)
+    looks: list[int] = []
+    monkeypatch.setattr(judge, "_judge", lambda: looks.append(1))
+    judge.look(0)
+    known = inner.num_keys()
+    for asked in (1, 2):
+        judge._looked = 0.0
+        judge.look(asked)
+    assert (len(looks), inner.num_keys()) == (3, known)
+
+
 def test_waits_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a backward, those of threads that autograd started count; a helper's are its own."""
     main, is_over = threading.get_ident(), threading.Event()
