@@ -28,7 +28,7 @@ RANKS = 2
 EVERY = 3  # steps between two checkpoints
 FORMS = ("eager", "lowered eagerly", "Inductor")
 EARLY = ("init", "load")  # phases
-STOP_S, HANG_S, HANG_TIMEOUT_S, TIMEOUT_S = 2, 16, 12, 60
+STOP_S, HANG_S, HANG_TIMEOUT_S, TIMEOUT_S = 2, 26, 12, 60  # the others may compile first
 LIMIT_S = 200  # for an attempt: then ranks say where they are, and end
 _SIGNALS = {
     "kill": signal.SIGKILL,
