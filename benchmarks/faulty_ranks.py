@@ -28,7 +28,7 @@ RANKS = 2
 EVERY = 3  # steps between two checkpoints
 FORMS = ("eager", "lowered eagerly", "Inductor")
 EARLY = ("init", "load")  # phases
-STOP_S, HANG_S, HANG_TIMEOUT_S, TIMEOUT_S = 2, 26, 12, 60  # the others may compile first
+STOP_S, HANG_S, HANG_TIMEOUT_S, TIMEOUT_S = 2, 16, 12, 60
 LIMIT_S = 200  # for an attempt: then ranks say where they are, and end
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -78,9 +78,13 @@ class Striker:
         self.first: int | None = None
 
     def begin(self, phase: str, step: int = 0) -> None:
-        """Note that `phase` begins; do what is planned, now or in a thread after its delay."""
+        """Note that `phase` begins; do what is planned, now or in a thread after its delay.
+
+        None hangs in the first step, in which others wait for ten minutes, as it may compile.
+        """
         for number, fault in list(self._planned.items()):
-            if fault.phase == phase and (fault.is_early() or fault.step <= step):
+            is_due = fault.step <= step and (fault.kind != "hang" or step > (self.first or 0))
+            if fault.phase == phase and (fault.is_early() or is_due):
                 del self._planned[number]
                 if fault.delay_s:
                     threading.Timer(fault.delay_s, self._do, (number, fault, step)).start()
