@@ -5,7 +5,6 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,13 +40,9 @@ def name_of(model: torch.nn.Module, name: str, known: dict[str, str]) -> str:
 def state_of(model: torch.nn.Module, known: dict[str, str]) -> dict[str, Any]:
     """Return what torch's `get_model_state_dict` does, in the order of the model's `state_dict`.
 
-    It looks each name up three times in each call, which is most of its time. Parameters are given
-    as they are, and not detached, which takes longest of what is left for DTensors; unless the
-    model's own `state_dict` takes no `keep_vars`.
+    It looks each name up three times in each call, which is most of its time.
 
     known: as of `name_of`.
     """
-    state_dict = _checkpoint._state_dict_fn(model, "state_dict")
-    takes_it = "keep_vars" in inspect.signature(state_dict).parameters
-    state = state_dict(keep_vars=True) if takes_it else state_dict()
+    state = _checkpoint._state_dict_fn(model, "state_dict")()
     return {name_of(model, name, known): value for name, value in state.items()}

@@ -154,7 +154,7 @@ REMEMBERED = 16  # of the latest collectives, for each group
 
 
 class _History:
-    """What a rank has launched over a process group.
+    """History of the collectives that a rank has launched over a process group.
 
     launched: how many collectives. issued: how many they are as torch counts them.
     recent: fields of the latest `Issued`, which may go.

@@ -26,7 +26,7 @@ from autoshard.errors import UsageError
 
 @dataclass
 class _Work:
-    """What a thread is at.
+    """Work that a thread is at.
 
     number: of forwards that it has begun.
     frame: id of the frame that has called the module whose eager forward runs, if one does.
