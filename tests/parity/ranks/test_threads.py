@@ -133,7 +133,10 @@ def test_one_thread_after_the_other(rank: int) -> None:
 @in_both_forms
 @on_ranks(2)
 def test_first_by_one_thread(rank: int, form: str) -> None:
-    """What a thread has trained before, another may go on with while the first trains its own."""
+    """What a thread has trained before, another may go on with while the first trains its own.
+
+    The first computes meanwhile: that it waits would do, too.
+    """
     meshes = [DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") for _ in range(2)]
     models = [built(form, mesh) for mesh in meshes]
     for model in models:
@@ -141,7 +144,15 @@ def test_first_by_one_thread(rank: int, form: str) -> None:
     errors: list[BaseException | None] = []
 
     def beside(*_: Any) -> None:
-        errors.extend(in_threads(lambda: net_loss(models[1], rank, 0).backward()))
+        ended = threading.Event()
+
+        def other() -> None:
+            errors.extend(in_threads(lambda: net_loss(models[1], rank, 0).backward()))
+            ended.set()
+
+        threading.Thread(target=other).start()
+        while not ended.is_set():
+            time.sleep(0.01)
 
     loss = net_loss(models[0], rank, 0)
     loss.register_hook(beside)
