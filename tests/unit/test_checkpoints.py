@@ -16,6 +16,7 @@ from torch import nn
 
 import autoshard
 from autoshard.runtime.training.checkpoint import manifest as manifests
+from autoshard.runtime.training.checkpoint.objects import copy_of
 from autoshard.runtime.training.checkpoint.planning import flat, planner_of
 from autoshard.runtime.training.checkpoint.writing import Task
 from autoshard.tools.cli import main
@@ -189,3 +190,22 @@ def test_names_are_those_of_torchs_planner(state: dict[str, Any]) -> None:
     found, wanted = flat(state), planner_of(state).state_dict
     assert {name for name in wanted if name.count(".")} <= found.keys() <= wanted.keys() | {"model"}
     assert all(found[name] is value for name, value in wanted.items() if name in found)
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [{"lr": 0.1, "params": ["a", "b"], "betas": (1, 2.0), 3: None}, [torch.ones(2)], 1 << 2000],
+)
+def test_copies_of_objects(objects: Any) -> None:
+    """They are equal, and lists in them are others."""
+    found = copy_of(objects, "they")
+    assert found == objects if not isinstance(objects, list) else found[0].equal(objects[0])
+    if isinstance(objects, dict):
+        found["params"].append("c")
+        assert objects["params"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("objects", [object(), {"a": [1 << 3000]}, {Path("a"): 1}])
+def test_objects_that_cannot_be_loaded(objects: Any) -> None:
+    with pytest.raises(ValueError, match="they have objects that"):
+        copy_of(objects, "they")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import re
@@ -40,9 +41,24 @@ def to_bytes(objects: Any, whose: str) -> Tensor:
 def copy_of(objects: Any, whose: str) -> Any:
     """Copy `objects`, with all they contain, as a checkpoint would give them back.
 
-    Arguments and errors are those of `to_bytes`.
+    Arguments and errors are those of `to_bytes`. What is plain need not be serialized for that.
     """
+    if _is_plain(objects):
+        return copy.deepcopy(objects)
     return _saved_and_loaded(objects, whose)[1]
+
+
+_PLAIN = (float, str, bool, type(None))
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether `value` is of nothing but numbers and text in lists, tuples and dicts."""
+    kind = type(value)
+    if kind is int:
+        return bool(-(1 << 63) <= value < 1 << 63)  # weights only has no numbers of 256 bytes
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return kind in _PLAIN or (kind in (list, tuple) and all(map(_is_plain, value)))
 
 
 def _saved_and_loaded(objects: Any, whose: str) -> tuple[bytes, Any]:

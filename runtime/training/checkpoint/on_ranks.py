@@ -50,24 +50,49 @@ def on_each_rank_with(
 
     Returns the result of this rank, and the lowest of all ranks for each of the numbers.
     """
+    found, wait = begin_on_each_rank(work, what, num_facts)
+    return found, wait()
+
+
+def begin_on_each_rank(
+    work: Callable[[], tuple[Any, Sequence[int]]], what: str, num_facts: int
+) -> tuple[Any, Callable[[], list[int]]]:
+    """Call `work` as `on_each_rank_with`, and don't wait for other ranks yet.
+
+    Returns the result of this rank, None if `work` raised, and what to call, on every rank, to wait
+    for the others: it returns the lowest numbers, or raises CheckpointError.
+    """
     result, error = _attempt(work)
     found, facts = (None, [0] * num_facts) if error is not None else result
-    first, *lowest = _lowest(this_rank() if error is not None else num_ranks(), *facts)
-    if first < num_ranks():
-        said = [error]
-        if dist.is_initialized():
-            dist.broadcast_object_list(said, src=first)
-        raise CheckpointError(f"rank {this_rank()}: {what}: on rank {first}, {said[0]}")
-    return found, lowest
+    end = _begin_lowest(this_rank() if error is not None else num_ranks(), *facts)
+
+    def lowest_of_all() -> list[int]:
+        """Wait for all ranks; raise if one has failed."""
+        first, *lowest = end()
+        if first < num_ranks():
+            said = [error]
+            if dist.is_initialized():
+                dist.broadcast_object_list(said, src=first)
+            raise CheckpointError(f"rank {this_rank()}: {what}: on rank {first}, {said[0]}")
+        return lowest
+
+    return found, lowest_of_all
 
 
-def _lowest(*numbers: int) -> list[int]:
-    """Return the lowest of all ranks for each of `numbers`."""
+def _begin_lowest(*numbers: int) -> Callable[[], list[int]]:
+    """Begin to look for the lowest of all ranks for each of `numbers`; call the result for them."""
     if not dist.is_initialized():
-        return list(numbers)
+        return lambda: list(numbers)
     lowest = torch.tensor(numbers, device=_torch.dist.object_device())
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    return [int(each) for each in lowest.tolist()]
+    work = dist.all_reduce(lowest, dist.ReduceOp.MIN, async_op=True)
+
+    def wait() -> list[int]:
+        """Wait for all ranks."""
+        assert work is not None
+        work.wait()
+        return [int(each) for each in lowest.tolist()]
+
+    return wait
 
 
 def gathered(value: Any) -> list[Any] | None:

@@ -23,7 +23,7 @@ from autoshard.runtime.training.checkpoint.model_state import (
 from autoshard.runtime.training.checkpoint.objects import copy_of, to_plain
 from autoshard.runtime.training.checkpoint.on_ranks import (
     CheckpointError,
-    on_each_rank_with,
+    begin_on_each_rank,
     this_rank,
 )
 from autoshard.runtime.training.checkpoint.pending import PendingCheckpoint, start
@@ -58,31 +58,32 @@ def begin(
     made: list[Path] = []  # by rank 0, the folder to write to
 
     def prepare_all() -> tuple[_Prepared, tuple[int, ...]]:
-        """Do all that may fail on one rank."""
+        """Do all that may fail on one rank, but for copying."""
         found = _prepare(model, optimizer, states, kept)
         if rank == 0:
             made.append(prepare(root, step))
         whose = whose_aside(made[0]) if made else ""
         is_known = kept.plan is not None and found.signature == kept.signature
-        facts = int(is_known and whose in ("", kept.whose)), *digests(found.buffers)
-        return dataclasses.replace(found, whose=whose), facts
+        found = dataclasses.replace(
+            found, whose=whose, is_known=is_known and whose in ("", kept.whose)
+        )
+        return found, (int(found.is_known), *digests(found.buffers))
 
+    found, lowest_of_all = begin_on_each_rank(prepare_all, what, 3)
     try:
-        found, (is_known, *lowest) = on_each_rank_with(prepare_all, what, 3)
+        copies = _copied(found, kept) if found is not None and found.is_known else None
+        is_known, *lowest = lowest_of_all()  # the others have copied as well meanwhile
         if not is_known:
             kept.plan, kept.whose = plan_together(found.state, found.whose, what)
             kept.signature = found.signature
+            copies = _copied(found, kept)
     except CheckpointError:
         for aside in made:
             shutil.rmtree(aside, ignore_errors=True)
         raise
     assert kept.plan is not None
-    tensors: dict[str, Tensor] = {}
-    failed = None
-    try:
-        tensors = copied(found.values, kept.plan.part, kept.copies)
-    except Exception as error:  # others do not wait for this rank here: the thread reports it
-        failed = error
+    assert copies is not None
+    tensors, failed = copies
     own = {**found.own, "buffers": own_buffers(found.buffers, lowest)}
     task = Task(
         rank=rank,
@@ -108,6 +109,7 @@ class _Prepared:
     buffers:   copies of the model's, by name.
     signature: of `values`.
     whose:     as of `Kept`, on rank 0; "" on others.
+    is_known:  whether the plan in `Kept` is of such a state, as far as this rank knows.
     """
 
     state: dict[str, Any]
@@ -117,6 +119,7 @@ class _Prepared:
     buffers: dict[str, Tensor]
     signature: list[Any]
     whose: str = ""
+    is_known: bool = False
 
 
 def _prepare(
@@ -133,3 +136,15 @@ def _prepare(
         own["states"] = copy_of(own["states"], STATES)
     buffers = {name: buffer.clone() for name, buffer in saved_buffers(state, model).items()}
     return _Prepared(state, values, copy_of(objects, OBJECTS), own, buffers, signature_of(values))
+
+
+def _copied(found: _Prepared, kept: Kept) -> tuple[dict[str, Tensor], Exception | None]:
+    """Copy what the plan in `kept` has of `found`: (copies by dotted names, why that failed).
+
+    Other ranks do not wait for a rank that can't copy: its thread reports it.
+    """
+    assert kept.plan is not None
+    try:
+        return copied(found.values, kept.plan.part, kept.copies), None
+    except Exception as error:
+        return {}, error

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, chdir, contextmanager, nullcontext
@@ -292,6 +293,42 @@ def test_one_after_the_other(rank: int, folder: str) -> None:
         assert {name: copy.data_ptr() for name, copy in kept.items()} == places
         autoshard.save_checkpoint(folder, model, step=6, wait=False).wait()
         assert plans.call_count == 2  # without the optimizer it is another
+
+
+@on_ranks(2)
+def test_copies_are_made_while_others_come(rank: int, folder: str, tmp_path: Path) -> None:
+    """Rank 1 finds its state once rank 0 has copied; later, it has kept no plan, and rank 0 has."""
+    model, optimizer = built()
+    train(model, optimizer, Loader(rank), 1)
+    autoshard.save_checkpoint(folder, model, optimizer, step=0, wait=False)
+    has_copied, own_state, copied = tmp_path / "has copied", saving.own_state, saving.copied
+
+    def find_late(*args: Any) -> Any:
+        """Find the state once rank 0 has copied its own."""
+        deadline = time.monotonic() + 20
+        while not has_copied.exists():
+            assert time.monotonic() < deadline, "rank 0 has not copied"
+            time.sleep(0.01)
+        return own_state(*args)
+
+    def copy(*args: Any) -> Any:
+        """Copy, and say so."""
+        found = copied(*args)
+        has_copied.touch()
+        return found
+
+    late = ("own_state", find_late) if rank == 1 else ("copied", copy)
+    with mock.patch.object(saving, *late):
+        autoshard.save_checkpoint(folder, model, optimizer, step=1, wait=False)
+    train(model, optimizer, Loader(rank), 1)
+    if rank == 1:
+        planning.kept_of(model).signature.clear()
+    saved = autoshard.save_checkpoint(folder, model, optimizer, step=2, wait=False)
+    wanted = state(model, optimizer)
+    train(model, optimizer, Loader(rank), 1)
+    assert saved.wait() == Path(folder) / "step_00000002"
+    assert autoshard.load_checkpoint(folder, model, optimizer) == 2
+    assert_equal(state(model, optimizer), wanted)
 
 
 @pytest.mark.parametrize(
