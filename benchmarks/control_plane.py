@@ -246,6 +246,11 @@ class VirtualStore(Store):
         """Ask what is behind `counting`, which is busy until `busy[0]`."""
         self._store, self._clock, self._busy = counting, clock, busy
 
+    def begin(self, question: Callable[[Any], Any]) -> Callable[[], Any]:
+        """Ask, and wait for the answer: a rank is one thread here."""
+        found = self._ask(question)
+        return lambda: found
+
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         start = max(self._clock.now + TRIP_S / 2, self._busy[0])
         self._busy[0] = start + ANSWER_S
