@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,11 +62,15 @@ def kernel_of(node: fx.Node, *, is_fused: bool, has_key: bool = True) -> Kernel 
     elif has_key:
         key = op_key(node.target, fx.node.map_arg((node.args, node.kwargs), _value_of))
     read = [tensor for each in inputs for tensor in tensors_of(each)]
+    attention = _attention_of(node)
+    typed = results
+    if attention is not None:  # results begin with a generator's state where it is computed again
+        typed = [tensor for tensor in read if tensor.is_floating_point()]
     return Kernel(
-        dtype=DTYPE_NAMES.get(results[0].dtype, "") if results else "",
+        dtype=DTYPE_NAMES.get(typed[0].dtype, "") if typed else "",
         bytes=sum(map(num_bytes_of, [*read, *written])),
         product=_product_of(node),
-        attention=_attention_of(node),
+        attention=attention,
         flops=num_flops(node),
         launches=launches,
         key=key,
@@ -87,11 +91,12 @@ def _product_of(node: fx.Node) -> tuple[int, int, int, int] | None:
 
 def _attention_of(node: fx.Node) -> Attention | None:
     """Describe `node` if it is attention without a matrix of scores, on any device; else None."""
-    name = _name_of(node)
+    target, args = _call_of(node)
+    name = target.overloadpacket.__name__ if isinstance(target, _torch.ops.OpOverload) else ""
     if "scaled_dot_product" not in name:
         return None
-    names = [each.name for each in _torch.ops.schema_of(node.target).arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    names = [each.name for each in _torch.ops.schema_of(target).arguments]
+    given = {**dict(zip(names, args, strict=False)), **node.kwargs}
     queries, keys = (_sizes_of(given[each]) for each in ("query", "key"))
     return Attention(
         heads=math.prod(queries[:-2]),
@@ -101,6 +106,19 @@ def _attention_of(node: fx.Node) -> Attention | None:
         is_causal=bool(given.get("is_causal", False)),
         is_backward=name.endswith("backward"),
     )
+
+
+def _call_of(node: fx.Node) -> tuple[Any, Sequence[Any]]:
+    """Return what `node` calls, and with what: where backward computes random ops again, theirs.
+
+    Attention is such an op, with or without dropout: the generator's state is kept for it.
+    """
+    name = str(node.target)
+    if name == "run_and_save_rng_state":
+        return node.args[0], node.args[1:]
+    if name == "run_with_rng_state":
+        return node.args[1], node.args[2:]
+    return node.target, node.args
 
 
 def _name_of(node: fx.Node) -> str:
@@ -183,10 +201,11 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def tensors_of(node: fx.Node) -> Sequence[Tensor]:
-    """List the fake tensors that `node` gives, by its meta: one, those of a list, or none."""
+    """List the fake tensors that `node` gives, by its meta: one, those of nested lists, or none."""
     value = node.meta.get("val")
-    values: Iterable[object] = value if isinstance(value, (list, tuple)) else (value,)
-    return [each for each in values if isinstance(each, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for each in _torch.tensors.tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def num_bytes_of(tensor: Tensor) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from autoshard.passes.planner.kernels import Attention, Chip, Kernel, kernel_us, product_us
 from autoshard.passes.planner.topology import Topology
@@ -104,3 +108,43 @@ def test_kernels_of_nodes() -> None:
     both = [each.attention for each in kernels.values() if each and each.attention]
     assert sorted(each.is_backward for each in both) == [False, True]
     assert all(each.is_causal for each in both)
+
+
+def test_attention_that_is_computed_again() -> None:
+    """AOT wraps it, to keep the state of the generator: it counts in forward and in backward."""
+    found: dict[str, list[fx.Node]] = {"forward": [], "backward": []}
+
+    def recorded(kind: str) -> Any:
+        """Record the nodes of a graph, and return it."""
+
+        def compiler(gm: fx.GraphModule, inputs: Any) -> Any:
+            """Note its nodes."""
+            found[kind] += gm.graph.nodes
+            return make_boxed_func(gm.forward)
+
+        return compiler
+
+    def attend(q: Tensor) -> Tensor:
+        """Attention of `q` with itself."""
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def step(q: Tensor) -> Tensor:
+        """The same, computed again in backward."""
+        out: Tensor = checkpoint(attend, q, use_reentrant=False)
+        return out.sum()
+
+    backend = aot_autograd(fw_compiler=recorded("forward"), bw_compiler=recorded("backward"))
+    q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(step, backend=backend, fullgraph=True)(q).backward()
+    kernels = {
+        kind: [each for each in (kernel_of(node, is_fused=False) for node in nodes) if each]
+        for kind, nodes in found.items()
+    }
+    about = {
+        kind: [(each.attention.is_backward, each.dtype) for each in of_kind if each.attention]
+        for kind, of_kind in kernels.items()
+    }
+    assert about == {
+        "forward": [(False, "bf16")],
+        "backward": [(False, "bf16"), (True, "bf16")],
+    }
