@@ -33,14 +33,14 @@ class Configuration:
 
     reshards: whether unsharded parameters are freed after forward.
     micro_batch: sequences, or samples, of one step on one rank.
-    checkpointing: what backward computes again, one of `dry_run.CHECKPOINTING`.
+    checkpointing: whether activations of units are recomputed in backward.
     """
 
     replicas: int
     shards: int
     reshards: bool
     micro_batch: int
-    checkpointing: str
+    checkpointing: bool
 
     @property
     def strategy(self) -> str:
@@ -277,7 +277,6 @@ class _Placed:
         self.problem = dataclasses.replace(
             problem,
             gathers=tuple(gathers),
-            op_us=graph.op_us(topology),
             live_bytes=tuple(map(sum, zip(problem.live_bytes, self.kept, strict=True))),
             costs=_costs(problem, configuration, topology),
         )
