@@ -247,17 +247,13 @@ class VirtualStore(Store):
         self._store, self._clock, self._busy = counting, clock, busy
 
     def begin(self, question: Callable[[Any], Any]) -> Callable[[], Any]:
-        """Ask, and wait for the answer: a rank is one thread here."""
-        found = self._ask(question)
-        return lambda: found
-
-    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """Ask, and wait for the answer at once: a rank is one thread here."""
         start = max(self._clock.now + TRIP_S / 2, self._busy[0])
         self._busy[0] = start + ANSWER_S
         self._clock.sleep_until(start + ANSWER_S)
         found = question(self._store)
         self._clock.sleep(TRIP_S / 2)
-        return found
+        return lambda: found
 
 
 class Dictionary:

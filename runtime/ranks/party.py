@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoshard.runtime.comm.mesh import NAMED, name_ranks
-from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Store
+from autoshard.runtime.ranks.store import LONGEST_PAUSE_S, Store
 
+FIRST_PAUSE_S = 0.001  # of the first rank, between two looks at who has asked for the session
 STORE_S = 5.0  # for the store to answer a rank that ends, or has failed
 LEAVING_S = 3.0  # for others to have read what was said before a rank goes on, or ends
 
@@ -109,7 +110,7 @@ def _answer_all(party: Party, own: str, deadline: float, check: Check) -> str:
     has = f"{session}/{party.name}/has"
     store.set(f"{session}/{party.name}/ranks", json.dumps(list(party.ranks)))
     answered: dict[str, int] = {}
-    num_asked, pause_s = 0, SHORTEST_PAUSE_S
+    num_asked, pause_s = 0, FIRST_PAUSE_S
     while store.add(has, 0) < party.size - 1:
         now_asked = store.add(asked, 0)
         if now_asked != num_asked and store.check([log]):
@@ -118,7 +119,7 @@ def _answer_all(party: Party, own: str, deadline: float, check: Check) -> str:
             if new:
                 store.set_all({f"{here}/to/{number}": session for number in new})
             answered |= new
-            num_asked, pause_s = now_asked, SHORTEST_PAUSE_S
+            num_asked, pause_s = now_asked, FIRST_PAUSE_S
         if time.monotonic() > deadline:
             raise _missing(party, here, answered)
         check()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-FIRST_PAUSE_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.001, 0.1  # between two questions
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.1  # between two questions
 # More ranks ask more rarely, so that all of them together ask no more than 5,000 times a second
 # after some time, and 40,000 times at first: about what a TCPStore answers on one core.
 LONGEST_A_RANK_S, SHORTEST_A_RANK_S = 200e-6, 25e-6
@@ -105,7 +105,7 @@ class Store:
         check: called before each pause; what it raises ends the wait.
         """
         deadline = time.monotonic() + seconds
-        pause_s = max(FIRST_PAUSE_S, SHORTEST_A_RANK_S * num_ranks)
+        pause_s = max(SHORTEST_PAUSE_S, SHORTEST_A_RANK_S * num_ranks)
         longest_s = max(LONGEST_PAUSE_S, LONGEST_A_RANK_S * num_ranks)
         while not self.check([key]):
             left_s = deadline - time.monotonic()

@@ -193,16 +193,17 @@ def test_names_are_those_of_torchs_planner(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "objects",
-    [{"lr": 0.1, "params": ["a", "b"], "betas": (1, 2.0), 3: None}, [torch.ones(2)], 1 << 2000],
+    "whole", [{"lr": 0.1, "betas": (1, 2.0), 3: None}, torch.ones(2), 1 << 2000]
 )
-def test_copies_of_objects(objects: Any) -> None:
-    """They are equal, and lists in them are others."""
+def test_copies_of_objects(whole: Any) -> None:
+    """They are equal, and lists and tensors in them are others."""
+    objects = [whole, ["a", "b"]]
     found = copy_of(objects, "they")
-    assert found == objects if not isinstance(objects, list) else found[0].equal(objects[0])
-    if isinstance(objects, dict):
-        found["params"].append("c")
-        assert objects["params"] == ["a", "b"]
+    assert found[1] == objects[1]
+    assert found[1] is not objects[1]
+    assert found[0].equal(whole) if isinstance(whole, torch.Tensor) else found[0] == whole
+    if isinstance(whole, torch.Tensor):
+        assert found[0].data_ptr() != whole.data_ptr()
 
 
 @pytest.mark.parametrize("objects", [object(), {"a": [1 << 3000]}, {Path("a"): 1}])

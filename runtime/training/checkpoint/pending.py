@@ -11,7 +11,6 @@ it exits.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import threading
@@ -40,12 +39,9 @@ class PendingCheckpoint:
     that and tells of errors, as the end of the process does; so nobody else has to wait.
     """
 
-    def __init__(self, task: Task, before: Reports | None = None) -> None:
-        """Start a thread that does `task`; all ranks call this together.
-
-        before: reports of the save before, which all ranks have heard of.
-        """
-        self._task, self._reports, self._before = task, new_reports(), before
+    def __init__(self, task: Task) -> None:
+        """Start a thread that does `task`; all ranks call this together."""
+        self._task, self._reports = task, new_reports()
         self._outcome: Outcome | None = None
         self._has_written = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autoshard checkpoint", daemon=True)
@@ -109,9 +105,6 @@ class PendingCheckpoint:
         try:
             reports.add(report)
             if task.rank == 0:
-                if self._before is not None:
-                    with contextlib.suppress(dist.DistError):  # of a session that has ended
-                        self._before.forget()
                 self._outcome = self._published(reports.all())
                 reports.answer(self._outcome)
         except dist.DistError as error:
@@ -152,9 +145,11 @@ _reports: list[Reports] = []  # likewise, of the latest
 
 def start(task: Task) -> PendingCheckpoint:
     """Have `task` done by a thread; all ranks call this together, after `end_pending`."""
-    found = PendingCheckpoint(task, _reports.pop() if _reports else None)
+    found = PendingCheckpoint(task)
     _pending.append(found)
     if task.rank == 0 and found._reports is not None:
+        while _reports:
+            _reports.pop().forget()
         _reports.append(found._reports)
     at_exit(_end_last)  # which is before the end of a process group that was made before this
     return found

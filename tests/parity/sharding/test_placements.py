@@ -491,6 +491,7 @@ def test_moments_that_lie_otherwise(rank: int) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             whole = state[key].full_tensor()
             state[key] = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    # It names the op, and what to use instead.
     with pytest.raises(NotImplementedError, match=r"fused_adamw.*full_params"):
         optimizer.step(lambda: experts_loss(model, rank, 1))
     for param, value in zip(model.parameters(), before, strict=True):
