@@ -74,8 +74,7 @@ class Store:
         self._ask(lambda store: store.multi_set(list(values), list(values.values())))
 
     def delete(self, *keys: str) -> None:
-        """Delete `keys`, and don't wait for that: later questions of this rank come after it."""
-        self.begin(lambda store: [store.delete_key(key) for key in keys])
+        self._ask(lambda store: [store.delete_key(key) for key in keys])
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at `key`, 0 if there is none, and return the sum; in one piece."""

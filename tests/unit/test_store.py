@@ -57,28 +57,6 @@ def test_a_store_that_does_not_answer() -> None:
     silent.is_mended.set()
 
 
-def test_nobody_waits_for_keys_to_be_deleted() -> None:
-    """But for who asks for something else then; the key is gone by that time."""
-    inner, may_delete = dist.HashStore(), threading.Event()
-
-    class Slow:
-        def clone(self) -> Slow:
-            return self
-
-        def delete_key(self, key: str) -> bool:
-            return may_delete.wait(5) and inner.delete_key(key)
-
-        def check(self, keys: list[str]) -> bool:
-            return inner.check(keys)
-
-    inner.set("a", "one")
-    store = Store(Slow())
-    store.delete("a")
-    assert inner.check(["a"])
-    may_delete.set()
-    assert not store.check(["a"])
-
-
 def test_errors_come_to_who_asked() -> None:
     store = Store(Broken())
     for _ in range(2):
