@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.passes.planner.costs import Link
+from autoshard.passes.planner.costs import Costs, Link
 from autoshard.passes.planner.schema import read_as
 
 FOLDER = Path(__file__).resolve().parent / "topologies"
@@ -44,7 +44,12 @@ class Topology:
     memory_bytes:     of one device.
     tflops:           peak of matrix products by dtype, "bf16"; "" stands for any other dtype.
     efficiency:       the share of that peak that large products reach.
+    processors:       of a device, one for each tile of a product; 0 where times don't go by tiles.
+    tile_depth:       elements along the depth of a product that a tile's start and end cost.
+    attention_efficiency:  the share of the peak that attention reaches, with long sequences.
+    attention_ramp:   length of sequences at which it reaches half of that.
     memory_gb_per_s:  of device memory, read or written.
+    memory_efficiency:     the share of that which kernels reach.
     copy_gb_per_s:    the same while collectives' buffers are packed.
     op_us:            time of the smallest kernel.
     ranks_per_node:   devices of a node.
@@ -76,6 +81,11 @@ class Topology:
     call_us: float
     contention: float
     sources: Mapping[str, str]
+    processors: int = 0
+    tile_depth: float = 0.0
+    attention_efficiency: float = 0.5
+    attention_ramp: float = 0.0
+    memory_efficiency: float = 1.0
     measured: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     ops: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -136,13 +146,31 @@ class Topology:
         second = self.link("all_reduce", *copies)  # of shards; a bucket's bytes are the whole's
         return first, dataclasses.replace(second, us_per_byte=second.us_per_byte / shards[0])
 
+    def costs(self, links: Mapping[str, tuple[Link, ...]], shards: Mapping[str, int]) -> Costs:
+        """Costs of a graph's collectives and copies. A contention below 1 counts as 1.
+
+        links: of each bucket class.
+        shards: ranks that parameters of each class are sharded over.
+        """
+        return Costs(
+            links,
+            shards,
+            copy_us_per_byte=self.copy_us_per_byte,
+            contention=max(1.0, self.contention),
+            call_us=self.call_us,
+        )
+
     def flops_per_us(self, dtype: str) -> float:
         """Operations a microsecond that large matrix products of `dtype` reach."""
-        return self.tflops.get(dtype, self.tflops[""]) * self.efficiency * 1e6
+        return self.peak_flops_per_us(dtype) * self.efficiency
+
+    def peak_flops_per_us(self, dtype: str) -> float:
+        """Operations a microsecond of `dtype`, at the peak."""
+        return self.tflops.get(dtype, self.tflops[""]) * 1e6
 
     @property
     def memory_bytes_per_us(self) -> float:
-        return self.memory_gb_per_s * 1e3
+        return self.memory_gb_per_s * self.memory_efficiency * 1e3
 
     @property
     def copy_us_per_byte(self) -> float:

@@ -233,20 +233,11 @@ def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
 
 
 def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:
-    """Costs of collectives and copies, at `prices`, for each bucket class of `markers`.
-
-    A contention below 1 counts as 1.
-    """
+    """Costs of collectives and copies, at `prices`, for each bucket class of `markers`."""
     first = {_bucket_class(marker): marker for marker in markers}
-    topology = prices.topology
-    return Costs(
-        links={c: prices.links(kind_of(marker), group_of(marker)) for c, marker in first.items()},
-        shards={
-            bucket_class: groups.shards(group_of(marker)) for bucket_class, marker in first.items()
-        },
-        copy_us_per_byte=topology.copy_us_per_byte,
-        contention=max(1.0, topology.contention),
-        call_us=topology.call_us,
+    return prices.topology.costs(
+        {c: prices.links(kind_of(marker), group_of(marker)) for c, marker in first.items()},
+        {c: groups.shards(group_of(marker)) for c, marker in first.items()},
     )
 
 

@@ -1,9 +1,8 @@
 """Microseconds and bytes of a graph's nodes, without running them.
 
-A node takes the longer of its floating-point operations at the device's rate and its bytes at the
-memory's rate, and never less than the smallest kernel. What Inductor fuses is not counted twice: a
-value that passes from one pointwise node to the next is neither written nor read; such a chain is
-one kernel.
+A node is a kernel, whose time goes by its shape (`kernels.py`). What Inductor fuses is not counted
+twice: a value that passes from one pointwise node to the next is neither written nor read; such a
+chain is one kernel.
 
 A topology may have measured times of ops, which are used instead, except for pointwise ops that are
 fused.
@@ -14,8 +13,9 @@ operations of each op are those of `torch.utils.flop_counter`.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,48 +24,112 @@ from torch.utils.flop_counter import flop_registry
 
 from autoshard import _torch
 from autoshard.passes.ir.layout import DTYPE_NAMES
+from autoshard.passes.planner.kernels import Attention, Kernel, kernel_us
 from autoshard.passes.planner.topology import Topology
 
 
 def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
     """Estimate the microseconds that `node` takes; 0 for views and for nodes that are no calls.
 
-    An op of autoshard's counts as the smallest kernel. For others, a time in `topology.ops` for
-    these dtypes and sizes counts first, unless the op is fused. Else it is the longest of three:
-    floating-point operations at the device's rate (0 unless in torch's `flop_registry`), bytes read
-    and written at the memory's rate, and the smallest kernel. Of pointwise ops that are fused, only
-    the first counts as a kernel, and what one hands to the next is neither written nor read.
-
     is_fused: whether the graph is lowered with Inductor, which fuses pointwise ops.
     """
+    kernel = kernel_of(node, is_fused=is_fused, has_key=bool(topology.ops))
+    return 0.0 if kernel is None else kernel_us(kernel, topology)
+
+
+def kernel_of(node: fx.Node, *, is_fused: bool, has_key: bool = True) -> Kernel | None:
+    """Describe the kernel of `node`; None for views and for nodes that are no calls.
+
+    An op of autoshard's counts as the smallest kernel. Of pointwise ops that are fused, only the
+    first launches a kernel, and what one hands to the next is neither written nor read.
+
+    has_key: whether it may be measured, if it is not fused.
+    """
     if node.op != "call_function" or is_view(node):
-        return 0.0
+        return None
     if getattr(node.target, "namespace", "") == "autoshard":
-        return topology.op_us  # not by bytes: shards differ by rank, a plan must not
-    if topology.ops and not (is_fused and is_fusible(node)):
-        values = fx.node.map_arg((node.args, node.kwargs), _value_of)
-        known_us = topology.ops.get(op_key(node.target, values))
-        if known_us is not None:
-            return known_us
-    written = list(tensors_of(node))
-    flops = num_flops(node)
-    if flops:
-        read = [tensor for each in node.all_input_nodes for tensor in tensors_of(each)]
-        num_bytes = sum(map(num_bytes_of, [*read, *written]))
-        rate = topology.flops_per_us(DTYPE_NAMES.get(written[0].dtype, "") if written else "")
-        return max(flops / rate, num_bytes / topology.memory_bytes_per_us, topology.op_us)
+        return Kernel()  # not by bytes: shards differ by rank, a plan must not
+    results = list(tensors_of(node))
+    written = results
     inputs = [each for each in node.all_input_nodes if tensors_of(each)]
+    launches, key = True, ""
     if is_fused and is_fusible(node):
         fused = [each for each in inputs if is_fusible(base_of(each))]
-        read = [t for each in inputs if each not in fused for t in tensors_of(each)]
+        inputs = [each for each in inputs if each not in fused]
+        launches = not fused
         if not is_written(node):
             written = []
-        least = 0.0 if fused else topology.op_us
-    else:
-        read = [tensor for each in inputs for tensor in tensors_of(each)]
-        least = topology.op_us
-    num_bytes = sum(map(num_bytes_of, [*read, *written]))
-    return max(num_bytes / topology.memory_bytes_per_us, least)
+    elif has_key:
+        key = op_key(node.target, fx.node.map_arg((node.args, node.kwargs), _value_of))
+    read = [tensor for each in inputs for tensor in tensors_of(each)]
+    attention = _attention_of(node)
+    typed = results
+    if attention is not None:  # results begin with a generator's state where it is computed again
+        typed = [tensor for tensor in read if tensor.is_floating_point()]
+    return Kernel(
+        dtype=DTYPE_NAMES.get(typed[0].dtype, "") if typed else "",
+        bytes=sum(map(num_bytes_of, [*read, *written])),
+        product=_product_of(node),
+        attention=attention,
+        flops=num_flops(node),
+        launches=launches,
+        key=key,
+    )
+
+
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # where the first factor is
+
+
+def _product_of(node: fx.Node) -> tuple[int, int, int, int] | None:
+    """Return (batch, rows, columns, depth) if `node` is a product of matrices; else None."""
+    at = _PRODUCTS.get(_name_of(node))
+    if at is None:
+        return None
+    first, second = (_sizes_of(node.args[at + number]) for number in range(2))
+    return (first[0] if len(first) == 3 else 1, first[-2], second[-1], first[-1])
+
+
+def _attention_of(node: fx.Node) -> Attention | None:
+    """Describe `node` if it is attention without a matrix of scores, on any device; else None."""
+    target, args = _call_of(node)
+    name = target.overloadpacket.__name__ if isinstance(target, _torch.ops.OpOverload) else ""
+    if "scaled_dot_product" not in name:
+        return None
+    names = [each.name for each in _torch.ops.schema_of(target).arguments]
+    given = {**dict(zip(names, args, strict=False)), **node.kwargs}
+    queries, keys = (_sizes_of(given[each]) for each in ("query", "key"))
+    return Attention(
+        heads=math.prod(queries[:-2]),
+        queries=queries[-2],
+        keys=keys[-2],
+        width=queries[-1],
+        is_causal=bool(given.get("is_causal", False)),
+        is_backward=name.endswith("backward"),
+    )
+
+
+def _call_of(node: fx.Node) -> tuple[Any, Sequence[Any]]:
+    """Return what `node` calls, and with what: where backward computes random ops again, theirs.
+
+    Attention is such an op, with or without dropout: the generator's state is kept for it.
+    """
+    name = str(node.target)
+    if name == "run_and_save_rng_state":
+        return node.args[0], node.args[1:]
+    if name == "run_with_rng_state":
+        return node.args[1], node.args[2:]
+    return node.target, node.args
+
+
+def _name_of(node: fx.Node) -> str:
+    target = node.target
+    if not isinstance(target, _torch.ops.OpOverload) or target.namespace != "aten":
+        return ""
+    return str(target.overloadpacket.__name__)
+
+
+def _sizes_of(node: Any) -> list[int]:
+    return [hint_of(size) for size in node.meta["val"].shape]
 
 
 def op_key(target: object, arguments: object) -> str:
@@ -137,10 +201,11 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def tensors_of(node: fx.Node) -> Sequence[Tensor]:
-    """List the fake tensors that `node` gives, by its meta: one, those of a list, or none."""
+    """List the fake tensors that `node` gives, by its meta: one, those of nested lists, or none."""
     value = node.meta.get("val")
-    values: Iterable[object] = value if isinstance(value, (list, tuple)) else (value,)
-    return [each for each in values if isinstance(each, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for each in _torch.tensors.tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def num_bytes_of(tensor: Tensor) -> int:

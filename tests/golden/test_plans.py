@@ -51,7 +51,7 @@ def test_llama3_8b(golden: Callable[[str, str], None]) -> None:
         optimizer="adamw",
         lowering="inductor",
     )
-    choices = Choices(strategy="full_shard", micro_batches=(1,), checkpointing=False)
+    choices = Choices(strategy="full_shard", micro_batches=(1,), checkpointing="none")
     report = plan(planned, Topology.load("h100"), 8, choices)
     golden(f"plans/llama3_8b_8xh100_torch{VERSION}.txt", text(report, with_buckets=True))
 

@@ -53,7 +53,7 @@ class Breaking(Tower):
         return super().forward(ids)
 
 
-def traced(model: nn.Module, *, checkpointing: bool, lowering: str = "inductor") -> Any:
+def traced(model: nn.Module, *, checkpointing: str, lowering: str = "inductor") -> Any:
     def call(compiled: Any) -> None:
         mean_loss(compiled(torch.zeros(2, 16, dtype=torch.long))).backward()
 
@@ -63,7 +63,6 @@ def traced(model: nn.Module, *, checkpointing: bool, lowering: str = "inductor")
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         checkpointing=checkpointing,
         lowering=lowering,
-        topology=Topology.load("h100"),
     )
 
 
@@ -73,14 +72,15 @@ def on_meta(build: Any = Tower) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_few_blocks_give_the_graphs_of_all(checkpointing: bool) -> None:
+@pytest.mark.parametrize(  # Inductor's partitions differ at a tower's foot: all are traced then
+    ("checkpointing", "lowering"),
+    [("none", "eager"), ("full", "eager"), ("full", "inductor"), ("ops", "inductor")],
+)
+def test_few_blocks_give_the_graphs_of_all(checkpointing: str, lowering: str) -> None:
     model = on_meta()
     stacks = cut_stacks(model)
     assert stacks == [Stack("layers", BLOCKS)]
-    assert [name for name, _ in model.layers.named_children()] == ["0", "1", "2", "3"]
-    # Inductor's partitions differ at a tower's foot; `plan` then traces all blocks.
-    lowering = "inductor" if checkpointing else "eager"
+    assert [name for name, _ in model.layers.named_children()] == ["0", "1", "2", "3", "4"]
     got = grown(traced(model, checkpointing=checkpointing, lowering=lowering), stacks)
     want = grown(traced(on_meta(), checkpointing=checkpointing, lowering=lowering), [])
     for kind in ("forward", "backward"):
@@ -89,7 +89,7 @@ def test_few_blocks_give_the_graphs_of_all(checkpointing: bool) -> None:
 
 
 def test_short_lists_are_left_alone() -> None:
-    assert cut_stacks(on_meta(partial(Tower, 4))) == []
+    assert cut_stacks(on_meta(partial(Tower, 5))) == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_short_lists_are_left_alone() -> None:
 )
 def test_models_that_have_no_step(build: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        traced(on_meta(build), checkpointing=False)
+        traced(on_meta(build), checkpointing="none")
 
 
 # ---- the command

@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--strategy", help="full_shard, shard_grad_op, hybrid_shard, ...")
     parser.add_argument("--micro-batch", type=int, help="sequences a step and rank")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...")
-    parser.add_argument("--checkpointing", choices=["none", "full"], help="of every unit")
+    parser.add_argument("--checkpointing", choices=["none", "full", "ops"], help="of every unit")
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--buckets", action="store_true", help="print buckets too, by unit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -80,9 +80,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             mesh=read_mesh(options.mesh, gpus) if options.mesh else None,
             strategy=options.strategy,
             micro_batches=(options.micro_batch,) if options.micro_batch else None,
-            checkpointing=None
-            if options.checkpointing is None
-            else options.checkpointing == "full",
+            checkpointing=options.checkpointing,
         )
         report = plan(read_model(options, load), topology, gpus, choices)
     except (ValueError, RuntimeError) as error:

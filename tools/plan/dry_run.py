@@ -1,6 +1,6 @@
 """Trace the graphs of a training step in numbers, without a cluster or weights in memory.
 
-    model on the meta device -> its repeated blocks cut to four -> sharded over many ranks that
+    model on the meta device -> its repeated blocks cut to five -> sharded over many ranks that
     are not there -> traced as the backend does -> one block in the middle repeated again
 
 Compute between collectives does not depend on the number of ranks, so graphs are traced for one,
@@ -19,35 +19,67 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autoshard import _torch, passes
 from autoshard.compilation import DryCompilation
 from autoshard.options import CompileOptions, CompileSettings
+from autoshard.passes.planner.kernels import Kernel, kernel_us
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.repeat import repeat
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.auto_buckets import PricedGraph
+from autoshard.passes.plans.liveness import Live
 from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.roofline import kernel_of
 from autoshard.runtime.compiled.frame import Frame, make_frame
 from autoshard.runtime.sharding.find_units import find_units
 from autoshard.runtime.sharding.shard import fully_shard
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
 
 RANKS = 1024  # that are not there
-KEPT = 4  # blocks of each list that are traced: two are compared, and the ends may differ
+KEPT = 5  # blocks of each list that are traced: two are compared, up to a third; ends may differ
 
 
 @dataclass(frozen=True)
 class Graph:
     """Graph of a training step, in numbers.
 
-    problem: its costs are those of RANKS ranks; its live_bytes are without parameters.
+    problem: its costs are of no configuration, its live_bytes are without parameters, and its
+        op_us are numbers of `kernels`.
     activations: bytes at each op, part of live_bytes, that forward makes for backward or the user.
+    kernels: those that differ; None for views.
     """
 
     problem: Problem
     activations: tuple[int, ...]
+    kernels: tuple[Kernel | None, ...]
+
+    def op_us(self, topology: Topology) -> tuple[float, ...]:
+        """Microseconds of each op on a device of `topology`."""
+        times = [0.0 if each is None else kernel_us(each, topology) for each in self.kernels]
+        return tuple(times[int(number)] for number in self.problem.op_us)
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """Graph of a few blocks: its op_us are numbers of `kernels`, as of `Graph`."""
+
+    problem: Problem
+    live: Live
+    kernels: tuple[Kernel | None, ...]
+
+
+@dataclass(frozen=True)
+class _Numbering(Prices):
+    """Prices that number kernels, each as it is first seen, in place of timing them."""
+
+    kernels: dict[Kernel | None, int] = dataclasses.field(default_factory=dict)
+
+    def op_us(self, node: fx.Node) -> float:
+        """Return the number of the kernel of `node`."""
+        kernel = kernel_of(node, is_fused=self.is_fused)
+        return self.kernels.setdefault(kernel, len(self.kernels))
 
 
 @dataclass(frozen=True)
@@ -63,9 +95,9 @@ class Stack:
 
 
 def cut_stacks(model: nn.Module) -> list[Stack]:
-    """Cut long lists of like blocks in `model` to four; return the lists that were cut.
+    """Cut long lists of like blocks in `model` to five; return the lists that were cut.
 
-    An `nn.ModuleList` of more than four modules, all of them units, keeps the first three and the
+    An `nn.ModuleList` of more than five modules, all of them units, keeps the first four and the
     last if all but the first and the last are alike: of one class, with parameters of the same
     names and shapes. Other lists are left whole.
     """
@@ -91,34 +123,46 @@ def trace(
     call: Callable[[Any], Any],
     *,
     mp_policy: MixedPrecisionPolicy,
-    checkpointing: bool,
+    checkpointing: str,
     lowering: str,
-    topology: Topology,
-) -> dict[str, PricedGraph]:
+) -> dict[str, TracedGraph]:
     """Trace the "forward" and "backward" graph of `model`, sharded and compiled, and run neither.
 
     This process becomes rank 0 of `RANKS` that are not there, and what torch has compiled before is
     reset. Returns the graphs by kind. All parameters, the root's too, are freed after forward.
     model: on the meta device; it is changed and sharded, and of no use afterwards.
     call: begins forward and backward of the compiled model that it is given; it ends in forward.
-    checkpointing: whether activations of each unit but the root are recomputed in backward.
+    checkpointing: one of `CHECKPOINTING`, for each unit but the root.
     lowering: "inductor" or "eager".
-    topology: costs of compute.
     Raises RuntimeError if forward is not one graph with a backward, or in a process that has
     another process group.
     """
     pretend_ranks(RANKS)
     for unit in find_units(model, None):
-        if checkpointing:
-            again = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+        if checkpointing != "none":
+            more: dict[str, Any] = {"context_fn": _kept_ops} if checkpointing == "ops" else {}
+            again = functools.partial(checkpoint, unit.forward, use_reentrant=False, **more)
             unit.forward = again  # type: ignore[method-assign]  # the instance's, not the class's
     shard_without_weights(model, mp_policy=mp_policy, reshard_after_forward=True)
-    graphs: dict[str, PricedGraph] = {}
+    graphs: dict[str, TracedGraph] = {}
     settings = CompileOptions(lowering=lowering).resolve(torch.device("cpu"))
-    compile_only(model, call, lambda frame: _Recording(frame, settings, topology, graphs).compile())
+    compile_only(model, call, lambda frame: _Recording(frame, settings, graphs).compile())
     if set(graphs) != {"forward", "backward"}:
         raise RuntimeError("the model's output depends on no parameter: there is nothing to train")
     return graphs
+
+
+CHECKPOINTING = ("none", "full", "ops")
+"""What backward computes again of a unit: nothing; all; or all but products and attention."""
+
+
+def _kept_ops() -> Any:
+    """Make the contexts in which results of matrix products and of attention are kept."""
+    aten = torch.ops.aten
+    names = [each for each in dir(aten) if each.startswith("_scaled_dot_product")]
+    kept = [getattr(aten, name).default for name in names if not name.endswith("backward")]
+    kept += [aten.mm.default, aten.addmm.default, aten.bmm.default]
+    return create_selective_checkpoint_contexts(kept)
 
 
 def shard_without_weights(model: nn.Module, **given: Any) -> None:
@@ -167,27 +211,20 @@ class _Recorded(Exception):
 
 
 class _Recording(DryCompilation):
-    """Compilation that adds each graph, in numbers, to `graphs`, before anything is decided.
-
-    topology: costs of compute; the settings' topology is not used.
-    """
+    """Compilation that adds each graph, in numbers, to `graphs`, before anything is decided."""
 
     def __init__(
-        self,
-        frame: Frame,
-        settings: CompileSettings,
-        topology: Topology,
-        graphs: dict[str, PricedGraph],
+        self, frame: Frame, settings: CompileSettings, graphs: dict[str, TracedGraph]
     ) -> None:
         super().__init__(frame, settings)
-        self.topology = topology
         self.graphs = graphs
 
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
-        """Add a prepared copy of `gm`, with prices, to `graphs`; return `gm` unchanged."""
-        prices = Prices(self.topology, self.settings.lowering == "inductor")
+        """Add a prepared copy of `gm`, in numbers, to `graphs`; return `gm` unchanged."""
+        prices = _Numbering(Topology.load("h100"), self.settings.lowering == "inductor")
         prepared = passes.run(gm, passes.preparation(self.table))
-        self.graphs[graph] = PricedGraph(prepared.graph, graph, prices)
+        priced = PricedGraph(prepared.graph, graph, prices)
+        self.graphs[graph] = TracedGraph(priced.problem, priced.live, tuple(prices.kernels))
         return gm
 
 
@@ -205,7 +242,7 @@ def pretend_ranks(ranks: int) -> None:
 # ---- repeated again
 
 
-def grown(graphs: Mapping[str, PricedGraph], stacks: Iterable[Stack]) -> dict[str, Graph]:
+def grown(graphs: Mapping[str, TracedGraph], stacks: Iterable[Stack]) -> dict[str, Graph]:
     """Return `graphs` in numbers, as they are if `stacks` have all their blocks.
 
     graphs: as `trace` gives them, of a model that `cut_stacks` has cut.
@@ -213,17 +250,17 @@ def grown(graphs: Mapping[str, PricedGraph], stacks: Iterable[Stack]) -> dict[st
     Raises ValueError if blocks that look alike are not computed alike, or if there are barriers.
     """
     found = {}
-    for kind, priced in graphs.items():
-        live = priced.live
+    for kind, traced in graphs.items():
+        live = traced.live
         temporary = [each + live.inputs for each in live.temporaries]
         lives = (
             tuple(a + t for a, t in zip(live.activations, temporary, strict=True)),
             live.activations,
         )
         problem, activations = (
-            _grown(dataclasses.replace(priced.problem, live_bytes=each), stacks) for each in lives
+            _grown(dataclasses.replace(traced.problem, live_bytes=each), stacks) for each in lives
         )
-        found[kind] = Graph(problem, activations.live_bytes)
+        found[kind] = Graph(problem, activations.live_bytes, traced.kernels)
     return found
 
 
@@ -233,9 +270,9 @@ def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
     Blocks behind them get the numbers that they had before. Raises ValueError as `grown` does.
     """
     for stack in stacks:
-        # The last block keeps its place at the end, and in backward so do those next to it.
+        # The last blocks keep their places at the end, and in backward so does the one repeated.
         added = stack.num_blocks - KEPT
-        moved = (3,) if problem.graph == "forward" else (1, 2, 3)
+        moved = (3, 4) if problem.graph == "forward" else (2, 3, 4)
         problem = _renamed(problem, stack, {number: number + added for number in moved})
         units = [f"{stack.path}.{number}" for number in _middle(problem.graph, added)]
         step = 1 if problem.graph == "forward" else -1
@@ -246,12 +283,11 @@ def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
 def _middle(graph: str, added: int) -> Iterator[int]:
     """Yield the numbers of three traced blocks that follow each other in program order.
 
-    They are numbers in the whole stack. Neither its first nor its last block is among the first
-    two.
+    They are numbers in the whole stack. Neither its first nor its last block is among them.
     graph: "forward" or "backward".
     added: number of blocks that were cut out.
     """
-    yield from (1, 2, 3 + added) if graph == "forward" else (2 + added, 1 + added, 0)
+    yield from (1, 2, 3 + added) if graph == "forward" else (3 + added, 2 + added, 1)
 
 
 def _name(stack: Stack, step: int, name: str, copy: int) -> str:

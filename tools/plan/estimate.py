@@ -33,14 +33,14 @@ class Configuration:
 
     reshards: whether unsharded parameters are freed after forward.
     micro_batch: sequences, or samples, of one step on one rank.
-    checkpointing: whether activations of units are recomputed in backward.
+    checkpointing: what backward computes again, one of `dry_run.CHECKPOINTING`.
     """
 
     replicas: int
     shards: int
     reshards: bool
     micro_batch: int
-    checkpointing: bool
+    checkpointing: str
 
     @property
     def strategy(self) -> str:
@@ -277,6 +277,7 @@ class _Placed:
         self.problem = dataclasses.replace(
             problem,
             gathers=tuple(gathers),
+            op_us=graph.op_us(topology),
             live_bytes=tuple(map(sum, zip(problem.live_bytes, self.kept, strict=True))),
             costs=_costs(problem, configuration, topology),
         )
@@ -318,10 +319,7 @@ def _costs(problem: Problem, configuration: Configuration, topology: Topology) -
     far = (replicas, min(replicas, max(1, per_node // shards)))
     kinds = {item.bucket_class: "gather" for item in problem.gathers}
     kinds |= {item.bucket_class: "reduce" for item in problem.reduces}
-    return dataclasses.replace(
-        problem.costs,
-        links={
-            bucket_class: topology.links(kind, near, far) for bucket_class, kind in kinds.items()
-        },
-        shards=dict.fromkeys(kinds, shards),
+    return topology.costs(
+        {bucket_class: topology.links(kind, near, far) for bucket_class, kind in kinds.items()},
+        dict.fromkeys(kinds, shards),
     )

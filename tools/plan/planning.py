@@ -70,7 +70,7 @@ class Choices:
     mesh: tuple[int, int] | None = None
     strategy: str | None = None
     micro_batches: tuple[int, ...] | None = None
-    checkpointing: bool | None = None
+    checkpointing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
         raise ValueError(f"strategy {choices.strategy!r} has no mesh of {gpus} ranks")
 
     @functools.cache
-    def step(micro_batch: int, recompute: bool) -> StepGraphs:
-        return _step(planned, topology, micro_batch, recompute)
+    def step(micro_batch: int, recompute: str) -> StepGraphs:
+        return _step(planned, micro_batch, recompute)
 
     def estimated(found: Configuration, *, searched: bool) -> Estimate:
         traced = step(found.micro_batch, found.checkpointing)
@@ -148,7 +148,7 @@ def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator
     for replicas, shards in meshes:
         if replicas * shards != gpus:
             raise ValueError(f"mesh {replicas}x{shards} has {replicas * shards} ranks, not {gpus}")
-    recomputes = [False, True] if choices.checkpointing is None else [choices.checkpointing]
+    recomputes = ["none", "full"] if choices.checkpointing is None else [choices.checkpointing]
     batches = choices.micro_batches or MICRO_BATCHES
     for micro_batch, recompute in itertools.product(batches, recomputes):
         for (replicas, shards), reshards in itertools.product(meshes, (True, False)):
@@ -172,17 +172,14 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
     return [(gpus // each, each) for each in sorted(shards)]
 
 
-def _step(
-    planned: PlannedModel, topology: Topology, micro_batch: int, recompute: bool
-) -> StepGraphs:
+def _step(planned: PlannedModel, micro_batch: int, recompute: str) -> StepGraphs:
     """Trace a training step of `planned`: few of its like blocks, one of which stands for the rest.
 
     The model is built again, and all are traced, if blocks turn out not to be computed alike, or if
     there are barriers. As in `trace`, this process becomes one of ranks that are not there, and
     what torch has compiled is reset. Raises as `trace` does.
 
-    topology: costs of compute; its links are not used.
-    recompute: whether activations of units are recomputed in backward.
+    recompute: one of `CHECKPOINTING`.
     """
     model = on_meta(planned)
     parameters = _parameters(model)
@@ -197,7 +194,6 @@ def _step(
             mp_policy=policy,
             checkpointing=recompute,
             lowering=planned.lowering,
-            topology=topology,
         )
 
     try:

@@ -58,7 +58,7 @@ def _configuration_rows(estimates: Sequence[Estimate]) -> Iterator[Sequence[str]
             about.strategy,
             about.mesh,
             str(about.micro_batch),
-            "full" if about.checkpointing else "none",
+            about.checkpointing,
             _ms(each.step_time_us),
             _ms(each.exposed_us),
             show_bytes(each.memory.peak_bytes),
