@@ -51,6 +51,8 @@ class Costs:
     divides:          whether collectives divide sums. Those of a graph do not: gradients are
         divided where they are packed.
     call_us:          time for which compute stands still for a launch and its wait themselves.
+    is_flat:          whether members lie in one buffer all the time, as flat parameters of FSDP1
+        and gradients of DDP do: then nothing is copied.
     """
 
     links: Mapping[str, tuple[Link, ...]]
@@ -59,6 +61,7 @@ class Costs:
     contention: float = 1.0
     divides: bool = False
     call_us: float = 0.0
+    is_flat: bool = False
 
     def is_shared(self, kind: str, num_members: int, layout: str) -> bool:
         """Tell whether members are copied to a shared buffer before a launch.
@@ -66,7 +69,7 @@ class Costs:
         They are in a packed bucket of several, and for a reduce of one, unless `divides`. If so, a
         gather's members are also copied out of it after the wait.
         """
-        if layout == GROUPED:
+        if layout == GROUPED or self.is_flat:
             return False
         return num_members > 1 or (kind == "reduce" and not self.divides)
 
@@ -85,11 +88,11 @@ class Costs:
     def hand_out_us(self, bucket_class: str, num_bytes: int, layout: str) -> float:
         """Microseconds to copy shards of summed gradients out of their buffer, after the wait.
 
-        0 for a grouped bucket, and if `divides`: the collective then divides the sums itself,
-        and the shards stay views of the buffer.
+        0 for a grouped or flat bucket, and if `divides`: the collective then divides the sums
+        itself, and the shards stay views of the buffer.
 
         num_bytes: of the bucket's gradients, unsharded.
         """
-        if self.divides or layout == GROUPED:
+        if self.divides or self.is_flat or layout == GROUPED:
             return 0.0
         return 2 * num_bytes / self.shards[bucket_class] * self.copy_us_per_byte

@@ -15,6 +15,7 @@ and head are in Dao, "FlashAttention-2", 2023, figures 4 to 6.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Kernel:
     product:   (batch, rows, columns, depth) of a matrix product; None if it is none.
     attention: None if it is none.
     flops:     of others.
+    cast_bytes: read and written before by casts of a product's factors to `dtype`.
     launches:  whether it is a kernel of its own.
     key:       by which a topology may have its measured time; "" if it is fused.
     """
@@ -41,6 +43,7 @@ class Kernel:
     product: tuple[int, int, int, int] | None = None
     attention: Attention | None = None
     flops: int = 0
+    cast_bytes: int = 0
     launches: bool = True
     key: str = ""
 
@@ -75,11 +78,28 @@ def kernel_us(kernel: Kernel, topology: Topology) -> float:
     took = kernel.bytes / topology.memory_bytes_per_us
     if kernel.product is not None:
         took = max(took, product_us(*kernel.product, chip_of(topology, kernel.dtype)))
+        took += kernel.cast_bytes / topology.memory_bytes_per_us
     elif kernel.attention is not None:
         took = max(took, attention_us(kernel.attention, topology, kernel.dtype))
     elif kernel.flops:
         took = max(took, kernel.flops / topology.flops_per_us(kernel.dtype))
     return max(took, topology.op_us) if kernel.launches else took
+
+
+FLOAT8 = "f8e4m3"
+
+
+def in_float8(kernel: Kernel, widest: int) -> Kernel:
+    """Return `kernel` as a product in float8, with the casts of both of its factors.
+
+    widest: size of the vocabulary. A product with that size stays as it is, and so does a kernel
+        that is no product: recipes leave the last layer in the dtype that it has.
+    """
+    if kernel.product is None or widest in kernel.product:
+        return kernel
+    batch, rows, columns, depth = kernel.product
+    casts = batch * (rows + columns) * depth * (2 + 1)  # from two bytes to one
+    return dataclasses.replace(kernel, dtype=FLOAT8, cast_bytes=casts, key="")
 
 
 class Chip(NamedTuple):
@@ -138,9 +158,8 @@ def attention_us(attention: Attention, topology: Topology, dtype: str) -> float:
     rate *= attention.keys / (attention.keys + topology.attention_ramp)
     rate *= min(1.0, 0.7 + 0.3 * attention.width / WIDE)
     if attention.is_backward:
-        rate *= BACKWARD
+        rate *= topology.attention_backward
     return attention.flops / rate
 
 
 WIDE = 128  # of heads, at which attention reaches its rate
-BACKWARD = 0.8  # of forward's rate

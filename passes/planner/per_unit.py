@@ -1,12 +1,12 @@
-"""Schedule of FSDP2: one bucket a unit, gathers one bucket ahead, one reduce in flight."""
+"""Schedules of others: of FSDP2, one bucket a unit; and of DDP, gradients by their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from autoshard.passes.planner.costs import PACKED
 from autoshard.passes.planner.problem import Item, Problem
-from autoshard.passes.planner.simulate import SimulatedBucket, Timeline, make_bucket, replay
+from autoshard.passes.planner.simulate import Order, SimulatedBucket, Timeline, make_bucket, replay
 
 
 def per_unit(problem: Problem) -> Timeline:
@@ -19,6 +19,20 @@ def per_unit(problem: Problem) -> Timeline:
     bucket for each. No budget is kept to.
     """
     gathers, reduces = unit_buckets(problem)
+    return replay(problem, gathers, reduces, _ordered(problem, gathers, reduces, late=False))
+
+
+def _ordered(
+    problem: Problem,
+    gathers: Sequence[SimulatedBucket],
+    reduces: Sequence[SimulatedBucket],
+    *,
+    late: bool,
+) -> Order:
+    """Order launches and waits: gathers a bucket ahead; reduces as they are ready.
+
+    late: whether reduces are waited for where their results are read, not at the next launch.
+    """
     placed: list[tuple[tuple[int, int, int], tuple[str, int, int]]] = []
     for number, bucket in enumerate(gathers):
         ahead = max(bucket.ready, gathers[number - 1].used if number else 0)
@@ -27,11 +41,33 @@ def per_unit(problem: Problem) -> Timeline:
     for number, bucket in enumerate(reduces):
         at = len(gathers) + number
         following = reduces[number + 1].ready if number + 1 < len(reduces) else problem.num_ops
-        following = min(following, bucket.used)
+        following = bucket.used if late else min(following, bucket.used)
         placed.append(((bucket.ready, 0, 2 * number), ("launch", at, bucket.ready)))
         placed.append(((following, 0, 2 * number + 1), ("wait", at, following)))
-    order = tuple(event for _, event in sorted(placed))
-    return replay(problem, gathers, reduces, order)
+    return tuple(event for _, event in sorted(placed))
+
+
+DDP_BYTES = 25 << 20
+"""Bytes of gradients with which DDP begins a reduce; `bucket_cap_mb`."""
+
+
+def by_bytes(problem: Problem, least_bytes: int = DDP_BYTES) -> Timeline:
+    """Simulate reduces of `least_bytes` gradients each, in order of readiness, waited for at last.
+
+    The last bucket may have less. Gathers are those of `per_unit`. No budget is kept to.
+    """
+    gathers, _ = unit_buckets(problem)
+    reduces: list[SimulatedBucket] = []
+    found: list[Item] = []
+    for number, item in enumerate(problem.reduces, start=1):
+        found.append(item)
+        is_last = number == len(problem.reduces)
+        following = item if is_last else problem.reduces[number]
+        is_full = sum(each.num_bytes for each in found) >= least_bytes
+        if is_last or is_full or following.bucket_class != item.bucket_class:
+            reduces.append(make_bucket(problem, "reduce", found, PACKED))
+            found = []
+    return replay(problem, gathers, reduces, _ordered(problem, gathers, reduces, late=True))
 
 
 def unit_buckets(problem: Problem) -> tuple[list[SimulatedBucket], list[SimulatedBucket]]:

@@ -4,16 +4,16 @@ A topology is a JSON file: one of this package, by its name, or one that `autosh
 has written. It has devices in nodes: links inside a node, and a network between nodes.
 
     a group of `ranks` ranks, `per_node` of them on each node
-    one node:  alpha + B * (ranks - 1) / ranks / node bandwidth
-    several:   alpha, once more for each doubling of nodes
+    one node:  alpha, and a step's for each rank, + B * (ranks - 1) / ranks / node bandwidth
+    several:   the same, and a start-up of the network once more for each doubling of nodes,
                + B * (nodes - 1) / nodes / (per_node * a rank's share of the network)
                or what the links inside a node take for the whole group, if that is more
 
 B is the unsharded payload, in bytes; an all-reduce sends twice as much as a gather or a reduce. All
 ranks of a node use the network at once, each its share. Source: the costs of ring algorithms
 (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005),
-over the narrower of two levels; start-ups grow with the logarithm of nodes, as trees' and those of
-NCCL's PAT do.
+over the narrower of two levels. Messages of a ring go through all ranks, so that its start-up grows
+with them; NCCL has no tree for gathers of several ranks a node.
 
 A calibrated topology has measured times instead, for collectives of groups of one size (`measured`)
 and for ops that were timed one by one (`ops`).
@@ -35,6 +35,9 @@ from autoshard.passes.planner.schema import read_as
 
 FOLDER = Path(__file__).resolve().parent / "topologies"
 KINDS = ("gather", "reduce", "all_reduce")
+NETWORK_SHARE = 0.601
+"""Share of a network's rate that collectives reach; fitted by `benchmarks/published.py` on 143 rows
+that tell their network."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Topology:
     tile_depth:       elements along the depth of a product that a tile's start and end cost.
     attention_efficiency:  the share of the peak that attention reaches, with long sequences.
     attention_ramp:   length of sequences at which it reaches half of that.
+    attention_backward:    the rate of its backward, as a share of forward's.
     memory_gb_per_s:  of device memory, read or written.
     memory_efficiency:     the share of that which kernels reach.
     copy_gb_per_s:    the same while collectives' buffers are packed.
@@ -55,6 +59,7 @@ class Topology:
     ranks_per_node:   devices of a node.
     node_alpha_us, node_gb_per_s:        of collectives inside a node, for a rank.
     network_alpha_us, network_gb_per_s:  what each doubling of nodes adds; a rank's share.
+    step_alpha_us:    of each step of a ring, of which there are as many as ranks.
     member_us:        time of one more member of a grouped bucket.
     call_us:          how long compute stands still for one more collective itself.
     contention:       factor by which compute takes longer while a collective runs.
@@ -85,7 +90,9 @@ class Topology:
     tile_depth: float = 0.0
     attention_efficiency: float = 0.5
     attention_ramp: float = 0.0
+    attention_backward: float = 0.7
     memory_efficiency: float = 1.0
+    step_alpha_us: float = 0.0
     measured: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     ops: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -119,7 +126,7 @@ class Topology:
             return Link(name, 0.0, 0.0, 0.0)
         nodes = -(-ranks // per_node)
         us_per_byte = _us_per_byte((ranks - 1) / ranks, self.node_gb_per_s)
-        alpha_us = self.node_alpha_us
+        alpha_us = self.node_alpha_us + ranks * self.step_alpha_us
         if nodes > 1:
             shared = per_node * self.network_gb_per_s
             us_per_byte = max(us_per_byte, _us_per_byte((nodes - 1) / nodes, shared))
@@ -145,6 +152,11 @@ class Topology:
             return (first,)
         second = self.link("all_reduce", *copies)  # of shards; a bucket's bytes are the whole's
         return first, dataclasses.replace(second, us_per_byte=second.us_per_byte / shards[0])
+
+    def with_network(self, gbit_per_s: float) -> Topology:
+        """Return this topology with a network of `gbit_per_s` for all adapters of a node."""
+        share = gbit_per_s / 8 / self.ranks_per_node * NETWORK_SHARE
+        return dataclasses.replace(self, network_gb_per_s=share)
 
     def costs(self, links: Mapping[str, tuple[Link, ...]], shards: Mapping[str, int]) -> Costs:
         """Costs of a graph's collectives and copies. A contention below 1 counts as 1.
@@ -189,11 +201,16 @@ def names() -> list[str]:
 GPUS = {
     "H200": "h200",
     "H100": "h100",
-    "A100": "a100-efa",
-    "B200": "b200-nvl72",
+    "A100": "a100",
+    "GB200": "b200-nvl72",
+    "GB300": "gb300-nvl72",
+    "B200": "b200",
     "L40S": "l40s",
 }
-"""The named topology of a GPU, by a word of its name: a GB200 is no B200."""
+"""The named topology of a GPU, by a word of its name. An A100 has 80 GB unless it says "40GB"."""
+
+VARIANTS = {("A100", "40GB"): "a100-efa", ("H100", "PCIE"): "h100-pcie"}
+"""That of GPUs whose name has a second word."""
 
 
 def is_known(device: str) -> bool:
@@ -217,8 +234,9 @@ def default_topology(device: str) -> str:
 
 
 def _named(device: str) -> str | None:
-    words = re.split(r"[^A-Za-z0-9]+", device)
-    return next((name for word, name in GPUS.items() if word in words), None)
+    words = re.split(r"[^A-Z0-9]+", device.upper())
+    variants = (name for both, name in VARIANTS.items() if set(both) <= set(words))
+    return next(variants, None) or next((GPUS[word] for word in words if word in GPUS), None)
 
 
 def _us_per_byte(share: float, gb_per_s: float) -> float:

@@ -16,7 +16,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.passes.planner.kernels import Attention, Chip, Kernel, kernel_us, product_us
+from autoshard.passes.planner.kernels import (
+    Attention,
+    Chip,
+    Kernel,
+    in_float8,
+    kernel_us,
+    product_us,
+)
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.roofline import kernel_of
 
@@ -148,3 +155,13 @@ def test_attention_that_is_computed_again() -> None:
         "forward": [(False, "bf16")],
         "backward": [(False, "bf16"), (True, "bf16")],
     }
+
+
+def test_products_in_float8() -> None:
+    """Faster at large sizes, casts and all; the vocabulary's product stays as it was."""
+    large = Kernel(dtype="bf16", product=(1, 8192, 8192, 8192))
+    assert kernel_us(in_float8(large, 128256), H100) < 0.75 * kernel_us(large, H100)
+    last = Kernel(dtype="bf16", product=(1, 8192, 128256, 8192))
+    assert in_float8(last, 128256) is last
+    small = Kernel(dtype="bf16", product=(1, 128, 8192, 2048))  # casts of a factor take longer
+    assert kernel_us(in_float8(small, 128256), H100) > kernel_us(small, H100)

@@ -223,7 +223,7 @@ def test_shard_arguments() -> None:
         ({}, "NVIDIA H100 80GB HBM3", "h100"),
         ({}, "NVIDIA GeForce RTX 4090", None),
         ({}, "NVIDIA RTX A1000 Laptop GPU", None),
-        ({}, "NVIDIA GB200", None),
+        ({}, "NVIDIA GB200", "b200-nvl72"),
         ({}, None, "gloo"),
         ({"bucketing": "per_unit"}, None, None),
         ({"memory_budget": 0.5}, "NVIDIA GeForce RTX 4090", "h100"),

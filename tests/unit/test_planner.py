@@ -26,7 +26,7 @@ from autoshard.passes.planner.simulate import (
     simulate,
     simulate_unless_worse,
 )
-from autoshard.passes.planner.topology import Topology, default_topology, names
+from autoshard.passes.planner.topology import NETWORK_SHARE, Topology, default_topology, names
 from autoshard.passes.plans.roofline import base_of, node_us, num_flops, op_key
 
 H100 = Topology.load("h100")
@@ -43,17 +43,37 @@ def test_every_topology_says_where_its_numbers_come_from() -> None:
 
 def test_links() -> None:
     """Over a node, over nodes, over a rank of each; an all-reduce is a reduce and a gather."""
-    node = H100.link("gather", 8, 8)
-    assert (node.name, node.alpha_us) == ("node", 40.0)
-    assert node.time_us(300_000, 1, PACKED) == pytest.approx(40 + 7 / 8)
-    nodes = H100.link("gather", 64, 8)
+    cluster = dataclasses.replace(
+        H100,
+        node_alpha_us=40.0,
+        node_gb_per_s=300.0,
+        network_alpha_us=27.0,
+        network_gb_per_s=45.0,
+        step_alpha_us=0.5,
+    )
+    node = cluster.link("gather", 8, 8)
+    assert (node.name, node.alpha_us) == ("node", 40.0 + 8 * 0.5)
+    assert node.time_us(300_000, 1, PACKED) == pytest.approx(44 + 7 / 8)
+    nodes = cluster.link("gather", 64, 8)
     assert nodes.name == "network"
-    assert nodes.alpha_us == pytest.approx(40 + 3 * 27)
+    assert nodes.alpha_us == pytest.approx(40 + 3 * 27 + 64 * 0.5)
     assert nodes.us_per_byte > node.us_per_byte
-    across = H100.link("all_reduce", 8, 1)
+    across = cluster.link("all_reduce", 8, 1)
     assert across.us_per_byte == pytest.approx(2 * 7 / 8 / 45e3)
-    assert node.time_us(0, 3, GROUPED) == node.time_us(0, 1, GROUPED) + 2 * H100.member_us
-    assert H100.link("gather", 1, 1).time_us(1000, 1, PACKED) == 0
+    assert node.time_us(0, 3, GROUPED) == node.time_us(0, 1, GROUPED) + 2 * cluster.member_us
+    assert cluster.link("gather", 1, 1).time_us(1000, 1, PACKED) == 0
+
+
+def test_a_network_by_its_rate() -> None:
+    """The rate is of a node's adapters together, and each rank has its share of it."""
+    cluster = H100.with_network(800)
+    assert cluster.network_gb_per_s == pytest.approx(800 / 8 / 8 * NETWORK_SHARE)
+
+
+def test_flat_members_are_not_copied() -> None:
+    costs = Costs({}, {"reduce": 8}, copy_us_per_byte=1.0, is_flat=True)
+    assert not costs.is_shared("reduce", 3, PACKED)
+    assert costs.hand_out_us("reduce", 800, PACKED) == 0
 
 
 def test_copies_are_sent_shards() -> None:
@@ -111,7 +131,17 @@ def test_a_link_never_runs_dry() -> None:
 
 @pytest.mark.parametrize(
     ("device", "name"),
-    [("cpu", "gloo"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"), ("new", "h100")],
+    [
+        ("cpu", "gloo"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-efa"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "b200-nvl72"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L40S", "l40s"),
+        ("new", "h100"),
+    ],
 )
 def test_default_topology(device: str, name: str) -> None:
     assert default_topology(device) == name
@@ -249,8 +279,11 @@ def test_roofline() -> None:
     graph.output(view)
     product, relu = nodes
     assert num_flops(product) == 2 * 4096**3
-    assert node_us(product, H100, is_fused=True) == pytest.approx(2 * 4096**3 / (989e6 * 0.8))
-    once_us = 2 * 4096 * 4096 / 3350e3
+    plain = dataclasses.replace(H100, processors=0)
+    want_us = 2 * 4096**3 / (989e6 * H100.efficiency)
+    assert node_us(product, plain, is_fused=True) == pytest.approx(want_us)
+    assert want_us < node_us(product, H100, is_fused=True) < 1.5 * want_us
+    once_us = 2 * 4096 * 4096 / (3350e3 * H100.memory_efficiency)
     for node in (relu, last):
         assert node_us(node, H100, is_fused=False) == pytest.approx(2 * once_us)
         assert node_us(node, H100, is_fused=True) == pytest.approx(once_us)

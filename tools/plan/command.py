@@ -62,6 +62,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, default=4096, help="length of sequences (4096)")
     parser.add_argument("--dtype", default="bf16", help="of computation and gathers (bf16)")
     parser.add_argument("--param-dtype", default="f32", help="of shards and reduces (f32)")
+    parser.add_argument("--reduce-dtype", help="of reduces, if it is not --param-dtype")
+    parser.add_argument(
+        "--amp", action="store_true", help="compute under autocast to --dtype; gather shards as is"
+    )
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
 
 from autoshard.passes.ir.layout import Member
 from autoshard.passes.planner.costs import Costs
@@ -23,8 +26,27 @@ from autoshard.runtime.sharding.placements import dim_of
 from autoshard.runtime.unit.unit import ROOT_NAME
 from autoshard.tools.plan.dry_run import Graph
 
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
-"""Number of states, each as large as a parameter, that an optimizer keeps for it."""
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer keeps for each parameter.
+
+    states: how many, each as large as the parameter.
+    is_f32: whether they are float32 whatever the parameter's dtype, as copies of weights are that
+        low-precision parameters are rounded from.
+    """
+
+    states: int
+    is_f32: bool = False
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(2),
+    "adam": Optimizer(2),
+    "adamw-f32": Optimizer(3, is_f32=True),
+    "sgd-momentum": Optimizer(1),
+    "sgd": Optimizer(0),
+}
 
 
 @dataclass(frozen=True)
@@ -32,8 +54,12 @@ class Configuration:
     """Way to train a model on `replicas` times `shards` ranks.
 
     reshards: whether unsharded parameters are freed after forward.
-    micro_batch: sequences, or samples, of one step on one rank.
+    micro_batch: sequences, or samples, of one forward on one rank.
     checkpointing: what backward computes again, one of `dry_run.CHECKPOINTING`.
+    accumulate: microbatches of one step. Sharded gradients are reduced after each, those of
+        replicas after the last.
+    shards_states: whether each replica has its part of the optimizer's states, and sends others the
+        parameters that it steps: ZeRO-1. Only with one shard.
     """
 
     replicas: int
@@ -41,12 +67,14 @@ class Configuration:
     reshards: bool
     micro_batch: int
     checkpointing: str
+    accumulate: int = 1
+    shards_states: bool = False
 
     @property
     def strategy(self) -> str:
-        """Name of the strategy, as `shard()` takes it."""
+        """Name of the strategy, as `shard()` takes it; or "zero1"."""
         if self.shards == 1:
-            return "no_shard"
+            return "zero1" if self.shards_states else "no_shard"
         if self.replicas == 1:
             return "full_shard" if self.reshards else "shard_grad_op"
         return "hybrid_shard" if self.reshards else "hybrid_shard_zero2"
@@ -116,8 +144,19 @@ class Parameters:
     def trained_bytes(self, shards: int) -> int:
         return sum(map(_chunk_bytes, self.trained, itertools.repeat(shards)))
 
+    def trained_numel(self, shards: int) -> int:
+        """Elements, not bytes, of trained shards."""
+        return sum(_chunk_bytes(member, shards) // member.dtype.itemsize for member in self.trained)
+
     def largest_trained_bytes(self, shards: int) -> int:
         return max(map(_chunk_bytes, self.trained, itertools.repeat(shards)))
+
+    def states_bytes(self, optimizer: Optimizer, shards: int) -> int:
+        """Bytes of the states of `optimizer`."""
+        trained: Iterable[Member] = self.trained
+        if optimizer.is_f32:
+            trained = (replace(member, dtype=torch.float32) for member in trained)
+        return optimizer.states * sum(map(_chunk_bytes, trained, itertools.repeat(shards)))
 
 
 def _chunk_bytes(member: Member, shards: int) -> int:
@@ -131,93 +170,183 @@ class StepGraphs:
 
     graphs: "forward" and "backward".
     optimizer: one of `OPTIMIZERS`.
+    casts: whether parameters are computed with in another dtype.
+    reduce_bytes: of an element of an unsharded gradient while it is added up and reduced.
     """
 
     graphs: Mapping[str, Graph]
     parameters: Parameters
     optimizer: str
-    casts: bool  # whether parameters are computed with in another dtype
+    casts: bool
+    reduce_bytes: int
+
+    def added_bytes(self, shards: int) -> int:
+        """Bytes of the gradients that microbatches add up: of shards, or as they are reduced."""
+        if shards > 1:
+            return self.parameters.trained_bytes(shards)
+        return self.parameters.trained_numel(1) * self.reduce_bytes
+
+    def kept_bytes(self, shards: int) -> int:
+        """Bytes of all gradients where microbatches add them up: sums, and what is added to them.
+
+        Unsharded gradients in the dtype of sums are added to where they are.
+        """
+        added, fresh = self.added_bytes(shards), self.parameters.trained_bytes(1)
+        return added if shards > 1 or fresh == added else added + fresh
+
+
+class Outside(NamedTuple):
+    """Microseconds of a step outside its graphs.
+
+    optimizer_us: of the optimizer's step.
+    between_us: of what accumulation adds up after a microbatch, but for the first.
+    spread_us: of parameters that are sent to replicas after the optimizer's step.
+    """
+
+    optimizer_us: float
+    between_us: float
+    spread_us: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a step reads, writes and sends outside its graphs; see `Outside`.
+
+    messages: in which parameters are sent to replicas, one each; 0 if none are.
+    """
+
+    stepped: int
+    added: int
+    spread: int
+    messages: int
+
+    def outside(self, configuration: Configuration, topology: Topology) -> Outside:
+        """Return how long it takes on a cluster."""
+        rate, spread_us = topology.memory_bytes_per_us, 0.0
+        if self.messages:
+            ranks = configuration.replicas
+            link = topology.link("gather", ranks, min(ranks, topology.ranks_per_node))
+            spread_us = self.messages * link.alpha_us + self.spread * link.us_per_byte
+        return Outside(self.stepped / rate, self.added / rate, spread_us)
+
+
+def traffic(step: StepGraphs, configuration: Configuration) -> Traffic:
+    """Count what `step` moves outside its graphs, each tensor read and written once."""
+    params, shards = step.parameters, configuration.shards
+    state_shards = configuration.replicas if configuration.shards_states else shards
+    states = params.states_bytes(OPTIMIZERS[step.optimizer], state_shards)
+    is_spread = configuration.shards_states
+    return Traffic(
+        stepped=3 * params.trained_bytes(state_shards) + 2 * states,
+        added=3 * step.added_bytes(shards),
+        spread=params.trained_bytes(1) if is_spread else 0,
+        messages=len(params.trained) if is_spread else 0,
+    )
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Configuration with its predicted time and memory.
 
-    timelines: by graph, with the buckets that were found, or one a unit without a search.
+    timelines: by graph, of the last microbatch, with the buckets that were found, or those of
+        `schedule` without a search.
+    earlier: those of the microbatches before it; the same if gradients are reduced after each.
     decisions: by graph; empty without a search.
     """
 
     configuration: Configuration
     memory: MemoryEstimate
-    optimizer_us: float
+    outside: Outside
     timelines: Mapping[str, Timeline]
+    earlier: Mapping[str, Timeline]
     decisions: Mapping[str, Decision]
 
     @property
     def step_time_us(self) -> float:
-        return sum(each.time_us for each in self.timelines.values()) + self.optimizer_us
+        others, out = self.configuration.accumulate - 1, self.outside
+        last, before = (
+            sum(each.time_us for each in timelines.values())
+            for timelines in (self.timelines, self.earlier)
+        )
+        return last + others * (before + out.between_us) + out.optimizer_us + out.spread_us
 
     @property
     def exposed_us(self) -> float:
-        return sum(timeline.exposed_us for timeline in self.timelines.values())
+        last, before = (
+            sum(each.exposed_us for each in timelines.values())
+            for timelines in (self.timelines, self.earlier)
+        )
+        return last + (self.configuration.accumulate - 1) * before + self.outside.spread_us
 
     @property
     def sample_us(self) -> float:
         """Microseconds for each sequence, or sample, of a rank."""
-        return self.step_time_us / self.configuration.micro_batch
+        return self.step_time_us / (self.configuration.micro_batch * self.configuration.accumulate)
 
 
 def estimate(
-    step: StepGraphs, configuration: Configuration, topology: Topology, *, searched: bool
+    step: StepGraphs,
+    configuration: Configuration,
+    topology: Topology,
+    *,
+    searched: bool,
+    schedule: Callable[[Problem], Timeline] = per_unit,
 ) -> Estimate:
-    """Estimate time and memory of one step: forward, backward and the optimizer's.
+    """Estimate time and memory of one step: forwards, backwards and the optimizer's.
 
     Memory is that of whichever of the three needs most. The optimizer takes as long as memory takes
     to read gradients, and to read and write its states and parameters; it needs gradients of all
     trained shards, and twice the largest such shard. Nothing is raised if memory does not suffice.
-    searched: whether buckets are searched for, as a compilation does, or are one a unit, which is
-        never better and much sooner done.
+    searched: whether buckets are searched for, as a compilation does, or are those of `schedule`,
+        which is much sooner done.
     """
-    params, shards = step.parameters, configuration.shards
-    states = OPTIMIZERS[step.optimizer]
+    params, shards, optimizer = step.parameters, configuration.shards, OPTIMIZERS[step.optimizer]
+    state_shards = configuration.replicas if configuration.shards_states else shards
     lasting = {
         "parameters": params.shard_bytes(shards),
-        "optimizer": states * params.trained_bytes(shards),
+        "optimizer": params.states_bytes(optimizer, state_shards),
     }
     budget = topology.memory_bytes - sum(lasting.values())
     placed = {
-        kind: _Placed(graph, step, configuration, topology) for kind, graph in step.graphs.items()
+        kind: Placed(graph, step, configuration, topology) for kind, graph in step.graphs.items()
     }
     decisions: dict[str, Decision] = {}
     timelines: dict[str, Timeline] = {}
     for kind, each in placed.items():
-        timelines[kind] = known = per_unit(each.problem)
+        timelines[kind] = known = schedule(each.problem)
         if searched:
             found = _search(each.problem, known, budget)
             decisions[kind], timelines[kind] = found, found.timeline
+    earlier = timelines
+    if shards == 1:
+        silent = (dataclasses.replace(each.problem, reduces=()) for each in placed.values())
+        earlier = dict(zip(placed, map(schedule, silent), strict=True))
+    added = step.added_bytes(shards)
+    is_added = configuration.accumulate > 1 or (shards == 1 and optimizer.is_f32)
+    kept = step.kept_bytes(shards) if is_added else 0
+    during = earlier if is_added else timelines
     peaks = [
-        MemoryEstimate(**lasting, **each.parts(timelines[kind].peak))
+        MemoryEstimate(**lasting, **each.parts(during[kind].peak, kept))
         for kind, each in placed.items()
     ]
     # The optimizer takes parameters one by one, as it does where they are DTensors.
-    trained = params.trained_bytes(shards)
     peaks.append(
         MemoryEstimate(
             **lasting,
-            gradients=trained,
+            gradients=added,
             gathered=0,
             unreduced=0,
             activations=0,
-            temporaries=2 * params.largest_trained_bytes(shards),
+            temporaries=2 * params.largest_trained_bytes(state_shards),
         )
     )
-    traffic = trained * (3 + 2 * states)  # parameter and states are read and written
     return Estimate(
         configuration,
         max(peaks, key=lambda memory: memory.peak_bytes),
-        traffic / topology.memory_bytes_per_us,
-        timelines,
-        decisions,
+        traffic(step, configuration).outside(configuration, topology),
+        timelines=timelines,
+        earlier=earlier,
+        decisions=decisions,
     )
 
 
@@ -235,7 +364,7 @@ def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:
     return found
 
 
-class _Placed:
+class Placed:
     """Graph on a cluster: its problem, at the costs of a configuration.
 
     Parameters that the configuration keeps unsharded from forward to backward are freed by no
@@ -279,17 +408,20 @@ class _Placed:
             gathers=tuple(gathers),
             op_us=graph.op_us(topology),
             live_bytes=tuple(map(sum, zip(problem.live_bytes, self.kept, strict=True))),
-            costs=_costs(problem, configuration, topology),
+            costs=costs_of(problem, configuration, topology),
         )
 
-    def parts(self, peak: Peak) -> dict[str, int]:
-        """Bytes at `peak`, of this graph, by category, but for parameters and optimizer states."""
+    def parts(self, peak: Peak, added: int) -> dict[str, int]:
+        """Bytes at `peak`, of this graph, by category, but for parameters and optimizer states.
+
+        added: of gradients of microbatches before.
+        """
         at = min(peak.position, self.problem.num_ops - 1)
         live = self.problem.live_bytes[at]
         assert peak.live in (0, live)
         activations, kept = (self.activations[at], self.kept[at]) if peak.live else (0, 0)
         return {
-            "gradients": peak.reduced,
+            "gradients": max(peak.reduced, added),
             "gathered": peak.gathered + kept,
             "unreduced": peak.unreduced,
             "activations": activations,
@@ -311,7 +443,7 @@ def _until_freed(items: Iterable[Item], num_ops: int) -> tuple[int, ...]:
     return tuple(itertools.accumulate(change))[:num_ops]
 
 
-def _costs(problem: Problem, configuration: Configuration, topology: Topology) -> Costs:
+def costs_of(problem: Problem, configuration: Configuration, topology: Topology) -> Costs:
     """Costs on the cluster: shards are on neighbouring ranks, replicas `shards` ranks apart."""
     shards, replicas = configuration.shards, configuration.replicas
     per_node = topology.ranks_per_node

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autoshard.passes.ir.layout import DTYPES, Member
-from autoshard.passes.planner.topology import Topology, default_topology
+from autoshard.passes.planner.topology import Topology, default_topology, is_known, names
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
 from autoshard.tools.plan.dry_run import cut_stacks, grown, mean_loss, trace
 from autoshard.tools.plan.estimate import (
@@ -47,7 +47,9 @@ class PlannedModel:
     build: makes the model; called with the meta device as torch's default.
     batch: None: zeros, as token ids, or as pictures for a model of Hugging Face that takes them.
     dtype: name of the dtype of computation and gathers, "bf16" for instance.
-    param_dtype: name of the dtype of shards and reduces.
+    param_dtype: name of the dtype of shards, and of reduces.
+    reduce_dtype: name of the dtype of reduces, if it is another.
+    is_amp: whether computation is under autocast to `dtype`, with gathers in `param_dtype`.
     """
 
     name: str
@@ -58,6 +60,8 @@ class PlannedModel:
     param_dtype: str
     optimizer: str
     lowering: str
+    reduce_dtype: str | None = None
+    is_amp: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
 
     @functools.cache
     def step(micro_batch: int, recompute: str) -> StepGraphs:
-        return _step(planned, micro_batch, recompute)
+        return traced_step(planned, micro_batch, recompute)
 
     def estimated(found: Configuration, *, searched: bool) -> Estimate:
         traced = step(found.micro_batch, found.checkpointing)
@@ -172,7 +176,7 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
     return [(gpus // each, each) for each in sorted(shards)]
 
 
-def _step(planned: PlannedModel, micro_batch: int, recompute: str) -> StepGraphs:
+def traced_step(planned: PlannedModel, micro_batch: int, recompute: str) -> StepGraphs:
     """Trace a training step of `planned`: few of its like blocks, one of which stands for the rest.
 
     The model is built again, and all are traced, if blocks turn out not to be computed alike, or if
@@ -200,7 +204,13 @@ def _step(planned: PlannedModel, micro_batch: int, recompute: str) -> StepGraphs
         found = grown(graphs(model), stacks)
     except ValueError:  # blocks that look alike are not computed alike
         found = grown(graphs(on_meta(planned)), [])
-    return StepGraphs(found, parameters, planned.optimizer, policy.param_dtype is not None)
+    return StepGraphs(
+        found,
+        parameters,
+        planned.optimizer,
+        casts=policy.param_dtype is not None,
+        reduce_bytes=DTYPES[planned.reduce_dtype or planned.param_dtype].itemsize,
+    )
 
 
 def step_of(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Callable[[Any], None]:
@@ -212,18 +222,22 @@ def step_of(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Callab
 
     def call(compiled: Any) -> None:
         args, kwargs = ((), batch) if isinstance(batch, dict) else (_as_tuple(batch), {})
-        mean_loss(compiled(*args, **kwargs)).backward()
+        with torch.autocast("cpu", DTYPES[planned.dtype], enabled=planned.is_amp):
+            output = compiled(*args, **kwargs)
+        mean_loss(output).backward()
 
     return call
 
 
 def policy_of(planned: PlannedModel) -> MixedPrecisionPolicy:
-    """Mixed precision of `planned`: gathers and compute in `dtype`, reduces in `param_dtype`.
+    """Mixed precision of `planned`: gathers in `dtype`, or under autocast as shards are.
 
-    If both are the same dtype, it is a policy without dtypes.
+    Without a cast, and with reduces in the dtype that they have by themselves, it has no dtypes.
     """
-    low, full = DTYPES[planned.dtype], DTYPES[planned.param_dtype]
-    return MixedPrecisionPolicy(low, full) if low != full else MixedPrecisionPolicy()
+    param = DTYPES[planned.param_dtype]
+    low = param if planned.is_amp else DTYPES[planned.dtype]
+    reduced = DTYPES[planned.reduce_dtype or planned.param_dtype]
+    return MixedPrecisionPolicy(low if low != param else None, reduced if reduced != low else None)
 
 
 def on_meta(planned: PlannedModel) -> nn.Module:
@@ -275,10 +289,11 @@ def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> Plann
     load: returns the function at "package.module:name".
     Raises ValueError, naming the option, for what is not known, and as `from_hugging_face` does.
     """
-    for name in ("dtype", "param_dtype"):
-        if getattr(options, name) not in DTYPES:
+    for name in ("dtype", "param_dtype", "reduce_dtype"):
+        given = getattr(options, name)
+        if given is not None and given not in DTYPES:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(options, name)!r}: expected one of {list(DTYPES)}")
+            raise ValueError(f"{flag} {given!r}: expected one of {list(DTYPES)}")
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {options.optimizer!r}: expected one of {list(OPTIMIZERS)}")
     for name in ("seq", "micro_batch"):
@@ -296,6 +311,8 @@ def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> Plann
         param_dtype=options.param_dtype,
         optimizer=options.optimizer,
         lowering=options.lowering,
+        reduce_dtype=options.reduce_dtype,
+        is_amp=options.amp,
     )
 
 
@@ -347,14 +364,15 @@ def read_gpus(text: str, topology: str | None) -> tuple[int, Topology]:
 
 
 def _topology_of(kind: str) -> str:
-    """Name of the topology for a kind of GPU, "h100" for "H100".
+    """Name of the topology for a kind of GPU, "h100" for "H100", or of this package's topologies.
 
     Raises ValueError for a kind of which none is known.
     """
-    name = default_topology(kind.upper())
-    if name.partition("-")[0] != kind.lower():
+    if kind.lower() in names():
+        return kind.lower()
+    if not is_known(kind):
         raise ValueError(f"no topology is known of {kind!r}: add --topology, a name or a file")
-    return name
+    return default_topology(kind)
 
 
 def read_mesh(text: str, gpus: int) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def _time_rows(best: Estimate) -> Iterator[Sequence[str]]:
             bound.binding,
             str(len(timeline.runs)),
         )
-    yield "optimizer", _ms(best.optimizer_us), "", "", "", "memory", ""
+    yield "optimizer", _ms(best.outside.optimizer_us), "", "", "", "memory", ""
     yield "step", _ms(best.step_time_us), _ms(best.exposed_us), "", "", "", ""
 
 

@@ -1,0 +1,113 @@
+"""Time and memory of a step: what accumulation, replicas and ZeRO-1 add to its graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+from support.models import Block
+from torch import Tensor, nn
+
+from autoshard.passes.planner.per_unit import by_bytes
+from autoshard.passes.planner.topology import Topology
+from autoshard.tools.plan.estimate import Configuration, Estimate, StepGraphs, estimate
+from autoshard.tools.plan.planning import PlannedModel, traced_step
+
+H100 = Topology.load("h100")
+RANKS = 1024
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(256, 1024) for _ in range(6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids[..., None].expand(-1, -1, 256).to(self.layers[0].up.weight.dtype)  # type: ignore
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().sum()
+
+
+@pytest.fixture(name="step")
+def traced(fake_world: None) -> Any:
+    @functools.cache
+    def step(**changes: Any) -> StepGraphs:
+        planned = PlannedModel("tower", Tower, None, 128, "bf16", "f32", "adamw", "eager")
+        return traced_step(dataclasses.replace(planned, **changes), 2, "none")
+
+    return step
+
+
+def found(step: StepGraphs, **changes: Any) -> Estimate:
+    plain = Configuration(1, RANKS, reshards=True, micro_batch=2, checkpointing="none")
+    return estimate(step, dataclasses.replace(plain, **changes), H100, searched=False)
+
+
+pytestmark = pytest.mark.parametrize("fake_world", [RANKS], indirect=True)
+
+
+def test_accumulation_repeats_graphs(step: Any) -> None:
+    """Shards are reduced after each microbatch, and the sums stay in memory."""
+    one, four = found(step()), found(step(), accumulate=4)
+    graphs = sum(each.time_us for each in one.timelines.values())
+    outside = one.outside
+    assert one.step_time_us == pytest.approx(graphs + outside.optimizer_us)
+    want = 4 * graphs + outside.optimizer_us + 3 * four.outside.between_us
+    assert four.step_time_us == pytest.approx(want)
+    assert four.memory.peak_bytes >= one.memory.peak_bytes
+    assert four.sample_us < one.sample_us
+
+
+def test_replicas_reduce_once(step: Any) -> None:
+    replicas: dict[str, Any] = {"replicas": RANKS, "shards": 1}
+    one, two = found(step(), **replicas), found(step(), **replicas, accumulate=2)
+    compute = sum(sum(graph.op_us(H100)) for graph in step().graphs.values())
+    more = two.step_time_us - one.step_time_us
+    assert compute <= more <= 1.2 * compute + two.outside.between_us
+    assert one.exposed_us > 0
+
+
+def test_zero1_shards_states(step: Any) -> None:
+    """It has a part of the states, steps sooner, and sends what it stepped."""
+    replicas: dict[str, Any] = {"replicas": RANKS, "shards": 1}
+    whole, zero1 = found(step(), **replicas), found(step(), **replicas, shards_states=True)
+    assert zero1.configuration.strategy == "zero1"
+    assert zero1.memory.optimizer < whole.memory.optimizer / 100
+    assert zero1.outside.optimizer_us < whole.outside.optimizer_us / 100
+    assert zero1.outside.spread_us > whole.outside.spread_us == 0
+
+
+def test_states_in_float32(step: Any) -> None:
+    """Weights, and two moments of each, whatever the parameters' dtype."""
+    low = step(param_dtype="bf16", reduce_dtype="f32", optimizer="adamw-f32")
+    memory = found(low, replicas=RANKS, shards=1).memory
+    assert memory.optimizer == 3 * 2 * memory.parameters
+    assert memory.gradients == 3 * memory.parameters  # sums in float32, and what is added
+
+
+def test_autocast_gathers_shards_as_they_are(step: Any) -> None:
+    cast, amp = (
+        {each.name: each.num_bytes for each in step(is_amp=it).graphs["forward"].problem.gathers}
+        for it in (False, True)
+    )
+    assert amp == {name: 2 * num_bytes for name, num_bytes in cast.items()}
+
+
+def test_buckets_by_bytes(step: Any) -> None:
+    """Each but the last has as much as was asked for, and no gradient more than it needs."""
+    problem = step().graphs["backward"].problem
+    runs = [run for run in by_bytes(problem, 1 << 20).runs if run.bucket.kind == "reduce"]
+    assert [item for run in runs for item in run.bucket.items] == list(problem.reduces)
+    for run in runs[:-1]:
+        assert (
+            run.bucket.num_bytes >= 1 << 20 > run.bucket.num_bytes - run.bucket.items[-1].num_bytes
+        )
+
+
+def test_dtype_of_reduces(step: Any) -> None:
+    low = step(reduce_dtype="bf16").graphs["backward"].problem.reduces
+    full = step().graphs["backward"].problem.reduces
+    assert [2 * each.num_bytes for each in low] == [each.num_bytes for each in full]
