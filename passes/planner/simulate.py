@@ -236,6 +236,20 @@ def replay(
     return _Following(problem, gathers, reduces, order).run()
 
 
+def usage(problem: Problem, timeline: Timeline) -> tuple[tuple[float, Peak], ...]:
+    """Memory by category over the time of `timeline`, op by op: (us, the most until the next).
+
+    Times and sums are those of `timeline.memory`, up to rounding, with more entries. The timeline
+    is simulated again, so that a search need not count by category.
+    problem: the one that `timeline` was simulated for.
+    """
+    buckets = [run.bucket for run in timeline.runs]
+    gathers = [each for each in buckets if each.kind == "gather"]
+    watched = _Watching(problem, gathers, buckets[len(gathers) :], timeline.order)
+    watched.run()
+    return tuple(watched.samples)
+
+
 class _Worse(Exception):
     """Signal that the simulated timeline will be worse than the known one, whatever follows."""
 
@@ -630,3 +644,35 @@ class _Following(_Simulation):
 
     def end(self) -> None:
         """Do nothing: all waits are in the order that is followed."""
+
+
+class _Watching(_Following):
+    """Simulation that notes memory by category at every op, not only where it is most.
+
+    samples: (us, bytes): the most in use from this time to the next entry's.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        gathers: Sequence[SimulatedBucket],
+        reduces: Sequence[SimulatedBucket],
+        order: Order,
+    ) -> None:
+        super().__init__(problem, gathers, reduces, order)
+        self.samples: list[tuple[float, Peak]] = []
+
+    def positions(self) -> list[int]:
+        return list(range(self.problem.num_ops + 1))
+
+    def _add_note(self, num_bytes: int) -> None:
+        """Forget the peak, so that what is noted is one, and comes by category."""
+        self.peak_bytes = -1
+
+    def _set_peak(self, position: int, num_bytes: int, gathered: int, live: int) -> None:
+        """Append the sample; of samples with one time, the largest is kept."""
+        super()._set_peak(position, num_bytes, gathered, live)
+        if self.samples and self.samples[-1][0] == self.now:
+            last = self.samples.pop()[1]
+            self.peak = max(last, self.peak, key=lambda peak: peak.num_bytes)
+        self.samples.append((self.now, self.peak))
