@@ -34,6 +34,7 @@ from functools import cached_property
 from autoshard.passes.planner.problem import Item, Problem
 
 ROUNDING = 1e-9  # times that differ by less are equal
+SAMPLES = 1000  # of memory by category, besides those at launches and waits
 
 
 @dataclass(frozen=True)
@@ -237,10 +238,10 @@ def replay(
 
 
 def usage(problem: Problem, timeline: Timeline) -> tuple[tuple[float, Peak], ...]:
-    """Memory by category over the time of `timeline`, op by op: (us, the most until the next).
+    """Memory by category over the time of `timeline`: (us, the most from then to the next entry's).
 
-    Times and sums are those of `timeline.memory`, up to rounding, with more entries. The timeline
-    is simulated again, so that a search need not count by category.
+    Sums are those of `timeline.memory`, with more entries, and so is the peak. The timeline is
+    simulated again, so that a search need not count by category.
     problem: the one that `timeline` was simulated for.
     """
     buckets = [run.bucket for run in timeline.runs]
@@ -647,7 +648,7 @@ class _Following(_Simulation):
 
 
 class _Watching(_Following):
-    """Simulation that notes memory by category at every op, not only where it is most.
+    """Simulation that notes memory by category at all times, not only where it is most.
 
     samples: (us, bytes): the most in use from this time to the next entry's.
     """
@@ -663,7 +664,8 @@ class _Watching(_Following):
         self.samples: list[tuple[float, Peak]] = []
 
     def positions(self) -> list[int]:
-        return list(range(self.problem.num_ops + 1))
+        step = 1 + self.problem.num_ops // SAMPLES
+        return sorted({*super().positions(), *range(0, self.problem.num_ops, step)})
 
     def _add_note(self, num_bytes: int) -> None:
         """Forget the peak, so that what is noted is one, and comes by category."""
