@@ -17,7 +17,7 @@ from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import Decision, search
-from autoshard.passes.planner.simulate import Peak, Timeline
+from autoshard.passes.planner.simulate import Peak, Timeline, usage
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.sharding.placements import dim_of
 from autoshard.runtime.unit.unit import ROOT_NAME
@@ -131,12 +131,14 @@ class StepGraphs:
 
     graphs: "forward" and "backward".
     optimizer: one of `OPTIMIZERS`.
+    tokens: of a sample; None if it is not made of tokens.
     """
 
     graphs: Mapping[str, Graph]
     parameters: Parameters
     optimizer: str
     casts: bool  # whether parameters are computed with in another dtype
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ class Estimate:
 
     timelines: by graph, with the buckets that were found, or one a unit without a search.
     decisions: by graph; empty without a search.
+    usage: by graph, and "optimizer", from its start: (us, the most in memory until the next entry);
+        empty without a search.
     """
 
     configuration: Configuration
@@ -152,6 +156,9 @@ class Estimate:
     optimizer_us: float
     timelines: Mapping[str, Timeline]
     decisions: Mapping[str, Decision]
+    usage: Mapping[str, tuple[tuple[float, MemoryEstimate], ...]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def step_time_us(self) -> float:
@@ -211,6 +218,16 @@ def estimate(
             temporaries=2 * params.largest_trained_bytes(shards),
         )
     )
+    over_time = {
+        kind: tuple(
+            (time_us, MemoryEstimate(**lasting, **each.parts(peak)))
+            for time_us, peak in usage(each.problem, timelines[kind])
+        )
+        for kind, each in placed.items()
+        if searched
+    }
+    if searched:
+        over_time["optimizer"] = ((0.0, peaks[-1]),)
     traffic = trained * (3 + 2 * states)  # parameter and states are read and written
     return Estimate(
         configuration,
@@ -218,6 +235,7 @@ def estimate(
         traffic / topology.memory_bytes_per_us,
         timelines,
         decisions,
+        usage=over_time,
     )
 
 
