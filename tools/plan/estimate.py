@@ -218,16 +218,6 @@ def estimate(
             temporaries=2 * params.largest_trained_bytes(shards),
         )
     )
-    over_time = {
-        kind: tuple(
-            (time_us, MemoryEstimate(**lasting, **each.parts(peak)))
-            for time_us, peak in usage(each.problem, timelines[kind])
-        )
-        for kind, each in placed.items()
-        if searched
-    }
-    if searched:
-        over_time["optimizer"] = ((0.0, peaks[-1]),)
     traffic = trained * (3 + 2 * states)  # parameter and states are read and written
     return Estimate(
         configuration,
@@ -235,8 +225,26 @@ def estimate(
         traffic / topology.memory_bytes_per_us,
         timelines,
         decisions,
-        usage=over_time,
+        usage={**_usage(placed, timelines, lasting), "optimizer": ((0.0, peaks[-1]),)}
+        if searched
+        else {},
     )
+
+
+def _usage(
+    placed: Mapping[str, _Placed], timelines: Mapping[str, Timeline], lasting: Mapping[str, int]
+) -> dict[str, tuple[tuple[float, MemoryEstimate], ...]]:
+    """Memory over the time of each graph, as `Estimate.usage` has it.
+
+    lasting: bytes that lie in memory from step to step, by category.
+    """
+    return {
+        kind: tuple(
+            (time_us, MemoryEstimate(**lasting, **each.parts(peak)))
+            for time_us, peak in usage(each.problem, timelines[kind])
+        )
+        for kind, each in placed.items()
+    }
 
 
 def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:

@@ -110,8 +110,8 @@ def _phases(best: Estimate) -> Iterator[Phase]:
     for kind, timeline in best.timelines.items():
         sent = [each for run in timeline.runs for each in _sent(run)]
         yield Phase(kind, timeline.time_us, timeline.compute, sent)
-    whole = ((0.0, best.optimizer_us, 0, 0),)
-    yield Phase("optimizer", best.optimizer_us, whole, (), "optimizer-step")
+    took = best.optimizer_us
+    yield Phase("optimizer", took, ((0.0, took, 0, 0),), (), "optimizer-step")
 
 
 def _sent(run: Run) -> Iterator[Sent]:
@@ -128,12 +128,12 @@ def _memory(report: PlanReport) -> Iterator[str]:
     best, limit = report.estimates[0], report.topology.memory_bytes
     peak = best.memory.peak_bytes
     is_near = peak > limit / 3
-    unit = _unit_of(peak)
+    unit, end_us = _unit_of(peak), sum(each.time_us for each in _phases(best))
     yield markup.tag("h2", "Memory over the step")
     yield markup.legend(STACKED)
     yield svg.areas(
         list(_columns(best, UNITS[unit])),
-        best.step_time_us / 1e3,
+        end_us / 1e3,
         ("ms", unit),
         most=1.04 * max(peak, limit if is_near else 0) / UNITS[unit],
         line=(limit / UNITS[unit], f"the device has {show_bytes(limit)}") if is_near else None,
@@ -154,14 +154,14 @@ def _columns(best: Estimate, unit: int) -> Iterator[tuple[float, Mapping[str, fl
 
     unit: bytes of one unit of memory.
     """
-    times = [*(each.time_us for each in best.timelines.values()), best.optimizer_us]
-    starts = itertools.accumulate(times, initial=0.0)
+    starts = list(itertools.accumulate((each.time_us for each in _phases(best)), initial=0.0))
+    end_us = starts.pop()
     samples = [
         (start + time_us, memory)
-        for start, found in zip(starts, best.usage.values(), strict=False)
+        for start, found in zip(starts, best.usage.values(), strict=True)
         for time_us, memory in found
     ]
-    width = best.step_time_us / COLUMNS
+    width = end_us / COLUMNS
     for _, group in itertools.groupby(samples, key=lambda sample: sample[0] // width):
         found = list(group)
         most = max((memory for _, memory in found), key=lambda memory: memory.peak_bytes)
