@@ -213,6 +213,16 @@ class Plan:
         ]
         return "\n".join([head, *lines]) + "\n"
 
+    def __str__(self) -> str:
+        """Return `text()`."""
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        """Return HTML for notebooks: the predicted timeline, if there is one, and the text."""
+        from autoshard.passes.ir.picture import show_plan  # which reads plans
+
+        return show_plan(self)
+
     def _times(self, number: int) -> list[str]:
         """Format how many microseconds of bucket `number` compute hides, and for how many it waits.
 

@@ -34,6 +34,7 @@ from functools import cached_property
 from autoshard.passes.planner.problem import Item, Problem
 
 ROUNDING = 1e-9  # times that differ by less are equal
+SAMPLES = 1000  # of memory by category, besides those at launches and waits
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,20 @@ def replay(
         wait.
     """
     return _Following(problem, gathers, reduces, order).run()
+
+
+def usage(problem: Problem, timeline: Timeline) -> tuple[tuple[float, Peak], ...]:
+    """Memory by category over the time of `timeline`: (us, the most from then to the next entry's).
+
+    Sums are those of `timeline.memory`, with more entries, and so is the peak. The timeline is
+    simulated again, so that a search need not count by category.
+    problem: the one that `timeline` was simulated for.
+    """
+    buckets = [run.bucket for run in timeline.runs]
+    gathers = [each for each in buckets if each.kind == "gather"]
+    watched = _Watching(problem, gathers, buckets[len(gathers) :], timeline.order)
+    watched.run()
+    return tuple(watched.samples)
 
 
 class _Worse(Exception):
@@ -630,3 +645,36 @@ class _Following(_Simulation):
 
     def end(self) -> None:
         """Do nothing: all waits are in the order that is followed."""
+
+
+class _Watching(_Following):
+    """Simulation that notes memory by category at all times, not only where it is most.
+
+    samples: (us, bytes): the most in use from this time to the next entry's.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        gathers: Sequence[SimulatedBucket],
+        reduces: Sequence[SimulatedBucket],
+        order: Order,
+    ) -> None:
+        super().__init__(problem, gathers, reduces, order)
+        self.samples: list[tuple[float, Peak]] = []
+
+    def positions(self) -> list[int]:
+        step = 1 + self.problem.num_ops // SAMPLES
+        return sorted({*super().positions(), *range(0, self.problem.num_ops, step)})
+
+    def _add_note(self, num_bytes: int) -> None:
+        """Forget the peak, so that what is noted is one, and comes by category."""
+        self.peak_bytes = -1
+
+    def _set_peak(self, position: int, num_bytes: int, gathered: int, live: int) -> None:
+        """Append the sample; of samples with one time, the largest is kept."""
+        super()._set_peak(position, num_bytes, gathered, live)
+        if self.samples and self.samples[-1][0] == self.now:
+            last = self.samples.pop()[1]
+            self.peak = max(last, self.peak, key=lambda peak: peak.num_bytes)
+        self.samples.append((self.now, self.peak))

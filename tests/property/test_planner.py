@@ -25,6 +25,7 @@ from autoshard.passes.planner.simulate import (
     replay,
     simulate,
     simulate_unless_worse,
+    usage,
 )
 
 EITHER = (PACKED, GROUPED)
@@ -116,6 +117,22 @@ def test_nothing_beats_the_bound(data: st.DataObject) -> None:
     assert again.order == timeline.order
     assert again.time_us == timeline.time_us
     assert again.peak_bytes == timeline.peak_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_usage_has_the_bytes_of_the_timeline(data: st.DataObject) -> None:
+    """Told once for each time, with the peak among it, by category."""
+    problem = data.draw(problems())
+    gathers = data.draw(partitions(problem, "gather", problem.gathers))
+    reduces = data.draw(partitions(problem, "reduce", problem.reduces))
+    timeline = simulate(problem, gathers, reduces, budget_bytes=2000)
+    found = usage(problem, timeline)
+    times = [time_us for time_us, _ in found]
+    assert all(itertools.starmap(operator.lt, itertools.pairwise(times)))
+    assert times[0] == 0 <= times[-1] <= timeline.time_us * ROUNDING
+    assert max(peak.num_bytes for _, peak in found) == timeline.peak_bytes
+    assert timeline.peak in [peak for _, peak in found]
 
 
 @settings(max_examples=200, deadline=None)

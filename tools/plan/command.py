@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from autoshard.tools.arguments import add_command, load
@@ -12,6 +13,7 @@ EXAMPLE = """\
 examples, with a config.json from Hugging Face, and my_model.py defining build() -> nn.Module:
 
   autoshard plan --model config.json --gpus 64xH100 --seq 8192
+  autoshard plan --model config.json --gpus 64xH100 --seq 8192 --html plan.html
   autoshard plan --model my_model:build --gpus 16xA100 --micro-batch 2 --checkpointing full --json
 
 No GPU is used, and no weights are made. What is left open (mesh, strategy, micro-batch,
@@ -42,6 +44,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--checkpointing", choices=["none", "full", "ops"], help="of every unit")
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--buckets", action="store_true", help="print buckets too, by unit")
+    parser.add_argument("--html", metavar="FILE", help="write a page of pictures and tables, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run, parser=parser)
 
@@ -71,10 +74,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard plan`: print the best configurations, as tables or with `--json` as JSON.
 
-    Returns the exit status, 1 if no configuration fits. What can't be read or traced ends the
-    process with status 2.
+    With `--html`, a page is written, too. Returns the exit status, 1 if no configuration fits. What
+    can't be read, traced or written ends the process with status 2.
     arguments: the command line; not used.
     """
+    from autoshard.tools.plan.page import write
     from autoshard.tools.plan.planning import Choices, plan, read_gpus, read_mesh, read_model
     from autoshard.tools.plan.report import as_json, text
 
@@ -93,4 +97,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         print(json.dumps(as_json(report)))
     else:
         print(text(report, with_buckets=options.buckets), end="")
+    if options.html:
+        try:
+            write(report, Path(options.html))
+        except OSError as error:
+            options.parser.error(f"--html: {error}")
     return 0 if report.overflow is None else 1

@@ -20,7 +20,7 @@ from autoshard.passes.planner.costs import Costs
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import Decision, search
-from autoshard.passes.planner.simulate import Peak, Timeline
+from autoshard.passes.planner.simulate import Peak, Timeline, usage
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.sharding.placements import dim_of
 from autoshard.runtime.unit.unit import ROOT_NAME
@@ -172,6 +172,7 @@ class StepGraphs:
     optimizer: one of `OPTIMIZERS`.
     casts: whether parameters are computed with in another dtype.
     reduce_bytes: of an element of an unsharded gradient while it is added up and reduced.
+    tokens: of a sample; None if it is not made of tokens.
     """
 
     graphs: Mapping[str, Graph]
@@ -179,6 +180,7 @@ class StepGraphs:
     optimizer: str
     casts: bool
     reduce_bytes: int
+    tokens: int | None = None
 
     def added_bytes(self, shards: int) -> int:
         """Bytes of the gradients that microbatches add up: of shards, or as they are reduced."""
@@ -252,6 +254,8 @@ class Estimate:
         `schedule` without a search.
     earlier: those of the microbatches before it; the same if gradients are reduced after each.
     decisions: by graph; empty without a search.
+    usage: by graph, and "optimizer", from its start: (us, the most in memory until the next entry);
+        empty without a search.
     """
 
     configuration: Configuration
@@ -260,6 +264,9 @@ class Estimate:
     timelines: Mapping[str, Timeline]
     earlier: Mapping[str, Timeline]
     decisions: Mapping[str, Decision]
+    usage: Mapping[str, tuple[tuple[float, MemoryEstimate], ...]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def step_time_us(self) -> float:
@@ -347,7 +354,30 @@ def estimate(
         timelines=timelines,
         earlier=earlier,
         decisions=decisions,
+        usage={**_usage(placed, timelines, lasting, kept), "optimizer": ((0.0, peaks[-1]),)}
+        if searched
+        else {},
     )
+
+
+def _usage(
+    placed: Mapping[str, Placed],
+    timelines: Mapping[str, Timeline],
+    lasting: Mapping[str, int],
+    kept: int,
+) -> dict[str, tuple[tuple[float, MemoryEstimate], ...]]:
+    """Memory over the time of each graph, as `Estimate.usage` has it.
+
+    lasting: bytes that lie in memory from step to step, by category.
+    kept: those of gradients of microbatches before.
+    """
+    return {
+        kind: tuple(
+            (time_us, MemoryEstimate(**lasting, **each.parts(peak, kept)))
+            for time_us, peak in usage(each.problem, timelines[kind])
+        )
+        for kind, each in placed.items()
+    }
 
 
 def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:

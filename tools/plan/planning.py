@@ -32,6 +32,8 @@ from autoshard.tools.plan.estimate import (
     StepGraphs,
     estimate,
 )
+from autoshard.tools.plan.front import Tried
+from autoshard.tools.plan.speed import Work, forward_flops, tokens_of
 
 MICRO_BATCHES = (1, 2, 4)  # tried where the caller names none
 SHOWN = 3  # configurations in which buckets are searched for
@@ -81,7 +83,8 @@ class Choices:
 class PlanReport:
     """Result of `plan`.
 
-    num_configurations: how many were estimated.
+    work: of one sample.
+    tried: all configurations that were estimated, the best first.
     estimates: at most three that fit, the best first; if none fits, the one that needs least.
     """
 
@@ -89,7 +92,8 @@ class PlanReport:
     topology: Topology
     gpus: int
     num_parameters: int
-    num_configurations: int
+    work: Work
+    tried: tuple[Tried, ...]
     estimates: tuple[Estimate, ...]
     planning_s: float
 
@@ -97,6 +101,23 @@ class PlanReport:
     def overflow(self) -> str | None:
         """Category of memory with which the best estimate doesn't fit; None if it does."""
         return self.estimates[0].memory.first_beyond(self.topology.memory_bytes)
+
+    @property
+    def num_configurations(self) -> int:
+        """Number of configurations that were estimated."""
+        return len(self.tried)
+
+    def __str__(self) -> str:
+        """Return the tables that `autoshard plan` prints."""
+        from autoshard.tools.plan.report import text  # which reads reports, as `page` does
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        """Return the content of `autoshard plan --html`, for notebooks."""
+        from autoshard.tools.plan.page import content
+
+        return content(self)
 
 
 def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices) -> PlanReport:
@@ -129,14 +150,19 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
     rough = sorted((estimated(each, searched=False) for each in configurations), key=rank)
     best = [estimated(each.configuration, searched=True) for each in rough[:SHOWN]]
     best.sort(key=rank)
+    searched = {each.configuration: each for each in best}
+    all_tried = [searched.get(each.configuration, each) for each in rough]
     first = configurations[0]
-    members = step(first.micro_batch, first.checkpointing).parameters.members
+    traced = step(first.micro_batch, first.checkpointing)
+    members = traced.parameters.members
+    flops = 3 * forward_flops(traced.graphs["forward"]) / first.micro_batch
     return PlanReport(
         planned,
         topology,
         gpus,
         sum(math.prod(member.size) for member in members),
-        len(configurations),
+        Work(traced.tokens, flops),
+        tuple(map(Tried.of, sorted(all_tried, key=rank))),
         tuple(each for each in best if rank(each)[0] == rank(best[0])[0] == 0) or (best[0],),
         time.perf_counter() - began,
     )
@@ -187,6 +213,7 @@ def traced_step(planned: PlannedModel, micro_batch: int, recompute: str) -> Step
     """
     model = on_meta(planned)
     parameters = _parameters(model)
+    tokens = tokens_of(_batch(planned, model, micro_batch), micro_batch, planned.seq)
     stacks = cut_stacks(model)
     policy = policy_of(planned)
 
@@ -210,6 +237,7 @@ def traced_step(planned: PlannedModel, micro_batch: int, recompute: str) -> Step
         planned.optimizer,
         casts=policy.param_dtype is not None,
         reduce_bytes=DTYPES[planned.reduce_dtype or planned.param_dtype].itemsize,
+        tokens=tokens,
     )
 
 

@@ -23,35 +23,57 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
     fits, and by which category of memory.
     with_buckets: whether the buckets of the first follow, a line for those of a unit.
     """
-    model, topology, best = report.model, report.topology, report.estimates[0]
+    topology, best = report.topology, report.estimates[0]
     lines = [
-        f"{model.name}: {_count(report.num_parameters)} parameters in {model.param_dtype}, "
-        f"computed with in {model.dtype}; {model.optimizer}; sequences of {model.seq}",
-        f"{report.gpus} x {topology.name} ({topology.title}; "
-        f"{show_bytes(topology.memory_bytes)} each)",
+        f"{report.model.name}: {model_line(report)}",
+        cluster_line(report),
+        "",
+        verdict(report),
+        *_columns(_configuration_rows(report)),
         "",
     ]
-    if report.overflow is not None:
-        lines.append(
-            f"does not fit, with {report.overflow}: of {report.num_configurations} configurations "
-            "this one needs least"
-        )
-    else:
-        tried = report.num_configurations
-        lines.append(f"best of {tried} configurations" if tried > 1 else "as asked for")
-    lines += [*_columns(_configuration_rows(report.estimates)), ""]
-    lines += [*_columns(_memory_rows(best.memory, topology.memory_bytes)), ""]
-    lines += _columns(_time_rows(best))
+    lines += [*_columns(memory_rows(best.memory, topology.memory_bytes)), ""]
+    lines += _columns(time_rows(best))
     if with_buckets:
         for kind, decision in best.decisions.items():
             lines += ["", kind, *_columns(_bucket_rows(decision))]
     return "\n".join(lines) + "\n"
 
 
-def _configuration_rows(estimates: Sequence[Estimate]) -> Iterator[Sequence[str]]:
-    """Yield a head, and a row for each configuration: its settings, times in ms, peak memory."""
-    yield "", "strategy", "mesh", "micro-batch", "checkpointing", "step ms", "exposed ms", "peak"
-    for number, each in enumerate(estimates, start=1):
+def model_line(report: PlanReport) -> str:
+    """Describe the model that is trained, in one line, but for its name."""
+    model = report.model
+    return (
+        f"{count(report.num_parameters)} parameters in {model.param_dtype}, "
+        f"computed with in {model.dtype}; {model.optimizer}; sequences of {model.seq}"
+    )
+
+
+def cluster_line(report: PlanReport) -> str:
+    """Describe the cluster, in one line."""
+    topology = report.topology
+    size = show_bytes(topology.memory_bytes)
+    return f"{report.gpus} x {topology.name} ({topology.title}; {size} each)"
+
+
+def verdict(report: PlanReport) -> str:
+    """Say how many configurations were estimated, or that none fits, and why."""
+    tried = report.num_configurations
+    if report.overflow is not None:
+        return (
+            f"does not fit, with {report.overflow}: of {tried} configurations this one needs least"
+        )
+    return f"best of {tried} configurations" if tried > 1 else "as asked for"
+
+
+def _configuration_rows(report: PlanReport) -> Iterator[Sequence[str]]:
+    """Yield a head, and a row for each of the best: settings, times in ms, speed, peak memory."""
+    speed = f"{report.work.unit}/s per GPU"
+    yield (
+        *("", "strategy", "mesh", "micro-batch", "checkpointing", "step ms", "exposed ms"),
+        *(speed, "MFU", "peak"),
+    )
+    for number, each in enumerate(report.estimates, start=1):
         about = each.configuration
         yield (
             str(number),
@@ -59,37 +81,60 @@ def _configuration_rows(estimates: Sequence[Estimate]) -> Iterator[Sequence[str]
             about.mesh,
             str(about.micro_batch),
             about.checkpointing,
-            _ms(each.step_time_us),
-            _ms(each.exposed_us),
+            ms(each.step_time_us),
+            ms(each.exposed_us),
+            *speeds(report, each.sample_us),
             show_bytes(each.memory.peak_bytes),
         )
 
 
-def _memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
+def speeds(report: PlanReport, sample_us: float) -> tuple[str, str]:
+    """Format tokens, or samples, a second and GPU, and MFU; "" for an MFU that is not known.
+
+    sample_us: microseconds of a GPU for a sample.
+    """
+    rate, mfu = report.work.per_second(sample_us), mfu_of(report, sample_us)
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}", "" if mfu is None else percent(mfu)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def mfu_of(report: PlanReport, sample_us: float) -> float | None:
+    """Share of the peak in the dtype of computation that the model's own operations reach.
+
+    None if there are none to count. sample_us: microseconds of a GPU for a sample.
+    """
+    peak = report.topology.peak_flops_per_us(report.model.dtype)
+    return report.work.mfu(sample_us, peak)
+
+
+def memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
     """Yield a head, a row for each category, and one for the peak: bytes and share of `limit`."""
     yield "memory at the peak", "bytes", "", "of the device"
     for name in (*CATEGORIES, "peak_bytes"):
         num_bytes = getattr(memory, name)
-        share = f"{100 * num_bytes / limit:.1f} %"
+        share = percent(num_bytes / limit)
         yield name.replace("_bytes", ""), str(num_bytes), show_bytes(num_bytes), share
 
 
-def _time_rows(best: Estimate) -> Iterator[Sequence[str]]:
+def time_rows(best: Estimate) -> Iterator[Sequence[str]]:
     """Yield a head, and rows with times in ms: of each searched graph, the optimizer, the step."""
     yield "time", "ms", "exposed ms", "lower bound ms", "gap", "bound by", "buckets"
     for kind, decision in best.decisions.items():
         timeline, bound = decision.timeline, decision.bound
         yield (
             kind,
-            _ms(timeline.time_us),
-            _ms(timeline.exposed_us),
-            _ms(bound.time_us),
+            ms(timeline.time_us),
+            ms(timeline.exposed_us),
+            ms(bound.time_us),
             f"{decision.gap:.3f}",
             bound.binding,
             str(len(timeline.runs)),
         )
-    yield "optimizer", _ms(best.outside.optimizer_us), "", "", "", "memory", ""
-    yield "step", _ms(best.step_time_us), _ms(best.exposed_us), "", "", "", ""
+    yield "optimizer", ms(best.outside.optimizer_us), "", "", "", "memory", ""
+    yield "step", ms(best.step_time_us), ms(best.exposed_us), "", "", "", ""
 
 
 def _bucket_rows(decision: Decision) -> Iterator[Sequence[str]]:
@@ -127,11 +172,11 @@ def _columns(rows: Iterator[Sequence[str]]) -> list[str]:
     ]
 
 
-def _ms(microseconds: float) -> str:
+def ms(microseconds: float) -> str:
     return f"{microseconds / 1e3:.2f}"
 
 
-def _count(number: int) -> str:
+def count(number: int) -> str:
     """Format a number with its unit, "1.24 B", "M" or "k"; one below 1000 as it is."""
     for unit, power in (("B", 9), ("M", 6), ("k", 3)):
         if number >= 10**power:
@@ -152,10 +197,11 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "topology": report.topology.name,
         "planning_seconds": report.planning_s,
         "step_time_us": best.step_time_us,
+        **_speed_json(report, best.sample_us),
         "fits": report.overflow is None,
         "overflow": report.overflow,
         "memory": _memory_json(best.memory),
-        "configurations": [_configuration_json(each) for each in report.estimates],
+        "configurations": [_configuration_json(report, each) for each in report.estimates],
         "plans": [_plan_json(kind, each) for kind, each in best.decisions.items()],
     }
 
@@ -164,8 +210,18 @@ def _memory_json(memory: MemoryEstimate) -> dict[str, int]:
     return {name: getattr(memory, name) for name in ("peak_bytes", *CATEGORIES)}
 
 
-def _configuration_json(found: Estimate) -> dict[str, Any]:
-    """Return settings, times in microseconds, and memory in bytes of a configuration."""
+def _speed_json(report: PlanReport, sample_us: float) -> dict[str, Any]:
+    """Return the speed of a GPU, and MFU as a share of 1; None for what is not known."""
+    has_tokens = report.work.tokens is not None
+    return {
+        "tokens_per_second_per_gpu": report.work.per_second(sample_us) if has_tokens else None,
+        "samples_per_second_per_gpu": 1e6 / sample_us,
+        "mfu": mfu_of(report, sample_us),
+    }
+
+
+def _configuration_json(report: PlanReport, found: Estimate) -> dict[str, Any]:
+    """Return settings, times in microseconds, speed, and memory in bytes of a configuration."""
     about = found.configuration
     return {
         "strategy": about.strategy,
@@ -174,6 +230,7 @@ def _configuration_json(found: Estimate) -> dict[str, Any]:
         "checkpointing": about.checkpointing,
         "step_time_us": found.step_time_us,
         "exposed_us": found.exposed_us,
+        **_speed_json(report, found.sample_us),
         "memory": _memory_json(found.memory),
     }
 
