@@ -71,7 +71,7 @@ def host_lanes(title: str, events: Sequence[Event]) -> Lanes:
 def _add_thread(found: Thread, events: Sequence[Event]) -> None:
     """Add what a thread did to `found`; of a backend's own threads, only the works."""
     spans = list(nested(events))
-    works = [each.event for each in spans if names.WORK.match(each.event.name)]
+    works = [each.event for each in spans if names.is_work(each.event.name)]
     found.works += works
     calls = [Call(*each) for each in spans if each.event.name.startswith(("c10d::", "_c10d"))]
     if works and not calls:
@@ -79,7 +79,7 @@ def _add_thread(found: Thread, events: Sequence[Event]) -> None:
     found.calls += calls
     computing, around, until = [], [], -1.0
     for event, outer in spans:
-        if names.AROUND.match(event.name):
+        if names.is_around(event.name):
             around.append((event.begin, event.end))
         elif event.name.startswith(names.COMPILED):
             computing.append((event.begin, event.end))
@@ -96,7 +96,7 @@ def _add_thread(found: Thread, events: Sequence[Event]) -> None:
 
 def _is_operation(event: Event) -> bool:
     """Tell whether a span is an operation that computes, or copies if a collective is around."""
-    return event.category == "cpu_op" and names.OPERATION.match(event.name) is not None
+    return event.category == "cpu_op" and names.is_operation(event.name)
 
 
 class Matched(NamedTuple):

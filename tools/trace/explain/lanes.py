@@ -97,9 +97,9 @@ def nested(events: Iterable[Event]) -> Iterator[Nested]:
         around: tuple[Event, ...] = ()
         if stack:
             outer, above = stack[-1]
-            around = (*above, outer) if names.AROUND.match(outer.name) else above
+            around = (*above, outer) if names.is_around(outer.name) else above
         yield (found := Nested(event, around))
-        if not names.WORK.match(event.name):
+        if not names.is_work(event.name):
             stack.append(found)
 
 

@@ -6,6 +6,7 @@ They are those of torch 2.11 to 2.15: of NCCL's kernels, of c10d's operations an
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -55,6 +56,25 @@ SIZES = {
 """Bytes of dtypes, in lower case; those of all others are 4."""
 
 
+@functools.cache
+def is_work(name: str) -> bool:
+    """Tell whether a span is a work of c10d, by its title."""
+    return WORK.match(name) is not None
+
+
+@functools.cache
+def is_around(name: str) -> bool:
+    """Tell whether a span launches, waits for or copies for collectives."""
+    return AROUND.match(name) is not None
+
+
+@functools.cache
+def is_operation(name: str) -> bool:
+    """Tell whether an operation computes, if it is not around a collective."""
+    return OPERATION.match(name) is not None
+
+
+@functools.cache
 def kind_of(name: str) -> str:
     """Find the kind of a collective by its name, of a kernel, an operation or an annotation."""
     lower = name.lower()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import gzip
 import json
 import math
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -39,7 +42,24 @@ def read(path: Path) -> list[Event]:
     Raises ValueError, with the path and what was expected, for anything else, and for a trace
     without such spans; OSError if the file can't be read.
     """
-    found = _events(path)
+    with _no_garbage():
+        return _kept(path, _events(path))
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Pause the search for garbage: it takes half of the time in which a trace is read."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _kept(path: Path, found: list[Any]) -> list[Event]:
+    """Make the spans of events whose categories are in KEPT. Raises ValueError as `read` does."""
     kept = []
     for number, event in enumerate(found):
         if not isinstance(event, dict):
