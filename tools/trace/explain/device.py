@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autoshard.tools.trace.explain import intervals, names
 from autoshard.tools.trace.explain.intervals import Interval
@@ -42,7 +42,7 @@ def device_lanes(title: str, events: Sequence[Event]) -> Lanes:
     main = _main_stream(found, launches)
     kernels, copies, collectives = [], [], []
     for event in found:
-        launch = launches.get(event.args.get("correlation"), Launch(event.begin, ()))
+        launch = launches.get(_correlation(event), Launch(event.begin, ()))
         if names.is_collective_kernel(event.name, event.args):
             collectives.append(_collective(event, launch))
         elif _is_copy(event, launch, main):
@@ -58,21 +58,22 @@ def device_lanes(title: str, events: Sequence[Event]) -> Lanes:
     return Lanes(title, True, steps, kernels, copies, collectives, busy)
 
 
-def _launches(events: Sequence[Event]) -> dict[Any, Launch]:
+def _launches(events: Sequence[Event]) -> dict[int | None, Launch]:
     """Find the launches of a trace by their correlation."""
-    launches = {}
+    launches: dict[int | None, Launch] = {}
     for thread in by_thread(e for e in events if e.category in LAUNCHES | HOST).values():
         for event, around in nested(thread):
-            if event.category in LAUNCHES and "correlation" in event.args:
-                launches[event.args["correlation"]] = Launch(event.begin, around)
+            number = _correlation(event)
+            if event.category in LAUNCHES and number is not None:
+                launches[number] = Launch(event.begin, around)
     return launches
 
 
-def _main_stream(found: Sequence[Event], launches: dict[Any, Launch]) -> Hashable:
+def _main_stream(found: Sequence[Event], launches: dict[int | None, Launch]) -> Hashable:
     """Find the stream that computes: the one with most time of kernels that are no collectives."""
     times: defaultdict[Hashable, float] = defaultdict(float)
     for event in found:
-        launch = launches.get(event.args.get("correlation"))
+        launch = launches.get(_correlation(event))
         if event.category == "kernel" and not (launch and launch.around):
             is_collective = names.is_collective_kernel(event.name, event.args)
             times[_stream(event)] += 0 if is_collective else event.end - event.begin
@@ -81,7 +82,14 @@ def _main_stream(found: Sequence[Event], launches: dict[Any, Launch]) -> Hashabl
 
 def _stream(event: Event) -> Hashable:
     """Name the stream of a device's span, with the device."""
-    return event.thread[0], event.args.get("stream", event.thread[1])
+    stream = event.args.get("stream")
+    return event.thread[0], stream if isinstance(stream, int) else event.thread[1]
+
+
+def _correlation(event: Event) -> int | None:
+    """Return the number that a kernel shares with its launch, if it has one."""
+    found = event.args.get("correlation")
+    return found if isinstance(found, int) else None
 
 
 def _is_copy(event: Event, launch: Launch, main: Hashable) -> bool:
@@ -113,7 +121,7 @@ def _collective(event: Event, launch: Launch) -> Collective:
 
 
 def _device_steps(
-    events: Sequence[Event], found: Sequence[Event], launches: dict[Any, Launch]
+    events: Sequence[Event], found: Sequence[Event], launches: dict[int | None, Launch]
 ) -> list[Interval]:
     """List the steps as the device runs them: each from the first kernel that it launched on.
 
@@ -121,9 +129,9 @@ def _device_steps(
     """
     marks = host_steps(events)
     pairs = sorted(
-        (launches[each.args["correlation"]].begin, each.begin, each.end)
+        (launch.begin, each.begin, each.end)
         for each in found
-        if each.args.get("correlation") in launches
+        if (launch := launches.get(_correlation(each)))
     )
     steps, position = [], 0
     for begin, end in marks:

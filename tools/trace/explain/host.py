@@ -56,7 +56,8 @@ def host_lanes(title: str, events: Sequence[Event]) -> Lanes:
     for thread in by_thread(on_host).values():
         _add_thread(found, thread)
     collectives = _in_turn(_together(_matched(found.works, found.calls)))
-    whole = (min(each.begin for each in on_host), max(each.end for each in on_host))
+    begins, ends = [each.begin for each in on_host], [each.end for each in on_host]
+    whole = (min(begins, default=0.0), max(ends, default=0.0))
     return Lanes(
         title,
         False,

@@ -28,7 +28,9 @@ def total(spans: Iterable[Interval]) -> float:
 
 
 def clip(spans: Sequence[Interval], begin: float, end: float) -> list[Interval]:
-    """Cut a set to the part from `begin` to `end`, in time of its result's size."""
+    """Cut a set to the part from `begin` to `end`, in the time that its result's size takes."""
+    if begin >= end:
+        return []
     first = bisect_right(spans, begin, key=lambda span: span[1])
     last = bisect_left(spans, end, key=lambda span: span[0])
     return [(max(low, begin), min(high, end)) for low, high in spans[first:last]]

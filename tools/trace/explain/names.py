@@ -89,7 +89,7 @@ def is_collective_kernel(name: str, args: dict[str, Any]) -> bool:
 def kernel_bytes(args: dict[str, Any]) -> int:
     """Return the bytes of the larger side of a kernel of NCCL; 0 if it doesn't say."""
     sizes = [args.get(f"{side} msg nelems") for side in ("In", "Out")]
-    largest = max((each for each in sizes if isinstance(each, int)), default=0)
+    largest = max((0, *(each for each in sizes if isinstance(each, int))))
     return largest * SIZES.get(str(args.get("dtype")).lower(), 4)
 
 
@@ -101,7 +101,7 @@ def operation_bytes(args: dict[str, Any]) -> int:
     types = types if isinstance(types, list) and len(types) == len(shapes) else [""] * len(shapes)
     sizes = (SIZES.get(str(each).lower(), 4) for each in types)
     found = (_numel(shape) * size for shape, size in zip(shapes, sizes, strict=True))
-    return max(found, default=0)
+    return max((0, *found))
 
 
 def _numel(shape: Any) -> int:

@@ -200,6 +200,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"  {report.compute_ms:10.2f} ms computation, {sent}"
     yield f"  {report.exposed_ms:10.2f} ms exposed communication, {share:.1%} of the step"
     yield f"  {report.idle_ms:10.2f} ms neither"
+    if report.idle_ms >= SIGNIFICANT * report.step_ms:
+        yield "  (that is no communication: see what the host does then)"
     if not report.findings:
         return
     yield ""
