@@ -53,11 +53,6 @@ def subtract(spans: Sequence[Interval], taken: Sequence[Interval]) -> list[Inter
     return left
 
 
-def intersect(spans: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Keep the times that are in both sets."""
-    return subtract(spans, subtract(spans, others))
-
-
 def gaps(spans: Sequence[Interval], begin: float, end: float) -> list[Interval]:
     """List the times from `begin` to `end` that are not in the set."""
     return subtract([(begin, end)], clip(spans, begin, end)) if begin < end else []

@@ -11,6 +11,9 @@ from autoshard.tools.trace.explain import intervals, names
 from autoshard.tools.trace.explain.intervals import Interval
 from autoshard.tools.trace.explain.reader import Event
 
+ROUNDED_US = 0.01
+"""Time by which a span may end after the one around it, as a trace rounds both."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -92,14 +95,16 @@ def nested(events: Iterable[Event]) -> Iterator[Nested]:
     """
     stack: list[Nested] = []
     for event in sorted(events, key=lambda each: (each.begin, -each.end)):
-        while stack and stack[-1].event.end <= event.begin:
+        is_work = names.is_work(event.name)
+        until = event.begin if is_work else event.end - ROUNDED_US
+        while stack and stack[-1].event.end < until:
             stack.pop()
         around: tuple[Event, ...] = ()
         if stack:
             outer, above = stack[-1]
             around = (*above, outer) if names.is_around(outer.name) else above
         yield (found := Nested(event, around))
-        if not names.is_work(event.name):
+        if not is_work:
             stack.append(found)
 
 
