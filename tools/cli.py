@@ -20,6 +20,7 @@ from autoshard.tools.plan import command as plan
 from autoshard.tools.ranks import leave
 from autoshard.tools.trace import command as trace
 from autoshard.tools.trace import golden
+from autoshard.tools.trace.explain import command as explain
 
 COMMANDS = (
     parity.add_parser,
@@ -27,6 +28,7 @@ COMMANDS = (
     plan.add_parser,
     trace.add_parser,
     golden.add_parser,
+    explain.add_parser,
     doctor.add_parser,
     checkpoint.add_parser,
     opt.add_parser,
