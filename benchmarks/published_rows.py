@@ -17,7 +17,7 @@ from published_models import Shape
 from autoshard.tools.plan.planning import PlannedModel
 
 VOCABULARY = 49152  # of a row that names none
-FUSED = ("nanotron", "yafsdp", "megatron", "nemo", "liger", "te ")
+FUSED = ("nanotron", "yafsdp", "megatron", "nemo", "liger")
 """Systems whose norms and rotary positions are a kernel each."""
 PARALLEL, SHIFTED = ("nanotron", "megatron", "nemo"), ("atorch", "deepcompile", "hf ", "hugging")
 """Systems whose loss is Megatron's, and those that train models of Transformers."""
@@ -235,7 +235,9 @@ def _with_time(row: Row, given: Mapping[str, str], text: str) -> Row:
     elif given["tflops_gpu"]:
         flops = model_flops(row.workload.shape, row.workload.seq) * row.tokens
         is_again = row.workload.checkpointing == "full"
-        if is_again and ("hfu" in text or "recomput" in text or row.is_chart):
+        if is_again and (
+            "hfu" in text or "recompute" in text or "recomputation" in text or row.is_chart
+        ):
             flops *= 4 / 3
         found = flops / (float(given["tflops_gpu"]) * 1e12)
     return Row(**{**row.__dict__, "measured_s": found})
