@@ -39,7 +39,6 @@ from published_fit import ABLATIONS, BOUNDS, Case, Fit, errors, fitted
 from published_rows import NotExpressible, Row, Workload, model_flops, read_rows
 from published_traces import PROCESSES, cpu_s, since, traced
 
-from autoshard.passes.planner.kernels import in_float8
 from autoshard.tools.plan.estimate import Estimate, StepGraphs, estimate
 
 GIB = 1 << 30
@@ -99,7 +98,9 @@ def predict(row: Row, traces: Traces, constants: Constants) -> tuple[float, floa
         if isinstance(step, str):
             raise NotExpressible(step)
         if row.is_fp8:
-            step = _in_float8(step, workload.shape.vocabulary)
+            vocabulary = workload.shape.vocabulary
+            graphs = {kind: graph.in_float8(vocabulary) for kind, graph in step.graphs.items()}
+            step = dataclasses.replace(step, graphs=graphs)
         found: Estimate = estimate(
             step,
             configuration(row),
@@ -110,19 +111,6 @@ def predict(row: Row, traces: Traces, constants: Constants) -> tuple[float, floa
         seconds += share * found.step_time_us / 1e6
         memory += share * found.memory.peak_bytes / GIB
     return seconds, memory * (RESERVED if row.is_reserved else 1.0)
-
-
-def _in_float8(step: StepGraphs, vocabulary: int) -> StepGraphs:
-    graphs = {
-        kind: dataclasses.replace(
-            graph,
-            kernels=tuple(
-                None if each is None else in_float8(each, vocabulary) for each in graph.kernels
-            ),
-        )
-        for kind, graph in step.graphs.items()
-    }
-    return dataclasses.replace(step, graphs=graphs)
 
 
 def entries(

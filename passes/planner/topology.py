@@ -156,7 +156,8 @@ class Topology:
     def with_network(self, gbit_per_s: float) -> Topology:
         """Return this topology with a network of `gbit_per_s` for all adapters of a node."""
         share = gbit_per_s / 8 / self.ranks_per_node * NETWORK_SHARE
-        return dataclasses.replace(self, network_gb_per_s=share)
+        title = f"{self.title}, but a network of {gbit_per_s:g} Gb/s a node"
+        return dataclasses.replace(self, title=title, network_gb_per_s=share)
 
     def costs(self, links: Mapping[str, tuple[Link, ...]], shards: Mapping[str, int]) -> Costs:
         """Costs of a graph's collectives and copies. A contention below 1 counts as 1.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autoshard.passes.planner.per_unit import by_bytes
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.plan.estimate import Configuration, Estimate, StepGraphs, estimate
-from autoshard.tools.plan.planning import PlannedModel, traced_step
+from autoshard.tools.plan.planning import PlannedModel, read_network, traced_step
 
 H100 = Topology.load("h100")
 RANKS = 1024
@@ -111,3 +111,21 @@ def test_dtype_of_reduces(step: Any) -> None:
     low = step(reduce_dtype="bf16").graphs["backward"].problem.reduces
     full = step().graphs["backward"].problem.reduces
     assert [2 * each.num_bytes for each in low] == [each.num_bytes for each in full]
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_networks_are_read() -> None:
+    assert read_network("800Gb/node", H100) == H100.with_network(800)
+    assert read_network("100Gb/gpu", H100) == read_network("800Gb/node", H100)
+    for text in ("fast", "0Gb/node", "800", "800Gb/rack"):
+        with pytest.raises(ValueError, match="800Gb/node"):
+            read_network(text, H100)
+
+
+def test_float8_is_for_all_but_the_vocabulary(step: Any) -> None:
+    """Its products are faster where they are large; with their width as vocabulary, none is."""
+    graph = step().graphs["forward"]
+    assert graph.in_float8(1024).kernels == graph.kernels
+    changed = [each for each in graph.in_float8(7).kernels if each and each.cast_bytes]
+    assert changed
+    assert all(each.dtype == "f8e4m3" for each in changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ examples, with a config.json from Hugging Face, and my_model.py defining build()
 
 No GPU is used, and no weights are made. What is left open (mesh, strategy, micro-batch,
 checkpointing) is tried, and the three best configurations are shown. Exit status 1: none fits.
+Tensor, pipeline and context parallel runs can't be planned.
 """
 
 
@@ -37,12 +39,15 @@ def add_parser(commands: Any) -> None:
     add_workload(parser)
     parser.add_argument("--gpus", required=True, help="number and kind, 64xH100, or a number")
     parser.add_argument("--topology", help="a name or a file of `autoshard bench calibrate`")
+    parser.add_argument("--network", help="rate between nodes, 800Gb/node or 400Gb/gpu")
     parser.add_argument("--mesh", help="replicas x shards, 8x8, or shards alone")
-    parser.add_argument("--strategy", help="full_shard, shard_grad_op, hybrid_shard, ...")
-    parser.add_argument("--micro-batch", type=int, help="sequences a step and rank")
+    parser.add_argument("--strategy", help="full_shard, shard_grad_op, hybrid_shard, zero1, ...")
+    parser.add_argument("--micro-batch", type=int, help="sequences of a forward, on a rank")
+    parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step (1)")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...")
     parser.add_argument("--checkpointing", choices=["none", "full", "ops"], help="of every unit")
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--fp8", action="store_true", help="linear layers compute in float8")
     parser.add_argument("--buckets", action="store_true", help="print buckets too, by unit")
     parser.add_argument("--html", metavar="FILE", help="write a page of pictures and tables, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -79,18 +84,29 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     arguments: the command line; not used.
     """
     from autoshard.tools.plan.page import write
-    from autoshard.tools.plan.planning import Choices, plan, read_gpus, read_mesh, read_model
+    from autoshard.tools.plan.planning import (
+        Choices,
+        plan,
+        read_gpus,
+        read_mesh,
+        read_model,
+        read_network,
+    )
     from autoshard.tools.plan.report import as_json, text
 
     try:
         gpus, topology = read_gpus(options.gpus, options.topology)
+        if options.network:
+            topology = read_network(options.network, topology)
         choices = Choices(
             mesh=read_mesh(options.mesh, gpus) if options.mesh else None,
             strategy=options.strategy,
             micro_batches=(options.micro_batch,) if options.micro_batch else None,
             checkpointing=options.checkpointing,
+            accumulate=options.accumulate,
         )
-        report = plan(read_model(options, load), topology, gpus, choices)
+        model = dataclasses.replace(read_model(options, load), is_fp8=options.fp8)
+        report = plan(model, topology, gpus, choices)
     except (ValueError, RuntimeError) as error:
         options.parser.error(str(error))
     if options.json:

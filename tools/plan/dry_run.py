@@ -9,9 +9,12 @@ large number, whose shards take next to no memory; `estimate.py` gives them the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from autoshard import _torch, passes
 from autoshard.compilation import DryCompilation
 from autoshard.options import CompileOptions, CompileSettings
-from autoshard.passes.planner.kernels import Kernel, kernel_us
+from autoshard.passes.planner.kernels import Kernel, in_float8, kernel_us
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.repeat import repeat
 from autoshard.passes.planner.topology import Topology
@@ -59,6 +62,11 @@ class Graph:
         """Microseconds of each op on a device of `topology`."""
         times = [0.0 if each is None else kernel_us(each, topology) for each in self.kernels]
         return tuple(times[int(number)] for number in self.problem.op_us)
+
+    def in_float8(self, vocabulary: int) -> Graph:
+        """Return this graph with products in float8, but for those as wide as `vocabulary`."""
+        kernels = (None if each is None else in_float8(each, vocabulary) for each in self.kernels)
+        return dataclasses.replace(self, kernels=tuple(kernels))
 
 
 @dataclass(frozen=True)
@@ -199,11 +207,25 @@ def compile_only(
 
     torch.compiler.reset()
     try:
-        call(torch.compile(model, backend=backend, fullgraph=True))
+        with _quiet():
+            call(torch.compile(model, backend=backend, fullgraph=True))
     except Exception as error:
         if not is_recorded:  # else it is ours
             message = f"the model's forward can't be planned as one graph: {error}"
             raise RuntimeError(message) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings of torch and of a model's own library from the user: nothing is run."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 class _Recorded(Exception):

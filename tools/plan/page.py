@@ -21,6 +21,7 @@ from autoshard.tools.plan.planning import PlanReport
 from autoshard.tools.plan.report import (
     cluster_line,
     memory_rows,
+    micro_batches,
     model_line,
     ms,
     speeds,
@@ -92,7 +93,7 @@ def settings_of(configuration: Configuration) -> tuple[str, ...]:
     return (
         configuration.strategy,
         configuration.mesh,
-        str(configuration.micro_batch),
+        micro_batches(configuration),
         configuration.checkpointing,
     )
 

@@ -52,6 +52,7 @@ class PlannedModel:
     param_dtype: name of the dtype of shards, and of reduces.
     reduce_dtype: name of the dtype of reduces, if it is another.
     is_amp: whether computation is under autocast to `dtype`, with gathers in `param_dtype`.
+    is_fp8: whether linear layers compute in float8, but for that of the vocabulary.
     """
 
     name: str
@@ -64,6 +65,7 @@ class PlannedModel:
     lowering: str
     reduce_dtype: str | None = None
     is_amp: bool = False
+    is_fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,15 @@ class Choices:
     """Settings of configurations; None where the caller leaves one open.
 
     mesh: (replicas, shards).
+    strategy: "zero1" is tried only where it is named.
+    accumulate: microbatches of a step.
     """
 
     mesh: tuple[int, int] | None = None
     strategy: str | None = None
     micro_batches: tuple[int, ...] | None = None
     checkpointing: str | None = None
+    accumulate: int = 1
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,11 @@ def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator
     batches = choices.micro_batches or MICRO_BATCHES
     for micro_batch, recompute in itertools.product(batches, recomputes):
         for (replicas, shards), reshards in itertools.product(meshes, (True, False)):
-            found = Configuration(replicas, shards, reshards, micro_batch, recompute)
+            found = Configuration(
+                *(replicas, shards, reshards, micro_batch, recompute),
+                accumulate=choices.accumulate,
+                shards_states=shards == 1 and choices.strategy == "zero1",
+            )
             is_same = shards == 1 and not reshards  # as with it
             if not is_same and choices.strategy in (None, found.strategy):
                 yield found
@@ -231,6 +240,8 @@ def traced_step(planned: PlannedModel, micro_batch: int, recompute: str) -> Step
         found = grown(graphs(model), stacks)
     except ValueError:  # blocks that look alike are not computed alike
         found = grown(graphs(on_meta(planned)), [])
+    if planned.is_fp8:
+        found = {kind: graph.in_float8(_vocabulary(model)) for kind, graph in found.items()}
     return StepGraphs(
         found,
         parameters,
@@ -239,6 +250,12 @@ def traced_step(planned: PlannedModel, micro_batch: int, recompute: str) -> Step
         reduce_bytes=DTYPES[planned.reduce_dtype or planned.param_dtype].itemsize,
         tokens=tokens,
     )
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Number of rows of the largest embedding; 0 if there is none."""
+    found = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    return max(found, default=0)
 
 
 def step_of(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Callable[[Any], None]:
@@ -324,8 +341,8 @@ def read_model(options: Any, load: Callable[[str], Callable[..., Any]]) -> Plann
             raise ValueError(f"{flag} {given!r}: expected one of {list(DTYPES)}")
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {options.optimizer!r}: expected one of {list(OPTIMIZERS)}")
-    for name in ("seq", "micro_batch"):
-        value = getattr(options, name)
+    for name in ("seq", "micro_batch", "accumulate"):
+        value = getattr(options, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number from 1 on")
     path = Path(options.model)
@@ -401,6 +418,18 @@ def _topology_of(kind: str) -> str:
     if not is_known(kind):
         raise ValueError(f"no topology is known of {kind!r}: add --topology, a name or a file")
     return default_topology(kind)
+
+
+def read_network(text: str, topology: Topology) -> Topology:
+    """Return `topology` with a network of a rate such as "800Gb/node" or "400Gb/gpu".
+
+    Raises ValueError for anything else.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)Gb/(node|gpu)", text)
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"--network {text!r}: expected a rate such as 800Gb/node or 400Gb/gpu")
+    ranks = topology.ranks_per_node if found[2] == "gpu" else 1
+    return topology.with_network(float(found[1]) * ranks)
 
 
 def read_mesh(text: str, gpus: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.passes.planner.search import Decision
 from autoshard.passes.planner.simulate import Run
-from autoshard.tools.plan.estimate import Estimate, MemoryEstimate
+from autoshard.tools.plan.estimate import Configuration, Estimate, MemoryEstimate
 from autoshard.tools.plan.planning import PlanReport
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(MemoryEstimate))
@@ -79,7 +79,7 @@ def _configuration_rows(report: PlanReport) -> Iterator[Sequence[str]]:
             str(number),
             about.strategy,
             about.mesh,
-            str(about.micro_batch),
+            micro_batches(about),
             about.checkpointing,
             ms(each.step_time_us),
             ms(each.exposed_us),
@@ -134,7 +134,24 @@ def time_rows(best: Estimate) -> Iterator[Sequence[str]]:
             str(len(timeline.runs)),
         )
     yield "optimizer", ms(best.outside.optimizer_us), "", "", "", "memory", ""
+    others = best.configuration.accumulate - 1
+    if others:
+        took, exposed = (
+            others * sum(getattr(each, name) for each in best.earlier.values())
+            for name in ("time_us", "exposed_us")
+        )
+        took += others * best.outside.between_us
+        yield f"{others} microbatches before", ms(took), ms(exposed), "", "", "", ""
+    if best.outside.spread_us:
+        spread = ms(best.outside.spread_us)
+        yield "gathers after it", spread, spread, "", "", "link", ""
     yield "step", ms(best.step_time_us), ms(best.exposed_us), "", "", "", ""
+
+
+def micro_batches(configuration: Configuration) -> str:
+    """Format a microbatch, "2", and how many a step has, "2 x 4"."""
+    number = configuration.accumulate
+    return f"{configuration.micro_batch}{f' x {number}' if number > 1 else ''}"
 
 
 def _bucket_rows(decision: Decision) -> Iterator[Sequence[str]]:
@@ -227,6 +244,7 @@ def _configuration_json(report: PlanReport, found: Estimate) -> dict[str, Any]:
         "strategy": about.strategy,
         "mesh": [about.replicas, about.shards],
         "micro_batch": about.micro_batch,
+        "accumulate": about.accumulate,
         "checkpointing": about.checkpointing,
         "step_time_us": found.step_time_us,
         "exposed_us": found.exposed_us,
