@@ -206,6 +206,46 @@ def print_summary(found: Mapping[str, Any]) -> None:
         print(f"memory: |error| median {100 * found['memory_median']:.1f} %")
 
 
+def best_in_sweeps(found: Sequence[Entry]) -> list[tuple[str, int, float]]:
+    """List sweeps with what is lost in each by taking the configuration that is predicted best.
+
+    A sweep is rows of one source, system, model, length, dtypes, kind and number of GPUs that
+    differ in microbatch, strategy or checkpointing. Lost is the share of the most tokens a second
+    that were measured.
+    """
+    sweeps: dict[tuple[Any, ...], list[Row]] = {}
+    predicted: dict[int, float] = {}
+    for each in found:
+        if each.row is None or each.error is None or each.predicted_s is None:
+            continue
+        row, work = each.row, each.row.workload
+        key = (
+            *(row.source, row.system, work.shape, work.seq, row.gpu, row.gpus, row.is_fp8),
+            *(work.is_amp, work.param_dtype, work.reduce_dtype, work.is_compiled),
+        )
+        sweeps.setdefault(key, []).append(row)
+        predicted[id(row)] = row.tokens / each.predicted_s
+    lost = []
+    for (source, system, shape, seq, gpu, gpus, *_), rows in sweeps.items():
+        if len(rows) > 1:
+            rates = {id(row): row.tokens / (row.measured_s or 1.0) for row in rows}
+            chosen = max(rows, key=lambda row: predicted[id(row)])
+            label = f"{source}, {system}: {shape.hidden} x {shape.layers}, {seq}, {gpus} {gpu}"
+            lost.append((label, len(rows), 1.0 - rates[id(chosen)] / max(rates.values())))
+    return lost
+
+
+def print_sweeps(found: Sequence[Entry]) -> None:
+    lost = best_in_sweeps(found)
+    within = sum(share <= 0.03 for _, _, share in lost)
+    print(
+        f"{within} of {len(lost)} sweeps: the best by the plan is within 3 % of the best measured"
+    )
+    for label, number, share in lost:
+        if share > 0.03:
+            print(f"  {label}: {100 * share:.1f} % below, of {number} rows")
+
+
 def print_rows(found: Sequence[Entry]) -> None:
     for each in found:
         if each.row is None or each.predicted_s is None:
@@ -335,6 +375,7 @@ def main() -> None:
     found = list(entries(rows, traces, constants))
     print_rows(found)
     print_summary(summary(found))
+    print_sweeps(found)
     if options.json:
         text = {"rows": [each.as_json() for each in found], "summary": summary(found)}
         options.json.write_text(json.dumps(text, indent=1) + "\n")
