@@ -41,6 +41,21 @@ that tell their network."""
 
 
 @dataclass(frozen=True)
+class Residuals:
+    """Published runs that a topology's constants are fitted on, and how well.
+
+    runs: how many. like: what they have in common. most_gpus: of one of them.
+    low, high: measured over predicted time of a step, between which nine of ten runs lie.
+    """
+
+    runs: int
+    like: str
+    most_gpus: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Topology:
     """Speeds and sizes of a cluster's parts. GB are 1e9 bytes, TFLOP/s 1e12 operations.
 
@@ -67,6 +82,7 @@ class Topology:
         formula where there is an entry.
     ops:              measured microseconds, by `roofline.op_key`, used in place of the roofline.
     sources:          where each number comes from, by its name.
+    residuals:        None if constants are fitted on no run.
     """
 
     name: str
@@ -93,6 +109,7 @@ class Topology:
     attention_backward: float = 0.7
     memory_efficiency: float = 1.0
     step_alpha_us: float = 0.0
+    residuals: Residuals | None = None
     measured: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     ops: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

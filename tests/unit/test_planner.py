@@ -64,6 +64,16 @@ def test_links() -> None:
     assert cluster.link("gather", 1, 1).time_us(1000, 1, PACKED) == 0
 
 
+@pytest.mark.parametrize("name", names())
+def test_fitted_constants_say_on_which_runs(name: str) -> None:
+    """Those that a fit is named for, and no others, say how well it fits."""
+    topology = Topology.load(name)
+    is_fitted = topology.sources.get("efficiency", "").startswith("fitted")
+    assert (topology.residuals is not None) == is_fitted
+    if topology.residuals is not None:
+        assert topology.residuals.low < 1 < topology.residuals.high
+
+
 def test_a_network_by_its_rate() -> None:
     """The rate is of a node's adapters together, and each rank has its share of it."""
     cluster = H100.with_network(800)

@@ -20,6 +20,7 @@ from autoshard.tools.plan.front import Tried, best_that_fit
 from autoshard.tools.plan.planning import PlanReport
 from autoshard.tools.plan.report import (
     cluster_line,
+    interval_line,
     memory_rows,
     micro_batches,
     model_line,
@@ -143,6 +144,7 @@ def _memory(report: PlanReport) -> Iterator[str]:
     times = markup.table(time_rows(best), words={0, 5})
     memory = markup.table(memory_rows(best.memory, limit), words={0})
     yield f'<div class="columns">{times}{memory}</div>'
+    yield markup.tag("p", interval_line(report))
 
 
 def _unit_of(num_bytes: int) -> str:

@@ -33,7 +33,7 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
         "",
     ]
     lines += [*_columns(memory_rows(best.memory, topology.memory_bytes)), ""]
-    lines += _columns(time_rows(best))
+    lines += [*_columns(time_rows(best)), "", interval_line(report)]
     if with_buckets:
         for kind, decision in best.decisions.items():
             lines += ["", kind, *_columns(_bucket_rows(decision))]
@@ -146,6 +146,24 @@ def time_rows(best: Estimate) -> Iterator[Sequence[str]]:
         spread = ms(best.outside.spread_us)
         yield "gathers after it", spread, spread, "", "", "link", ""
     yield "step", ms(best.step_time_us), ms(best.exposed_us), "", "", "", ""
+
+
+def interval(report: PlanReport) -> tuple[float, float] | None:
+    """Microseconds between which nine of ten steps like the best lie; None if none was measured."""
+    found, took = report.topology.residuals, report.estimates[0].step_time_us
+    return None if found is None else (found.low * took, found.high * took)
+
+
+def interval_line(report: PlanReport) -> str:
+    """Say between which times the best step should lie, and by which published runs."""
+    found, between = report.topology.residuals, interval(report)
+    if found is None or between is None:
+        return "no published run on such devices was compared with predictions"
+    more = f"; none had more than {found.most_gpus} GPUs" if report.gpus > found.most_gpus else ""
+    return (
+        f"step: {ms(between[0])} to {ms(between[1])} ms, as nine of ten published runs "
+        f"({found.runs} of {found.like}{more}) were {found.low} to {found.high} of predictions"
+    )
 
 
 def micro_batches(configuration: Configuration) -> str:
