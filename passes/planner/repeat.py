@@ -40,7 +40,7 @@ def repeat(
         return problem
     if any(item.segment for item in (*problem.gathers, *problem.reduces)):
         raise ValueError(f"the {problem.graph} graph has ops that no collective may cross")
-    begin, middle, end = (_begin(problem, unit) for unit in units[:3])
+    begin, middle, end = (begin_of(problem, unit) for unit in units[:3])
     change = _change(problem, begin, middle, end, units)
     gathers, reduces = (
         _repeated(problem, items, units[1], (middle, end), times, name)
@@ -65,7 +65,7 @@ def repeat(
     )
 
 
-def _begin(problem: Problem, unit: str) -> int:
+def begin_of(problem: Problem, unit: str) -> int:
     """Number of the first op that uses a parameter of `unit` itself, or makes the gradient of one.
 
     Raises ValueError if the graph gathers and reduces nothing of `unit`.

@@ -45,7 +45,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--micro-batch", type=int, help="sequences of a forward, on a rank")
     parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step (1)")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...")
-    parser.add_argument("--checkpointing", choices=["none", "full", "ops"], help="of every unit")
+    parser.add_argument(
+        "--checkpointing", help="none, full, ops, or full of some units: layers:2, first:10"
+    )
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--fp8", action="store_true", help="linear layers compute in float8")
     parser.add_argument("--buckets", action="store_true", help="print buckets too, by unit")

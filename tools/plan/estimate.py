@@ -55,7 +55,8 @@ class Configuration:
 
     reshards: whether unsharded parameters are freed after forward.
     micro_batch: sequences, or samples, of one forward on one rank.
-    checkpointing: what backward computes again, one of `dry_run.CHECKPOINTING`.
+    checkpointing: what backward computes again, one of `dry_run.CHECKPOINTING`, or "layers:2" or
+        "first:10": full, of every second unit of a list, or of its first ten.
     accumulate: microbatches of one step. Sharded gradients are reduced after each, those of
         replicas after the last.
     shards_states: whether each replica has its part of the optimizer's states, and sends others the

@@ -7,6 +7,7 @@ searched for in the best few.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -23,7 +24,7 @@ from torch import nn
 from autoshard.passes.ir.layout import DTYPES, Member
 from autoshard.passes.planner.topology import Topology, default_topology, is_known, names
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
-from autoshard.tools.plan.dry_run import cut_stacks, grown, mean_loss, trace
+from autoshard.tools.plan.dry_run import CHECKPOINTING, cut_stacks, grown, mean_loss, trace
 from autoshard.tools.plan.estimate import (
     OPTIMIZERS,
     Configuration,
@@ -34,6 +35,7 @@ from autoshard.tools.plan.estimate import (
 )
 from autoshard.tools.plan.front import Tried
 from autoshard.tools.plan.speed import Work, forward_flops, tokens_of
+from autoshard.tools.plan.splice import checkpointed, spliced
 
 MICRO_BATCHES = (1, 2, 4)  # tried where the caller names none
 SHOWN = 3  # configurations in which buckets are searched for
@@ -142,7 +144,14 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
 
     @functools.cache
     def step(micro_batch: int, recompute: str) -> StepGraphs:
-        return traced_step(planned, micro_batch, recompute)
+        if recompute in CHECKPOINTING:
+            return traced_step(planned, micro_batch, recompute)
+        none, full = (step(micro_batch, each) for each in ("none", "full"))
+        chosen = checkpointed(recompute, none.graphs["forward"])
+        graphs = {
+            kind: spliced(graph, full.graphs[kind], chosen) for kind, graph in none.graphs.items()
+        }
+        return dataclasses.replace(none, graphs=graphs)
 
     def estimated(found: Configuration, *, searched: bool) -> Estimate:
         traced = step(found.micro_batch, found.checkpointing)
