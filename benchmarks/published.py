@@ -264,6 +264,13 @@ def print_rows(found: Sequence[Entry]) -> None:
 # ---- fits
 
 
+def check(fit: Fit, traces: Traces, constants: Constants) -> None:
+    """Raise AssertionError if a cut graph takes another time than the whole one."""
+    for case, seconds in zip(fit.cases, fit.seconds(constants), strict=True):
+        want, _ = predict(case.row, traces, constants)
+        assert abs(seconds / want - 1.0) < 0.005, f"{case.row}: {seconds} s, not {want} s"
+
+
 def print_constants(found: Constants) -> None:
     for name, bound in BOUNDS.items():
         print(
@@ -363,6 +370,7 @@ def main() -> None:
     constants = Constants.shipped()
     if options.fit or options.folds or options.sources or options.ablate:
         fit = Fit(_measured(rows, traces), traces)
+        check(fit, traces, constants)
         if options.fit or options.ablate:
             constants = timed(lambda: fitted(fit, fit.cases))
             print_constants(constants)

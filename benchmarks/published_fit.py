@@ -139,7 +139,7 @@ class Fit:
         numbers = [self.kernels.setdefault(each, len(self.kernels)) for each in known]
         ops = np.array(numbers)[np.array(graph.problem.op_us, dtype=np.int64)]
         placed = Placed(graph, step, chosen, Topology.load("h100"))
-        problem, positions = cut(placed.problem, by_bytes=chosen.shards == 1)
+        problem, positions = cut(placed.problem, by_bytes=chosen.shards == 1, flat=is_flat(row))
         return Cut(problem, ops, positions)
 
     def seconds(self, constants: Constants, cases: Sequence[Case] | None = None) -> Array:
@@ -193,10 +193,11 @@ def _plain(kernel: Kernel | None, row: Row) -> Kernel | None:
     return dataclasses.replace(kernel, key="")
 
 
-def cut(problem: Problem, *, by_bytes: bool) -> tuple[Problem, NDArray[np.int64]]:
+def cut(problem: Problem, *, by_bytes: bool, flat: bool) -> tuple[Problem, NDArray[np.int64]]:
     """Merge the items of each bucket, and the ops between positions of buckets.
 
     by_bytes: whether buckets of gradients are DDP's, not one a unit.
+    flat: whether nothing is copied, whatever the bucket.
     Returns the problem, without times and memory, and the positions between which its ops lie.
     """
     gathers, reduces = (
@@ -204,7 +205,10 @@ def cut(problem: Problem, *, by_bytes: bool) -> tuple[Problem, NDArray[np.int64]
     )
     if by_bytes:
         reduces = _filled(problem.reduces)
-    items = [[_merged(each, n) for n, each in enumerate(group)] for group in (gathers, reduces)]
+    items = [
+        [_merged(each, n, copies=not flat) for n, each in enumerate(group)]
+        for group in (gathers, reduces)
+    ]
     end = problem.num_ops
     places = {0, end} | {
         min(place, end)
@@ -241,8 +245,8 @@ def _filled(items: Sequence[Item]) -> list[list[Item]]:
     return [each for each in buckets if each]
 
 
-def _merged(items: Sequence[Item], number: int) -> Item:
-    several = len(items) > 1
+def _merged(items: Sequence[Item], number: int, *, copies: bool) -> Item:
+    is_copied = copies and len(items) > 1
     return Item(
         items[0].name,
         f"{items[0].unit} {number}",
@@ -251,8 +255,8 @@ def _merged(items: Sequence[Item], number: int) -> Item:
         max(item.ready for item in items),
         min(item.used for item in items),
         max(item.freed for item in items),
-        is_copied_in=several,
-        is_copied_out=several,
+        is_copied_in=is_copied,
+        is_copied_out=is_copied,
     )
 
 
