@@ -35,7 +35,7 @@ from autoshard.passes.planner.schema import read_as
 
 FOLDER = Path(__file__).resolve().parent / "topologies"
 KINDS = ("gather", "reduce", "all_reduce")
-NETWORK_SHARE = 0.601
+NETWORK_SHARE = 0.594
 """Share of a network's rate that collectives reach; fitted by `benchmarks/published.py` on 143 rows
 that tell their network."""
 
