@@ -198,8 +198,11 @@ def large_in_front() -> Step:
     emulated_link.start(8, latency_us=300, gb_per_s=1)
     model = sharded(stack(6, 2, 512))
     large, works = torch.zeros(6_000_000), list[Any]()
+
+    def launch(module: Any, inputs: Any) -> None:
+        works.append(dist.all_reduce(large, async_op=True))
+
     for number in (1, 4):
-        launch = lambda *_: works.append(dist.all_reduce(large, async_op=True))  # noqa: E731
         model[number].register_forward_pre_hook(launch, prepend=True)
     step = train(model, 512, 512)
 

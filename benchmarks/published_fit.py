@@ -3,9 +3,8 @@
     rows -> traced steps -> one number an op between collectives -> simulated steps -> residuals
 
 A step is simulated as `autoshard plan` does it, but its graphs are cut to the positions at which
-something is launched or waited for, so that constants are tried a thousand times a minute. Bounds
-are what data sheets and papers allow; starts are their middles, to which a constant that rows don't
-determine is drawn.
+something is launched or waited for, so that new constants need no trace. Bounds are what data
+sheets and papers allow; a constant that rows don't determine is drawn to its start.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from published_clusters import (
 from published_rows import Row, Workload
 
 from autoshard.passes.planner.kernels import Kernel, in_float8, kernel_us
-from autoshard.passes.planner.per_unit import DDP_BYTES, unit_buckets
+from autoshard.passes.planner.per_unit import filled, unit_buckets
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.plan.estimate import (
@@ -150,16 +149,10 @@ class Fit:
             key = cluster_key(case.row)
             if key not in clusters:
                 topology = constants.topology(case.row)
-                times = [
-                    0.0 if each is None else kernel_us(each, topology) for each in self.kernels
-                ]
+                times = [kernel_us(each, topology) for each in self.kernels]
                 clusters[key] = topology, np.array(times)
             found.append(_seconds(case, *clusters[key]))
         return np.array(found)
-
-
-def _time_us(kernel: Kernel | None, topology: Topology) -> float:
-    return 0.0 if kernel is None else kernel_us(kernel, topology)
 
 
 def _seconds(case: Case, topology: Topology, kernel_times: Array) -> float:
@@ -204,7 +197,7 @@ def cut(problem: Problem, *, by_bytes: bool, flat: bool) -> tuple[Problem, NDArr
         [list(bucket.items) for bucket in buckets] for buckets in unit_buckets(problem)
     )
     if by_bytes:
-        reduces = _filled(problem.reduces)
+        reduces = filled(problem.reduces)
     items = [
         [_merged(each, n, copies=not flat) for n, each in enumerate(group)]
         for group in (gathers, reduces)
@@ -234,15 +227,6 @@ def cut(problem: Problem, *, by_bytes: bool, flat: bool) -> tuple[Problem, NDArr
         reduces=tuple(map(moved, items[1])),
     )
     return found, np.array(positions)
-
-
-def _filled(items: Sequence[Item]) -> list[list[Item]]:
-    buckets: list[list[Item]] = [[]]
-    for item in items:
-        if sum(each.num_bytes for each in buckets[-1]) >= DDP_BYTES:
-            buckets.append([])
-        buckets[-1].append(item)
-    return [each for each in buckets if each]
 
 
 def _merged(items: Sequence[Item], number: int, *, copies: bool) -> Item:
@@ -355,7 +339,7 @@ class Ablation:
 
 
 def _with(**fields: float) -> Callable[[Topology], Topology]:
-    return lambda topology: dataclasses.replace(topology, **fields)  # type: ignore[arg-type]
+    return lambda topology: dataclasses.replace(topology, **fields)  # type: ignore[arg-type]  # of any field
 
 
 def _attention_as_products(topology: Topology) -> Topology:

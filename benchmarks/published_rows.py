@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from published_models import Shape
@@ -124,25 +124,22 @@ def _row(fields: Mapping[str, str]) -> Row:
     strategy = given["strategy"].lower()
     checkpointing, share = _checkpointing(given["ac_kind"], shape.layers)
     low = given["shard_dtype"] not in ("", "f32")
-    common = {
-        "shape": shape,
-        "seq": _known(given, "seq"),
-        "micro_batch": _known(given, "micro_batch"),
-        "is_compiled": given["is_compiled"] == "yes",
-        "is_amp": amp and given["gather_dtype"] in ("", "f32"),
-        "param_dtype": given["shard_dtype"] or "f32",
-        "reduce_dtype": given["reduce_dtype"] or "f32",
-        "optimizer": "adamw-f32" if low else "adamw",
-    }
-    parts = [(share, checkpointing), (1.0 - share, "none")]
+    work = Workload(
+        shape=shape,
+        seq=_known(given, "seq"),
+        micro_batch=_known(given, "micro_batch"),
+        checkpointing=checkpointing,
+        is_compiled=given["is_compiled"] == "yes",
+        is_amp=amp and given["gather_dtype"] in ("", "f32"),
+        param_dtype=given["shard_dtype"] or "f32",
+        reduce_dtype=given["reduce_dtype"] or "f32",
+        optimizer="adamw-f32" if low else "adamw",
+    )
+    parts = [(share, work), (1.0 - share, replace(work, checkpointing="none"))]
     row = Row(
         source=given["source"],
         system=given["system"],
-        workloads=tuple(
-            (part, Workload(checkpointing=each, **common))  # type: ignore[arg-type]
-            for part, each in parts
-            if part
-        ),
+        workloads=tuple((part, each) for part, each in parts if part),
         gpu=given["gpu"],
         gpus=_known(given, "gpus"),
         per_node=_number(given["gpus_per_node"], 8),
@@ -240,7 +237,7 @@ def _with_time(row: Row, given: Mapping[str, str], text: str) -> Row:
         ):
             flops *= 4 / 3
         found = flops / (float(given["tflops_gpu"]) * 1e12)
-    return Row(**{**row.__dict__, "measured_s": found})
+    return replace(row, measured_s=found)
 
 
 def model_flops(shape: Shape, seq: int) -> float:

@@ -70,8 +70,13 @@ class Attention:
         return whole / 2 if self.is_causal else whole
 
 
-def kernel_us(kernel: Kernel, topology: Topology) -> float:
-    """Microseconds of `kernel` on a device of `topology`: as measured there, or by its shape."""
+def kernel_us(kernel: Kernel | None, topology: Topology) -> float:
+    """Microseconds of `kernel` on a device of `topology`: as measured there, or by its shape.
+
+    kernel: None for a view, which takes no time.
+    """
+    if kernel is None:
+        return 0.0
     measured_us = topology.ops.get(kernel.key)
     if measured_us is not None:
         return measured_us
@@ -89,13 +94,13 @@ def kernel_us(kernel: Kernel, topology: Topology) -> float:
 FLOAT8 = "f8e4m3"
 
 
-def in_float8(kernel: Kernel, widest: int) -> Kernel:
+def in_float8(kernel: Kernel | None, widest: int) -> Kernel | None:
     """Return `kernel` as a product in float8, with the casts of both of its factors.
 
     widest: size of the vocabulary. A product with that size stays as it is, and so does a kernel
         that is no product: recipes leave the last layer in the dtype that it has.
     """
-    if kernel.product is None or widest in kernel.product:
+    if kernel is None or kernel.product is None or widest in kernel.product:
         return kernel
     batch, rows, columns, depth = kernel.product
     casts = batch * (rows + columns) * depth * (2 + 1)  # from two bytes to one
@@ -103,7 +108,7 @@ def in_float8(kernel: Kernel, widest: int) -> Kernel:
 
 
 class Chip(NamedTuple):
-    """What the time of a product depends on; see `Topology`."""
+    """Rates and sizes that the time of a product depends on; see `Topology`."""
 
     processors: int
     flops_per_us: float

@@ -57,17 +57,24 @@ def by_bytes(problem: Problem, least_bytes: int = DDP_BYTES) -> Timeline:
     The last bucket may have less. Gathers are those of `per_unit`. No budget is kept to.
     """
     gathers, _ = unit_buckets(problem)
-    reduces: list[SimulatedBucket] = []
-    found: list[Item] = []
-    for number, item in enumerate(problem.reduces, start=1):
-        found.append(item)
-        is_last = number == len(problem.reduces)
-        following = item if is_last else problem.reduces[number]
-        is_full = sum(each.num_bytes for each in found) >= least_bytes
-        if is_last or is_full or following.bucket_class != item.bucket_class:
-            reduces.append(make_bucket(problem, "reduce", found, PACKED))
-            found = []
+    groups = filled(problem.reduces, least_bytes)
+    reduces = [make_bucket(problem, "reduce", group, PACKED) for group in groups]
     return replay(problem, gathers, reduces, _ordered(problem, gathers, reduces, late=True))
+
+
+def filled(items: Iterable[Item], least_bytes: int = DDP_BYTES) -> list[list[Item]]:
+    """Group items of one bucket class that follow each other, until a group has `least_bytes`."""
+    groups: list[list[Item]] = []
+    for item in items:
+        is_open = (
+            bool(groups)
+            and groups[-1][0].bucket_class == item.bucket_class
+            and sum(each.num_bytes for each in groups[-1]) < least_bytes
+        )
+        if not is_open:
+            groups.append([])
+        groups[-1].append(item)
+    return groups
 
 
 def unit_buckets(problem: Problem) -> tuple[list[SimulatedBucket], list[SimulatedBucket]]:

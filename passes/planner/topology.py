@@ -228,7 +228,7 @@ GPUS = {
 """The named topology of a GPU, by a word of its name. An A100 has 80 GB unless it says "40GB"."""
 
 VARIANTS = {("A100", "40GB"): "a100-efa", ("H100", "PCIE"): "h100-pcie"}
-"""That of GPUs whose name has a second word."""
+"""Named topologies of GPUs whose name has a second word that tells them apart."""
 
 
 def is_known(device: str) -> bool:

@@ -33,8 +33,7 @@ def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
 
     is_fused: whether the graph is lowered with Inductor, which fuses pointwise ops.
     """
-    kernel = kernel_of(node, is_fused=is_fused, has_key=bool(topology.ops))
-    return 0.0 if kernel is None else kernel_us(kernel, topology)
+    return kernel_us(kernel_of(node, is_fused=is_fused, has_key=bool(topology.ops)), topology)
 
 
 def kernel_of(node: fx.Node, *, is_fused: bool, has_key: bool = True) -> Kernel | None:

@@ -25,7 +25,7 @@ class Tower(nn.Module):
         self.layers = nn.ModuleList(Block(256, 1024) for _ in range(6))
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = ids[..., None].expand(-1, -1, 256).to(self.layers[0].up.weight.dtype)  # type: ignore
+        x = ids[..., None].expand(-1, -1, 256).to(next(self.parameters()).dtype)
         for layer in self.layers:
             x = layer(x)
         return x.float().sum()
@@ -56,9 +56,21 @@ def test_accumulation_repeats_graphs(step: Any) -> None:
     outside = one.outside
     assert one.step_time_us == pytest.approx(graphs + outside.optimizer_us)
     want = 4 * graphs + outside.optimizer_us + 3 * four.outside.between_us
-    assert four.step_time_us == pytest.approx(want)
+    assert four.step_time_us == pytest.approx(
+        want, rel=1e-12
+    )  # shards are small: so is what is added
+    assert four.outside.between_us > 0
     assert four.memory.peak_bytes >= one.memory.peak_bytes
     assert four.sample_us < one.sample_us
+
+
+def test_copies_and_calls_are_those_of_the_cluster(step: Any) -> None:
+    """Not of the one that graphs were priced with as they were traced."""
+    plain = Configuration(1, RANKS, reshards=True, micro_batch=2, checkpointing="none")
+    for change in ({"copy_gb_per_s": 1.0}, {"call_us": 10_000.0}):
+        other = dataclasses.replace(H100, **change)
+        slow = estimate(step(), plain, other, searched=False)
+        assert slow.step_time_us > 1.05 * found(step()).step_time_us
 
 
 def test_replicas_reduce_once(step: Any) -> None:

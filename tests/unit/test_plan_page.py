@@ -222,6 +222,16 @@ def test_memory_over_time_has_the_peak() -> None:
     assert set(STACKED) == {field.name for field in dataclasses.fields(best.memory)}
 
 
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 16), (16, 1), (2, 8)])
+def test_memory_over_time_has_sums_of_gradients(replicas: int, shards: int) -> None:
+    """Its peak is the estimate's where microbatches add up gradients: none is counted twice."""
+    about = Configuration(replicas, shards, True, 1, "none", accumulate=4)
+    found = estimate(step_of(stack(5)), about, Topology.load("h100"), searched=True)
+    samples = [memory for each in found.usage.values() for _, memory in each]
+    assert max(each.peak_bytes for each in samples) == found.memory.peak_bytes
+    assert all(each.gradients for each in samples)
+
+
 def test_a_page_of_what_does_not_fit() -> None:
     report = report_of(stack(4), memory_bytes=1 << 20)
     assert report.overflow == "parameters"

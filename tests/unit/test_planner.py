@@ -80,6 +80,11 @@ def test_a_network_by_its_rate() -> None:
     assert cluster.network_gb_per_s == pytest.approx(800 / 8 / 8 * NETWORK_SHARE)
 
 
+def test_contention_never_speeds_compute_up() -> None:
+    found = [dataclasses.replace(H100, contention=each).costs({}, {}) for each in (0.5, 2.0)]
+    assert [each.contention for each in found] == [1.0, 2.0]
+
+
 def test_flat_members_are_not_copied() -> None:
     costs = Costs({}, {"reduce": 8}, copy_us_per_byte=1.0, is_flat=True)
     assert not costs.is_shared("reduce", 3, PACKED)

@@ -32,7 +32,7 @@ class Tower(nn.Module):
         for number in chosen:
             layer = self.layers[number]
             again = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-            layer.forward = again  # type: ignore[method-assign]
+            layer.forward = again  # type: ignore[method-assign]  # as users wrap a block's
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

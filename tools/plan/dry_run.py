@@ -60,13 +60,13 @@ class Graph:
 
     def op_us(self, topology: Topology) -> tuple[float, ...]:
         """Microseconds of each op on a device of `topology`."""
-        times = [0.0 if each is None else kernel_us(each, topology) for each in self.kernels]
+        times = [kernel_us(each, topology) for each in self.kernels]
         return tuple(times[int(number)] for number in self.problem.op_us)
 
     def in_float8(self, vocabulary: int) -> Graph:
         """Return this graph with products in float8, but for those as wide as `vocabulary`."""
-        kernels = (None if each is None else in_float8(each, vocabulary) for each in self.kernels)
-        return dataclasses.replace(self, kernels=tuple(kernels))
+        kernels = tuple(in_float8(each, vocabulary) for each in self.kernels)
+        return dataclasses.replace(self, kernels=kernels)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def trace(
 
 
 CHECKPOINTING = ("none", "full", "ops")
-"""What backward computes again of a unit: nothing; all; or all but products and attention."""
+"""Ways of checkpointing: backward computes nothing again of a unit; all; or all but products and
+attention."""
 
 
 def _kept_ops() -> Any:

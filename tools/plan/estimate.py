@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from autoshard.tools.plan.dry_run import Graph
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer keeps for each parameter.
+    """States that an optimizer keeps for each parameter.
 
     states: how many, each as large as the parameter.
     is_f32: whether they are float32 whatever the parameter's dtype, as copies of weights are that
@@ -145,9 +146,10 @@ class Parameters:
     def trained_bytes(self, shards: int) -> int:
         return sum(map(_chunk_bytes, self.trained, itertools.repeat(shards)))
 
-    def trained_numel(self, shards: int) -> int:
-        """Elements, not bytes, of trained shards."""
-        return sum(_chunk_bytes(member, shards) // member.dtype.itemsize for member in self.trained)
+    @property
+    def trained_numel(self) -> int:
+        """Number of elements of all that is trained, unsharded."""
+        return sum(math.prod(member.size) for member in self.trained)
 
     def largest_trained_bytes(self, shards: int) -> int:
         return max(map(_chunk_bytes, self.trained, itertools.repeat(shards)))
@@ -187,7 +189,7 @@ class StepGraphs:
         """Bytes of the gradients that microbatches add up: of shards, or as they are reduced."""
         if shards > 1:
             return self.parameters.trained_bytes(shards)
-        return self.parameters.trained_numel(1) * self.reduce_bytes
+        return self.parameters.trained_numel * self.reduce_bytes
 
     def kept_bytes(self, shards: int) -> int:
         """Bytes of all gradients where microbatches add them up: sums, and what is added to them.
@@ -325,14 +327,16 @@ def estimate(
         if searched:
             found = _search(each.problem, known, budget)
             decisions[kind], timelines[kind] = found, found.timeline
-    earlier = timelines
+    problems, earlier = {kind: each.problem for kind, each in placed.items()}, timelines
     if shards == 1:
-        silent = (dataclasses.replace(each.problem, reduces=()) for each in placed.values())
-        earlier = dict(zip(placed, map(schedule, silent), strict=True))
+        silent = {k: dataclasses.replace(problem, reduces=()) for k, problem in problems.items()}
+        earlier = {kind: schedule(problem) for kind, problem in silent.items()}
     added = step.added_bytes(shards)
     is_added = configuration.accumulate > 1 or (shards == 1 and optimizer.is_f32)
     kept = step.kept_bytes(shards) if is_added else 0
-    during = earlier if is_added else timelines
+    during = timelines
+    if is_added and shards == 1:  # gradients are counted as sums, and not as what is reduced
+        during, problems = earlier, silent
     peaks = [
         MemoryEstimate(**lasting, **each.parts(during[kind].peak, kept))
         for kind, each in placed.items()
@@ -355,30 +359,19 @@ def estimate(
         timelines=timelines,
         earlier=earlier,
         decisions=decisions,
-        usage={**_usage(placed, timelines, lasting, kept), "optimizer": ((0.0, peaks[-1]),)}
+        usage={
+            **{
+                kind: tuple(
+                    (time_us, MemoryEstimate(**lasting, **each.parts(peak, kept)))
+                    for time_us, peak in usage(problems[kind], during[kind])
+                )
+                for kind, each in placed.items()
+            },
+            "optimizer": ((0.0, peaks[-1]),),
+        }
         if searched
         else {},
     )
-
-
-def _usage(
-    placed: Mapping[str, Placed],
-    timelines: Mapping[str, Timeline],
-    lasting: Mapping[str, int],
-    kept: int,
-) -> dict[str, tuple[tuple[float, MemoryEstimate], ...]]:
-    """Memory over the time of each graph, as `Estimate.usage` has it.
-
-    lasting: bytes that lie in memory from step to step, by category.
-    kept: those of gradients of microbatches before.
-    """
-    return {
-        kind: tuple(
-            (time_us, MemoryEstimate(**lasting, **each.parts(peak, kept)))
-            for time_us, peak in usage(each.problem, timelines[kind])
-        )
-        for kind, each in placed.items()
-    }
 
 
 def _search(problem: Problem, known: Timeline, device_bytes: int) -> Decision:

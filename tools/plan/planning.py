@@ -35,7 +35,7 @@ from autoshard.tools.plan.estimate import (
 )
 from autoshard.tools.plan.front import Tried
 from autoshard.tools.plan.speed import Work, forward_flops, tokens_of
-from autoshard.tools.plan.splice import checkpointed, spliced
+from autoshard.tools.plan.splice import checkpointed, read_way, spliced
 
 MICRO_BATCHES = (1, 2, 4)  # tried where the caller names none
 SHOWN = 3  # configurations in which buckets are searched for
@@ -138,6 +138,8 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
     group.
     """
     began = time.perf_counter()
+    if choices.checkpointing not in (None, *CHECKPOINTING):
+        read_way(choices.checkpointing)  # what is wrong is said before anything is traced
     configurations = list(_configurations(topology, gpus, choices))
     if not configurations:
         raise ValueError(f"strategy {choices.strategy!r} has no mesh of {gpus} ranks")

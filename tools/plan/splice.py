@@ -32,10 +32,7 @@ def checkpointed(way: str, graph: Graph) -> frozenset[str]:
     from the first on, or the first ten.
     Raises ValueError for another way, or if there are no such units.
     """
-    kind, _, text = way.partition(":")
-    number = int(text) if text.isdecimal() else 0
-    if kind not in ("layers", "first") or number < 1:
-        raise ValueError(f"{way!r} is no way of checkpointing; expected one such as layers:2")
+    kind, number = read_way(way)
     blocks = _blocks(graph.problem)
     if not blocks:
         raise ValueError(f"{way}: the model has no list of units")
@@ -43,6 +40,15 @@ def checkpointed(way: str, graph: Graph) -> frozenset[str]:
     if kind == "first":
         return frozenset(name for name in blocks if at[name] < number)
     return frozenset(name for name in blocks if at[name] % number == 0)
+
+
+def read_way(way: str) -> tuple[str, int]:
+    """Read ("layers", 2) from "layers:2", or ("first", 10). Raises ValueError for anything else."""
+    kind, _, text = way.partition(":")
+    number = int(text) if text.isdecimal() else 0
+    if kind not in ("layers", "first") or number < 1:
+        raise ValueError(f"{way!r} is no way of checkpointing; expected one such as layers:2")
+    return kind, number
 
 
 def spliced(none: Graph, full: Graph, chosen: frozenset[str]) -> Graph:

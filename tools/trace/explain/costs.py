@@ -1,4 +1,4 @@
-"""What a collective's time is spent on: the other ranks, its start-up, or its bytes."""
+"""Parts of a collective's time: waiting for other ranks, its start-up, and its bytes."""
 
 from __future__ import annotations
 

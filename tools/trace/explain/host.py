@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Thread:
-    """What the threads that launch did."""
+    """Operations and works of the threads that launch."""
 
     kernels: list[Kernel] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)

@@ -59,7 +59,7 @@ class Copy(NamedTuple):
 
 @dataclass
 class Lanes:
-    """What one rank did, all sorted by when it begins.
+    """Work of one rank by lanes, each sorted by when it begins.
 
     on_device: whether `kernels` are those of a device, launched ahead of time.
     busy: times of computation; what is between two kernels and shorter than a launch takes counts.
