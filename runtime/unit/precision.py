@@ -48,6 +48,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         made = _rebuilt(value, list(value.values()), dtype, lambda parts: parts)
         return value if made is value else _dict_like(value, made)
+    if value is None:
+        return value  # Dynamo of torch 2.11 can't ask None whether it is a dataclass
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f for f in dataclasses.fields(value) if f.init]
         parts = [getattr(value, field.name) for field in fields]

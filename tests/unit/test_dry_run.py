@@ -15,8 +15,10 @@ from autoshard import MixedPrecisionPolicy
 from autoshard.passes.ir.layout import Member
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.cli import main
-from autoshard.tools.plan.dry_run import Stack, cut_stacks, grown, mean_loss, trace
+from autoshard.tools.plan.blocks import Stack, cut_stacks, grown
+from autoshard.tools.plan.dry_run import mean_loss, trace
 from autoshard.tools.plan.estimate import Parameters
+from autoshard.tools.plan.graphs import in_numbers
 
 pytestmark = [
     pytest.mark.usefixtures("fake_world"),
@@ -41,6 +43,30 @@ class Tower(nn.Module):
         return self.head(x)
 
 
+class TwoKinds(Tower):
+    """Narrow blocks below wide ones."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.layers.extend(Block(32, 256) for _ in range(6))
+
+
+class Masked(Tower):
+    """Blocks that are given no mask, as those of a library may be."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        for layer in self.layers:
+            forward = layer.forward
+            layer.forward = lambda x, mask, _forward=forward: _forward(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, mask=None)
+        return self.head(x)
+
+
 class Frozen(Tower):
     def __init__(self) -> None:
         super().__init__(2)
@@ -57,13 +83,17 @@ def traced(model: nn.Module, *, checkpointing: str, lowering: str = "inductor") 
     def call(compiled: Any) -> None:
         mean_loss(compiled(torch.zeros(2, 16, dtype=torch.long))).backward()
 
-    return trace(
+    graphs = trace(
         model,
         call,
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        checkpointing=checkpointing,
+        ways=[checkpointing],
         lowering=lowering,
     )
+    is_fused = lowering == "inductor"
+    return {
+        kind: in_numbers(gm, kind, is_fused=is_fused) for kind, gm in graphs[checkpointing].items()
+    }
 
 
 def on_meta(build: Any = Tower) -> nn.Module:
@@ -79,8 +109,8 @@ def on_meta(build: Any = Tower) -> nn.Module:
 def test_few_blocks_give_the_graphs_of_all(checkpointing: str, lowering: str) -> None:
     model = on_meta()
     stacks = cut_stacks(model)
-    assert stacks == [Stack("layers", BLOCKS)]
-    assert [name for name, _ in model.layers.named_children()] == ["0", "1", "2", "3", "4"]
+    assert stacks == [Stack("layers", 1, BLOCKS - 2)]
+    assert [name for name, _ in model.layers.named_children()] == ["0", "1", "2", "3"]
     got = grown(traced(model, checkpointing=checkpointing, lowering=lowering), stacks)
     want = grown(traced(on_meta(), checkpointing=checkpointing, lowering=lowering), [])
     for kind in ("forward", "backward"):
@@ -88,8 +118,23 @@ def test_few_blocks_give_the_graphs_of_all(checkpointing: str, lowering: str) ->
         assert got[kind].activations == want[kind].activations
 
 
+def test_runs_of_a_list_are_cut_each() -> None:
+    model = on_meta(TwoKinds)
+    stacks = cut_stacks(model)
+    assert stacks == [Stack("layers", 1, 3), Stack("layers", 6, 4)]
+    got = grown(traced(model, checkpointing="full"), stacks)
+    want = grown(traced(on_meta(TwoKinds), checkpointing="full"), [])
+    for kind in ("forward", "backward"):
+        assert got[kind].problem == want[kind].problem
+
+
+def test_units_may_be_given_none() -> None:
+    """Casts of a unit's inputs pass it on, in one graph."""
+    assert set(traced(on_meta(Masked), checkpointing="none")) == {"forward", "backward"}
+
+
 def test_short_lists_are_left_alone() -> None:
-    assert cut_stacks(on_meta(partial(Tower, 5))) == []
+    assert cut_stacks(on_meta(partial(Tower, 4))) == []
 
 
 @pytest.mark.parametrize(
