@@ -346,6 +346,10 @@ class Compilation:
         return dump
 
 
+Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+"""Run the joint passes on a joint graph, in place, and part it in forward and backward."""
+
+
 class DryCompilation(Compilation):
     """Compilation that is done for predictions: it fills `priced`, and leaves `plans` empty.
 
@@ -367,6 +371,22 @@ class DryCompilation(Compilation):
         return worth_keeping(
             forward.problem, backward.problem, forward.candidates, forward.budget_bytes
         )
+
+    def partition(self, take: Callable[[fx.GraphModule, Partition], None]) -> None:
+        """Give `take` the frame's joint graph, and what parts such a graph; compile nothing.
+
+        Without a backward there is no joint graph, and `take` is not called.
+        """
+
+        def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> None:
+            take(gm, lambda joint: self._partition(joint, joint_inputs, **kwargs))
+
+        with self.frame.with_more_inputs(), _old_objects_stay():
+            gm, inputs = self.frame.gm, self.frame.inputs
+            if self.settings.lowering == "eager":
+                _torch.aot.partition_joint(gm, inputs, partition)
+            else:
+                _torch.inductor.partition_joint(gm, inputs, partition, self.settings.inductor)
 
     def lower_inductor(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any

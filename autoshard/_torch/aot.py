@@ -60,6 +60,31 @@ def _donating_nothing() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
 
 
+class Stopped(Exception):
+    """Signal raised, and caught, where a compilation is to go no further."""
+
+
+def partition_joint(
+    gm: torch.fx.GraphModule, example_inputs: Any, partition: Callable[..., object]
+) -> None:
+    """Give the joint graph of `gm`, as AOTAutograd would partition it, to `partition`, and stop.
+
+    partition: has the arguments of `min_cut_rematerialization_partition`. It is not called for a
+        graph without a backward.
+    """
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        partition(*args, **kwargs)
+        raise Stopped
+
+    def stop(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        raise Stopped
+
+    backend = aot_autograd(fw_compiler=stop, partition_fn=stopping)
+    with settings(), contextlib.suppress(Stopped):
+        backend(gm, example_inputs)
+
+
 def caches_frames() -> bool:
     """Tell whether AOTAutograd's cache can be used for frames of ours.
 

@@ -106,6 +106,36 @@ def compile_frame(
     return call, names
 
 
+def partition_joint(
+    gm: torch.fx.GraphModule,
+    example_inputs: Any,
+    partition: Callable[..., object],
+    settings: Mapping[str, Any],
+) -> None:
+    """Give the joint graph of `gm`, as Inductor would partition it, to `partition`, and stop.
+
+    partition: has the arguments of `aot.min_cut_rematerialization_partition`. It is not called for
+        a graph without a backward.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            partition(*args, **kwargs)
+            raise aot.Stopped
+
+        def uuid(self) -> str | None:
+            return None
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise aot.Stopped
+
+    with aot.settings(), contextlib.suppress(aot.Stopped):
+        patches = {**settings, **NO_GRAPHS, "custom_partitioner_fn": Partitioner()}
+        compile_fx(gm, example_inputs, inner_compile=stop, config_patches=patches)
+
+
 def _noting_names(names: list[str]) -> contextlib.AbstractContextManager[object]:
     """Add to `names`, in this context, the name in Inductor's cache of each graph made or loaded.
 

@@ -28,9 +28,9 @@ from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.cli import main
 from autoshard.tools.plan import front
-from autoshard.tools.plan.dry_run import Graph
 from autoshard.tools.plan.estimate import Configuration, Parameters, StepGraphs, estimate
 from autoshard.tools.plan.front import Tried, best_that_fit, pareto_front
+from autoshard.tools.plan.graphs import Graph
 from autoshard.tools.plan.page import STACKED, page, write
 from autoshard.tools.plan.planning import Choices, PlannedModel, PlanReport, plan
 from autoshard.tools.plan.report import as_json, text

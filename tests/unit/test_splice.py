@@ -12,7 +12,7 @@ from support.models import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.tools.plan.dry_run import Graph
+from autoshard.tools.plan.graphs import Graph
 from autoshard.tools.plan.planning import PlannedModel, traced_step
 from autoshard.tools.plan.splice import checkpointed, spliced
 

@@ -25,7 +25,7 @@ from autoshard.passes.planner.simulate import Peak, Timeline, usage
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.sharding.placements import dim_of
 from autoshard.runtime.unit.unit import ROOT_NAME
-from autoshard.tools.plan.dry_run import Graph
+from autoshard.tools.plan.graphs import Graph
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Configuration:
 
     reshards: whether unsharded parameters are freed after forward.
     micro_batch: sequences, or samples, of one forward on one rank.
-    checkpointing: what backward computes again, one of `dry_run.CHECKPOINTING`, or "layers:2" or
+    checkpointing: what backward computes again, one of `ways.CHECKPOINTING`, or "layers:2" or
         "first:10": full, of every second unit of a list, or of its first ten.
     accumulate: microbatches of one step. Sharded gradients are reduced after each, those of
         replicas after the last.

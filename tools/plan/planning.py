@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from torch import nn
 from autoshard.passes.ir.layout import DTYPES, Member
 from autoshard.passes.planner.topology import Topology, default_topology, is_known, names
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
-from autoshard.tools.plan.dry_run import CHECKPOINTING, cut_stacks, grown, mean_loss, trace
+from autoshard.tools.plan import batches
+from autoshard.tools.plan.blocks import Stack, cut_stacks, grown
+from autoshard.tools.plan.dry_run import Prepared, mean_loss, trace
 from autoshard.tools.plan.estimate import (
     OPTIMIZERS,
     Configuration,
@@ -34,8 +36,10 @@ from autoshard.tools.plan.estimate import (
     estimate,
 )
 from autoshard.tools.plan.front import Tried
-from autoshard.tools.plan.speed import Work, forward_flops, tokens_of
+from autoshard.tools.plan.graphs import Graph, in_numbers
+from autoshard.tools.plan.speed import Work, forward_flops, tensors_in, tokens_of
 from autoshard.tools.plan.splice import checkpointed, read_way, spliced
+from autoshard.tools.plan.ways import CHECKPOINTING
 
 MICRO_BATCHES = (1, 2, 4)  # tried where the caller names none
 SHOWN = 3  # configurations in which buckets are searched for
@@ -130,9 +134,9 @@ class PlanReport:
 def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices) -> PlanReport:
     """Estimate all configurations that `choices` leaves open, the best three with a search.
 
-    The model is built and traced anew for each microbatch and way of checkpointing, for which this
-    process becomes one of ranks that are not there, and what torch has compiled is reset. Fewer
-    bytes beyond a device's memory are better, then less time for a sequence.
+    The model is traced as `traced_steps` does it, for which this process becomes one of ranks that
+    are not there, and what torch has compiled is reset. Fewer bytes beyond a device's memory are
+    better, then less time for a sequence.
     Raises ValueError for a mesh that doesn't hold `gpus`, or a strategy that no mesh has;
     RuntimeError for a model whose forward is not one graph, and in a process that has a process
     group.
@@ -144,10 +148,14 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
     if not configurations:
         raise ValueError(f"strategy {choices.strategy!r} has no mesh of {gpus} ranks")
 
+    wanted = {each.checkpointing for each in configurations}
+    ways = wanted if wanted <= {*CHECKPOINTING} else {"none", "full"}
+    steps = traced_steps(planned, {each.micro_batch for each in configurations}, ways)
+
     @functools.cache
     def step(micro_batch: int, recompute: str) -> StepGraphs:
         if recompute in CHECKPOINTING:
-            return traced_step(planned, micro_batch, recompute)
+            return steps[micro_batch, recompute]
         none, full = (step(micro_batch, each) for each in ("none", "full"))
         chosen = checkpointed(recompute, none.graphs["forward"])
         graphs = {
@@ -223,44 +231,88 @@ def _meshes(topology: Topology, gpus: int) -> list[tuple[int, int]]:
 
 
 def traced_step(planned: PlannedModel, micro_batch: int, recompute: str) -> StepGraphs:
-    """Trace a training step of `planned`: few of its like blocks, one of which stands for the rest.
+    """Trace one training step, as `traced_steps` does; `recompute` is one of `CHECKPOINTING`."""
+    return traced_steps(planned, [micro_batch], [recompute])[micro_batch, recompute]
 
-    The model is built again, and all are traced, if blocks turn out not to be computed alike, or if
-    there are barriers. As in `trace`, this process becomes one of ranks that are not there, and
-    what torch has compiled is reset. Raises as `trace` does.
 
-    recompute: one of `CHECKPOINTING`.
+def traced_steps(
+    planned: PlannedModel, micro_batches: Collection[int], ways: Collection[str]
+) -> dict[tuple[int, str], StepGraphs]:
+    """Trace training steps of `planned`: few of its like blocks, one of which stands for the rest.
+
+    One trace is enough for all `ways` of checkpointing, and for all microbatches unless sizes are
+    not in proportion to them. The model is built again, and all blocks are traced, if blocks turn
+    out not to be computed alike, or if there are barriers. As in `trace`, this process becomes one
+    of ranks that are not there, and what torch has compiled is reset. Raises as `trace` does.
+
+    Returns steps by microbatch and way.
     """
     model = on_meta(planned)
-    parameters = _parameters(model)
-    tokens = tokens_of(_batch(planned, model, micro_batch), micro_batch, planned.seq)
-    stacks = cut_stacks(model)
-    policy = policy_of(planned)
+    parameters, vocabulary = _parameters(model), _vocabulary(model)
+    smallest = min(micro_batches)
+    samples = _batch(planned, model, smallest)
+    tokens = tokens_of(samples, smallest, planned.seq)
+    (traced_with,) = (
+        micro_batches
+        if len(micro_batches) == 1
+        else (batches.prime_for(model, [torch.empty(planned.seq), *tensors_in(samples)]),)
+    )
+    casts = policy_of(planned).param_dtype is not None
 
-    def graphs(model: nn.Module) -> Any:
-        """Trace this step with `model`, which is sharded by it: "forward" and "backward"."""
+    def trace_all(model: nn.Module) -> dict[str, Prepared]:
+        """Trace this step with `model`, which is sharded by it: graphs by way."""
         return trace(
             model,
-            step_of(planned, model, micro_batch),
-            mp_policy=policy,
-            checkpointing=recompute,
+            step_of(planned, model, traced_with),
+            mp_policy=policy_of(planned),
+            ways=ways,
             lowering=planned.lowering,
         )
 
+    stacks = cut_stacks(model)
+    is_shared = traced_with not in micro_batches
     try:
-        found = grown(graphs(model), stacks)
-    except ValueError:  # blocks that look alike are not computed alike
-        found = grown(graphs(on_meta(planned)), [])
-    if planned.is_fp8:
-        found = {kind: graph.in_float8(_vocabulary(model)) for kind, graph in found.items()}
-    return StepGraphs(
-        found,
-        parameters,
-        planned.optimizer,
-        casts=policy.param_dtype is not None,
-        reduce_bytes=DTYPES[planned.reduce_dtype or planned.param_dtype].itemsize,
-        tokens=tokens,
-    )
+        cut = trace_all(model)
+        is_right = not is_shared or all(
+            batches.follows_batch(each["forward"], traced_with) for each in cut.values()
+        )
+    except RuntimeError:
+        if not is_shared:
+            raise
+        is_right = False  # the model may take no such batch
+    if not is_right:
+        each_alone = [traced_steps(planned, [size], ways) for size in micro_batches]
+        return {key: step for steps in each_alone for key, step in steps.items()}
+    whole = functools.cache(lambda: trace_all(on_meta(planned)))
+
+    def numbers(graphs: Prepared, micro_batch: int, stacks: Sequence[Stack]) -> dict[str, Graph]:
+        """Return `graphs` of that microbatch in numbers, with all blocks of `stacks`."""
+        if micro_batch != traced_with:
+            graphs = {
+                kind: batches.of_microbatch(gm, traced_with, micro_batch)
+                for kind, gm in graphs.items()
+            }
+        is_fused = planned.lowering == "inductor"
+        found = {kind: in_numbers(gm, kind, is_fused=is_fused) for kind, gm in graphs.items()}
+        return grown(found, stacks)
+
+    found = {}
+    for micro_batch, way in itertools.product(micro_batches, ways):
+        try:
+            graphs = numbers(cut[way], micro_batch, stacks)
+        except ValueError:  # blocks that look alike are not computed alike
+            graphs = numbers(whole()[way], micro_batch, [])
+        if planned.is_fp8:
+            graphs = {kind: graph.in_float8(vocabulary) for kind, graph in graphs.items()}
+        found[micro_batch, way] = StepGraphs(
+            graphs,
+            parameters,
+            planned.optimizer,
+            casts=casts,
+            reduce_bytes=DTYPES[planned.reduce_dtype or planned.param_dtype].itemsize,
+            tokens=tokens,
+        )
+    return found
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from autoshard.passes.planner.kernels import Kernel
-from autoshard.tools.plan.dry_run import Graph
+from autoshard.tools.plan.graphs import Graph
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def tokens_of(batch: Any, micro_batch: int, seq: int) -> int | None:
     """
     has_ids = any(
         tuple(each.shape) == (micro_batch, seq) and not each.dtype.is_floating_point
-        for each in _tensors_in(batch)
+        for each in tensors_in(batch)
     )
     return seq if has_ids else None
 
 
-def _tensors_in(batch: Any) -> Iterator[Tensor]:
+def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch, but for those that are nested deeper."""
     if isinstance(batch, dict):
         batch = tuple(batch.values())

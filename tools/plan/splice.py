@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.repeat import begin_of
-from autoshard.tools.plan.dry_run import Graph
+from autoshard.tools.plan.graphs import Graph
 
 
 def checkpointed(way: str, graph: Graph) -> frozenset[str]:

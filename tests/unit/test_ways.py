@@ -1,0 +1,133 @@
+"""Ways of checkpointing beside those of torch, and several microbatches from one trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.models import Block
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from autoshard.tools.plan import batches, planning
+from autoshard.tools.plan.planning import PlannedModel, traced_step, traced_steps
+
+pytestmark = [
+    pytest.mark.parametrize("fake_world", [1024], indirect=True),
+    pytest.mark.usefixtures("fake_world"),
+]
+
+
+class Attending(nn.Module):
+    """Block with attention, the same one for each of its two calls, then a `Block`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.qkv = nn.Linear(64, 3 * 64, bias=False)
+        self.block = Block(64, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16))
+        query, key, value = (each.transpose(1, 2) for each in heads.unbind(2))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.block(x + mixed.transpose(1, 2).flatten(2))
+
+
+def kept_contexts() -> Any:
+    aten = torch.ops.aten
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return create_selective_checkpoint_contexts(
+        [attention, aten.mm.default, aten.addmm.default, aten.bmm.default]
+    )
+
+
+class Tower(nn.Module):
+    """Blocks with checkpoints of their own, if asked for; the second one is called twice."""
+
+    def __init__(self, way: str = "none") -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(Attending() for _ in range(3))
+        more: dict[str, Any] = {"context_fn": kept_contexts} if way == "ops" else {}
+        for layer in self.layers:
+            if way != "none":
+                again = functools.partial(checkpoint, layer.forward, use_reentrant=False, **more)
+                layer.forward = again  # type: ignore[method-assign]  # as users wrap a block's
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 1, 2):
+            x = self.layers[number](x)
+        return self.head(x).float().sum()
+
+
+class Experts(nn.Module):
+    """Experts with room for a share of the tokens, rounded up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(64, 128) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            flat = x.flatten(0, 1)
+            room = math.ceil(1.25 * flat.shape[0] / 8)
+            x = x + layer(flat[:room].repeat(8, 1)[: flat.shape[0]]).view_as(x)
+        return x.sum()
+
+
+def batch(micro_batch: int, seq: int) -> Any:
+    return torch.zeros(micro_batch, seq, 64)
+
+
+def planned(build: Any, lowering: str, seq: int = 128) -> PlannedModel:
+    return PlannedModel("tower", build, batch, seq, "bf16", "f32", "adamw", lowering)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_ways_are_those_of_torch(lowering: str) -> None:
+    """One trace without checkpoints, for all ways: the graphs of models that have them."""
+    steps = traced_steps(planned(Tower, lowering), [2], ["none", "full", "ops"])
+    for way in ("none", "full", "ops"):
+        model = planned(functools.partial(Tower, way), lowering)
+        assert steps[2, way] == traced_step(model, 2, "none")
+    ops = [len(steps[2, way].graphs["backward"].problem.op_us) for way in ("none", "ops", "full")]
+    assert ops[0] < ops[1] < ops[2]
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_microbatches_of_one_trace(lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned(Tower, lowering)
+    want = {(size, "full"): traced_step(model, size, "full") for size in (2, 3)}
+    traces = []
+    trace = planning.trace
+    monkeypatch.setattr(planning, "trace", lambda *a, **k: traces.append(1) or trace(*a, **k))
+    assert traced_steps(model, [2, 3], ["full"]) == want
+    assert len(traces) == 1
+
+
+def test_sizes_that_are_rounded_are_traced_each() -> None:
+    """A room for 1.25 of an eighth of the tokens is in no proportion to them."""
+    model = planned(Experts, "eager", seq=1000)
+    steps = traced_steps(model, [1, 3], ["none"])
+    for size in (1, 3):
+        assert steps[size, "none"] == traced_step(model, size, "none")
+
+
+def test_batches_that_a_model_refuses() -> None:
+    def even(micro_batch: int, seq: int) -> Any:
+        if micro_batch % 2:
+            raise RuntimeError("a microbatch of pairs is expected")
+        return batch(micro_batch, seq)
+
+    model = dataclasses.replace(planned(Experts, "eager", seq=1000), batch=even)
+    assert set(traced_steps(model, [2, 4], ["none"])) == {(2, "none"), (4, "none")}
+
+
+def test_a_prime_that_is_no_size() -> None:
+    sizes = [torch.empty(61 * 4), torch.empty(5, 67), torch.empty(0)]
+    assert batches.prime_for(nn.Linear(71 * 73, 8), sizes) == 79
