@@ -47,8 +47,8 @@ class TwoKinds(Tower):
     """Narrow blocks below wide ones."""
 
     def __init__(self) -> None:
-        super().__init__(5)
-        self.layers.extend(Block(32, 256) for _ in range(6))
+        super().__init__(6)
+        self.layers.extend(Block(32, 256) for _ in range(7))
 
 
 class Masked(Tower):
@@ -110,7 +110,7 @@ def test_few_blocks_give_the_graphs_of_all(checkpointing: str, lowering: str) ->
     model = on_meta()
     stacks = cut_stacks(model)
     assert stacks == [Stack("layers", 1, BLOCKS - 2)]
-    assert [name for name, _ in model.layers.named_children()] == ["0", "1", "2", "3"]
+    assert [name for name, _ in model.layers.named_children()] == ["0", "1", "2", "3", "4"]
     got = grown(traced(model, checkpointing=checkpointing, lowering=lowering), stacks)
     want = grown(traced(on_meta(), checkpointing=checkpointing, lowering=lowering), [])
     for kind in ("forward", "backward"):
@@ -121,7 +121,7 @@ def test_few_blocks_give_the_graphs_of_all(checkpointing: str, lowering: str) ->
 def test_runs_of_a_list_are_cut_each() -> None:
     model = on_meta(TwoKinds)
     stacks = cut_stacks(model)
-    assert stacks == [Stack("layers", 1, 3), Stack("layers", 6, 4)]
+    assert stacks == [Stack("layers", 1, 4), Stack("layers", 7, 5)]
     got = grown(traced(model, checkpointing="full"), stacks)
     want = grown(traced(on_meta(TwoKinds), checkpointing="full"), [])
     for kind in ("forward", "backward"):
@@ -134,7 +134,7 @@ def test_units_may_be_given_none() -> None:
 
 
 def test_short_lists_are_left_alone() -> None:
-    assert cut_stacks(on_meta(partial(Tower, 4))) == []
+    assert cut_stacks(on_meta(partial(Tower, 5))) == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Repeated blocks of a model: a list of them is cut before it is traced, and grown again after.
 
-0 1 2 3 .. 31  ->  0 1 2 31  ->  traced  ->  0 1 2 2 .. 2 31
+0 1 2 3 4 .. 31  ->  0 1 2 3 31  ->  traced  ->  0 1 2 2 .. 2 3 31
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from autoshard.passes.planner.repeat import repeat
 from autoshard.runtime.sharding.find_units import find_units
 from autoshard.tools.plan.graphs import Graph, TracedGraph
 
+KEPT = 3  # two are compared, up to a third
+
 
 @dataclass(frozen=True)
 class Stack:
-    """Like blocks that follow each other in a list of a model's, of which the first two were kept.
+    """Like blocks that follow each other in a list of a model's; the first three were kept.
 
     path: of the `nn.ModuleList`. first: number of the first of them; one like them stands before
         it, and another one behind the last. num_blocks: how many there were.
@@ -35,15 +37,15 @@ class Stack:
 
     @property
     def num_cut(self) -> int:
-        return self.num_blocks - 2
+        return self.num_blocks - KEPT
 
 
 def cut_stacks(model: nn.Module) -> list[Stack]:
-    """Cut runs of like blocks in `model` to four each; return what was cut, a list's in order.
+    """Cut runs of like blocks in `model` to five each; return what was cut, a list's in order.
 
     Blocks are units in an `nn.ModuleList` that has no others. They are alike if they are of one
     class, with parameters of the same names and shapes. The first block of a run, and the last, may
-    be computed otherwise, for what they share with other blocks.
+    be computed otherwise, for what they share with other blocks, and backward of the second, too.
     """
     units = find_units(model, None)
     found = []
@@ -58,7 +60,7 @@ def cut_stacks(model: nn.Module) -> list[Stack]:
             begin += length
         stacks = [each for each in stacks if each.num_cut > 0]
         for each in reversed(stacks):
-            del module[each.first + 2 : each.first + each.num_blocks]
+            del module[each.first + KEPT : each.first + each.num_blocks]
         found += stacks
     return found
 
@@ -102,8 +104,8 @@ def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
             problem = _renamed(problem, stack, first + 2)
             numbers, step = (first, first + 1, first + 2 + added), 1
         else:  # which begins with the last block
-            problem = _renamed(problem, stack, first)
-            numbers, step = (first + 1 + added, first + added, first - 1), -1
+            problem = _renamed(problem, stack, first + 1)
+            numbers, step = (first + 2 + added, first + 1 + added, first), -1
         units = [f"{stack.path}.{number}" for number in numbers]
         problem = repeat(problem, units, added, functools.partial(_name, stack, step))
     return problem
