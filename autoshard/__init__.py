@@ -16,6 +16,7 @@ _PLACES = {
     "CPUOffloadPolicy": "runtime.unit.policies",
     "CheckpointError": "runtime.training.checkpoint.on_ranks",
     "FlatShard": "runtime.comm.flat_shard",
+    "LoadedWeights": "runtime.weights.load",
     "MixedPrecisionPolicy": "runtime.unit.policies",
     "ModuleWrapPolicy": "runtime.sharding.wrap_policies",
     "OffloadPolicy": "runtime.unit.policies",
@@ -23,8 +24,10 @@ _PLACES = {
     "Plan": "passes.ir.plan",
     "ShardedModule": "runtime.sharding.sharded_module",
     "fully_shard": "runtime.sharding.shard",
+    "full_state_dict": "runtime.weights.full_state",
     "hybrid_mesh": "runtime.comm.mesh",
     "load_checkpoint": "runtime.training.checkpoint.save_and_load",
+    "load_pretrained": "runtime.weights.load",
     "parity": "tools.parity.compare",
     "plans": "runtime.compiled.plans",
     "preempted": "runtime.training.preemption",
@@ -32,6 +35,7 @@ _PLACES = {
     "replicate": "runtime.sharding.shard",
     "save_checkpoint": "runtime.training.checkpoint.save_and_load",
     "shard": "runtime.sharding.shard",
+    "save_pretrained": "runtime.weights.save",
     "share_comm_ctx": "runtime.sharding.sharded_module",
     "watchdog": "runtime.ranks.watchdog",
 }
@@ -63,6 +67,10 @@ if TYPE_CHECKING:
     from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from autoshard.runtime.unit.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy
+    from autoshard.runtime.weights.full_state import full_state_dict as full_state_dict
+    from autoshard.runtime.weights.load import LoadedWeights as LoadedWeights
+    from autoshard.runtime.weights.load import load_pretrained as load_pretrained
+    from autoshard.runtime.weights.save import save_pretrained as save_pretrained
     from autoshard.tools.parity.compare import parity as parity
 else:  # type checkers read the imports: for them, `__getattr__` would offer any name
 

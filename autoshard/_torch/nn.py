@@ -85,3 +85,8 @@ def weight_names(rnn: Any) -> list[str]:
     """Names of the parameters of an `nn.RNNBase`, in the order in which forward wants them."""
     names: list[str] = rnn._flat_weights_names
     return names
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the module's own buffers that are in no state dict."""
+    return module._non_persistent_buffers_set

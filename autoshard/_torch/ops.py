@@ -20,6 +20,12 @@ FUNCTIONALIZED: tuple[Any, ...] = (auto_functionalized, auto_functionalized_v2)
 FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 """Namespaces of torch's collectives that return their result."""
 
+COPY: Any = torch.ops.aten._to_copy.default
+"""Copy to another dtype, or device."""
+
+VIEW_OF_COPY: Any = torch.ops.aten._unsafe_view.default
+"""View of what nobody else has, as reshape makes where it copies."""
+
 functional_collectives: Any = torch.ops._c10d_functional
 
 

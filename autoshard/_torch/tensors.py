@@ -6,8 +6,8 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -23,9 +23,18 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+_T = TypeVar("_T", bound=torch.Tensor)
+
 # FSDP2 packs by the same two.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+
+
+def without_values(cls: type[_T], size: Sequence[int], dtype: torch.dtype) -> _T:
+    """Make a tensor of a subclass, contiguous and on the CPU, that has no memory."""
+    # The ignore: torch types it as a tensor.
+    made: _T = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype)  # type: ignore[assignment]
+    return made
 
 
 def storage_id(tensor: torch.Tensor) -> int:

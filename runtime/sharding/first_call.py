@@ -172,6 +172,18 @@ def _shard(known: weakref.ref[nn.Module]) -> None:
     uncalled_modules.discard(module)
 
 
+def shard_as_compiled(module: nn.Module) -> bool:
+    """Shard `module`, if it was compiled with autoshard, as its first call would; tell whether.
+
+    Raises as `adopt_module`; ranks wait for each other, by default.
+    """
+    if module not in _arguments:
+        return False
+    adopt_module(module, _arguments[module])
+    uncalled_modules.discard(module)
+    return True
+
+
 def _class_with_methods(original: type) -> type:
     """Make a subclass of `original`, of the same name, with a sharding method for each of _METHODS.
 

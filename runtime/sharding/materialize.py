@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from autoshard import _torch
 from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.agreement import compare_lines
+from autoshard.runtime.sharding import first_values
 from autoshard.runtime.unit.param import find, is_ignored
 
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
@@ -225,39 +228,69 @@ def materialize(
 
     Each module that has some of its own is initialized by itself, ignored ones excepted: by
     `param_init_fn(module)`, which should fill that module's own tensors and not its children's,
-    or else by its `reset_parameters()`. `param_init_fn` is first called while they are on meta;
-    if it leaves some there, memory is allocated for them and it is called again.
+    or else by its `reset_parameters()`; transformers' models as they initialize themselves.
+    `param_init_fn` is first called while they are on meta; if it leaves some there, memory is
+    allocated for them and it is called again.
     If torchdistX defers a parameter of the model, only `param_init_fn(model)`, or else torchdistX,
-    is called.
+    is called. Does nothing in `left_on_meta()`.
 
     Raises TypeError if `param_init_fn` is needed and can't be called; RuntimeError, naming
-    the module, if there is no way to initialize it.
+    the module, if there is no way to initialize it, or the buffers that were not.
     """
-    if _materialize_deferred(model, ignored, param_init_fn):
+    if _leaves_meta.get() or _materialize_deferred(model, ignored, param_init_fn):
         return
+    if param_init_fn is not None:
+        _fill_by(param_init_fn, model, device, ignored)
+        return
+    theirs = {
+        each for its in first_values.pretrained_models(model).values() for each in its.modules()
+    }
+    fresh: dict[Tensor, str] = {}
     for path, module in model.named_modules():
         if module in ignored.modules or not _has_own_meta(module, ignored):
             continue
-        if param_init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+        if module not in theirs and not first_values.is_there_a_way(module):
             raise RuntimeError(
                 f"{path or 'the model'} ({type(module).__name__}) has parameters or buffers on the "
                 "meta device and no reset_parameters(): pass param_init_fn, or call "
                 "model.to_empty(device=...) and initialise them"
             )
-        if param_init_fn is not None and not callable(param_init_fn):
+        fresh.update(_make_empty(path, module, device, ignored))
+    first_values.compute(model, fresh)
+
+
+def _fill_by(
+    param_init_fn: Callable[[nn.Module], None],
+    model: nn.Module,
+    device: torch.device,
+    ignored: Ignored,
+) -> None:
+    """Call `param_init_fn` as `materialize` does, which raises as this does."""
+    for path, module in model.named_modules():
+        if module in ignored.modules or not _has_own_meta(module, ignored):
+            continue
+        if not callable(param_init_fn):
             raise TypeError(
                 "param_init_fn should be a function of a module, not "
                 f"{type(param_init_fn).__name__}"
             )
-        if param_init_fn is not None:
+        param_init_fn(module)
+        if _has_own_meta(module, ignored):
+            _make_empty(path, module, device, ignored)
             param_init_fn(module)
-            if _has_own_meta(module, ignored):
-                _make_empty(module, device, ignored)
-                param_init_fn(module)
-        else:
-            _make_empty(module, device, ignored)
-            # Found callable above, which mypy can't know of a module's attribute.
-            module.reset_parameters()  # type: ignore[operator]
+
+
+_leaves_meta: ContextVar[bool] = ContextVar("_leaves_meta", default=False)
+
+
+@contextlib.contextmanager
+def left_on_meta() -> Iterator[None]:
+    """Have `shard()` leave on meta what is there, in this context: values are going to be read."""
+    token = _leaves_meta.set(True)
+    try:
+        yield
+    finally:
+        _leaves_meta.reset(token)
 
 
 def _has_own_meta(module: nn.Module, ignored: Ignored) -> bool:
@@ -265,20 +298,27 @@ def _has_own_meta(module: nn.Module, ignored: Ignored) -> bool:
     return any(t is not None and t.is_meta and t not in ignored.params for t in own)
 
 
-def _make_empty(module: nn.Module, device: torch.device, ignored: Ignored) -> None:
-    """Allocate memory for the module's own meta tensors, uninitialized.
+def _make_empty(
+    path: str, module: nn.Module, device: torch.device, ignored: Ignored
+) -> dict[Tensor, str]:
+    """Allocate memory for the module's own meta tensors, without values; return them with names.
 
     Ties of parameters to other modules are kept; those of buffers are not.
+    path: of the module in the model.
     """
+    fresh: dict[Tensor, str] = {}
     for name, param in module._parameters.items():
         if param is not None and param.is_meta and param not in ignored.params:
             # Swapped in place, so that every module that has this parameter sees it.
             made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
             torch.utils.swap_tensors(param, made)
             assert module._parameters[name] is param
+            fresh[param] = f"{path}.{name}".removeprefix(".")
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            module._buffers[name] = room = first_values.make_buffer(buffer, device)
+            fresh[room] = f"{path}.{name}".removeprefix(".")
+    return fresh
 
 
 def _materialize_deferred(

@@ -28,6 +28,7 @@ ROOMS = (
     "autoshard.runtime.compiled",
     "autoshard.runtime.training",
     "autoshard.runtime.sharding",
+    "autoshard.runtime.weights",
     "autoshard.runtime",
     "autoshard.options",
     "autoshard.plan_cache",
