@@ -27,7 +27,7 @@ _PLACES = {
     "full_state_dict": "runtime.weights.full_state",
     "hybrid_mesh": "runtime.comm.mesh",
     "load_checkpoint": "runtime.training.checkpoint.save_and_load",
-    "load_pretrained": "runtime.weights.load",
+    "load_pretrained": "runtime.sharding.load_pretrained",
     "parity": "tools.parity.compare",
     "plans": "runtime.compiled.plans",
     "preempted": "runtime.training.preemption",
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.compiled.plans import plans as plans
     from autoshard.runtime.eager.access import register_forward_method as register_forward_method
     from autoshard.runtime.ranks.watchdog import watchdog as watchdog
+    from autoshard.runtime.sharding.load_pretrained import load_pretrained as load_pretrained
     from autoshard.runtime.sharding.shard import fully_shard as fully_shard
     from autoshard.runtime.sharding.shard import replicate as replicate
     from autoshard.runtime.sharding.shard import shard as shard
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy
     from autoshard.runtime.weights.full_state import full_state_dict as full_state_dict
     from autoshard.runtime.weights.load import LoadedWeights as LoadedWeights
-    from autoshard.runtime.weights.load import load_pretrained as load_pretrained
     from autoshard.runtime.weights.save import save_pretrained as save_pretrained
     from autoshard.tools.parity.compare import parity as parity
 else:  # type checkers read the imports: for them, `__getattr__` would offer any name

@@ -21,6 +21,13 @@ from torch.distributed.tensor import DTensor
 
 _MIXED = "mixed torch.Tensor and DTensor"  # of torch's message, 2.11 to 2.15
 
+_NO_MEMORY = "data pointer on an invalid python storage"  # as safetensors meets it, 2.11 to 2.15
+_SAVE_HINT = (
+    "if these are tensors of a sharded model, they are DTensors, which have no memory of their own "
+    "and which safetensors can't write: call autoshard.save_pretrained(model, folder) on all "
+    "ranks, or save autoshard.full_state_dict(model, cpu_offload=True, rank0_only=True) on rank 0"
+)
+
 _latest = threading.local()
 
 
@@ -46,11 +53,16 @@ def hint() -> str:
 
 
 def explain(error: BaseException | None) -> None:
-    """Add the hint, as a note, to `error` if it is torch's about a DTensor and a plain tensor."""
-    if isinstance(error, RuntimeError) and _MIXED in str(error):
+    """Add a note to `error` if it is torch's about a DTensor and a plain tensor, or its memory."""
+    if not isinstance(error, RuntimeError):
+        return
+    text = ""
+    if _MIXED in str(error):
         text = f"autoshard: {hint()}"
-        if text not in getattr(error, "__notes__", ()):
-            error.add_note(text)
+    elif _NO_MEMORY in str(error):
+        text = f"autoshard: {_SAVE_HINT}"
+    if text and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 @functools.cache

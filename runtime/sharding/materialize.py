@@ -18,8 +18,8 @@ from autoshard import _torch
 from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.agreement import compare_lines
-from autoshard.runtime.sharding import first_values
 from autoshard.runtime.unit.param import find, is_ignored
+from autoshard.runtime.weights import first_values
 
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
 

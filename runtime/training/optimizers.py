@@ -245,6 +245,8 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
                 sharded.num_updates += 1
                 first = first or sharded
                 has_sharded |= sharded.axes.num_ranks > 1
+    if first is not None:
+        _refuse_factored(optimizer)
     if plain and world_size() > 1 and not _is_idle(optimizer):
         _check_plain(type(optimizer).__name__, plain)
         unmanaged.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
@@ -252,6 +254,24 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
         root = root_unit(first.unit)
         if not root.is_unordered:
             root.state(Ledger).note_step(optimizer, root.identity, root.axes.mesh)
+
+
+def _refuse_factored(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if `optimizer` is an Adafactor, of whatever library, and trains shards.
+
+    It keeps means over the rows and columns of a matrix, which no rank has.
+    """
+    if "Adafactor" not in type(optimizer).__name__:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            sharded = find(param)
+            if sharded is not None and sharded.world > 1:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} keeps means over rows and columns of whole "
+                    f"matrices, and a rank has some rows of {sharded.name} only: train with "
+                    "torch.optim.AdamW, or with torch.optim.Adafactor and strategy='no_shard'"
+                )
 
 
 def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:

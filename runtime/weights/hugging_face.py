@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoshard.runtime.sharding import first_values
+from autoshard.runtime.weights import first_values
 
 
 @dataclass
@@ -150,6 +150,11 @@ def end_loading(model: Any, folder: Path, converted: Converted) -> None:
     model._weight_conversions = converted.transforms
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(folder)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Tell whether `model`, of transformers, has adapters of PEFT, which alone are saved then."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def not_to_save(model: nn.Module) -> set[str]:

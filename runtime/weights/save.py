@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from autoshard import _torch
 from autoshard.runtime.eager import access
-from autoshard.runtime.sharding import first_values
 from autoshard.runtime.training.checkpoint.model_state import quiet
 from autoshard.runtime.training.checkpoint.on_ranks import (
     num_ranks,
@@ -27,7 +26,7 @@ from autoshard.runtime.training.checkpoint.on_ranks import (
     on_first_rank,
     this_rank,
 )
-from autoshard.runtime.weights import hugging_face
+from autoshard.runtime.weights import first_values, hugging_face
 from autoshard.runtime.weights.full_state import gather
 from autoshard.runtime.weights.lazy import Box, LazyTensor, Node, node_of, read_box, sources_of
 from autoshard.runtime.weights.targets import Target, check_together, targets_of

@@ -34,7 +34,10 @@ ALLOWED = {
     "_fields": "Python's: of named tuples",
     "_wrap_overrides": "the user's, as FullyShardedDataParallel's wrap() reads it",
     **dict.fromkeys(
-        ("_adjust_missing_and_unexpected_keys", "_keys_to_ignore_on_save", "_weight_conversions"),
+        (
+            *("_adjust_missing_and_unexpected_keys", "_keys_to_ignore_on_save"),
+            *("_weight_conversions", "_hf_peft_config_loaded"),
+        ),
         "Hugging Face's: what a model's own from_pretrained and save_pretrained go by",
     ),
     "_no_split_modules": "Hugging Face's, for what places models: layers to be kept in one piece",

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +507,75 @@ def test_a_save_that_fails_on_one_rank(rank: int) -> None:
         dist.barrier()
         assert_equal(transformers.AutoModelForCausalLM.from_pretrained(folder), want)
         assert not list(folder.glob(".writing*"))
+
+
+@pytest.mark.parametrize("how", ["ours", "theirs", "its state", "plain state"])
+@on_ranks(2)
+def test_a_models_own_save_pretrained(rank: int, how: str) -> None:
+    """It saves all of the model, whatever it is given; ranks that do not call it are told."""
+    with folder_of_all() as folder:
+        want = stored("tied", folder / "theirs")
+        model = on_meta(folder / "theirs")
+        autoshard.load_pretrained(model, folder / "theirs")
+        arguments: dict[str, Any] = {
+            "ours": {"max_shard_size": "10KB"},
+            "theirs": {"variant": "a"},
+            "its state": {"state_dict": model.state_dict()},
+            "plain state": {"state_dict": autoshard.full_state_dict(model)},
+        }[how]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers
+            model.save_pretrained(folder / "own", **arguments)
+        dist.barrier()
+        variant = arguments.get("variant")
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder / "own", variant=variant)
+        assert_equal(again, want)
+        assert (len(list((folder / "own").glob("*.safetensors"))) > 1) == (how == "ours")
+
+
+@on_ranks(2)
+def test_what_safetensors_says_of_shards(rank: int) -> None:
+    """A note with what to do, where nobody catches the error."""
+    from safetensors.torch import save_file, save_model
+
+    from autoshard.runtime.eager import outside
+
+    with folder_of_all() as folder:
+        model = autoshard.shard(nn.Linear(4, 4))
+        for save in (
+            lambda: save_file(model.state_dict(), folder / "a"),
+            lambda: save_model(model, str(folder / "a")),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                save()
+            outside.explain(caught.value)
+            assert (
+                "autoshard.save_pretrained(model, folder) on all ranks" in caught.value.__notes__[0]
+            )
+        state = autoshard.full_state_dict(model, cpu_offload=True, rank0_only=True)
+        if rank == 0:
+            save_file(state, folder / "a")
+
+
+@in_both_forms
+@on_ranks(2)
+def test_adafactor(rank: int, form: str) -> None:
+    """Refused where matrices are cut; torch's works on replicas."""
+    from transformers.optimization import Adafactor
+
+    def trained(strategy: str, make: Any) -> None:
+        model = in_form(autoshard.shard(Net(), strategy=strategy), form)
+        optimizer = make(model.parameters())
+        net_loss(model, rank, 0).backward()
+        optimizer.step()
+
+    theirs = partial(Adafactor, lr=1e-3, relative_step=False)
+    for make in (torch.optim.Adafactor, theirs):
+        with pytest.raises(
+            RuntimeError, match=r"Adafactor keeps means .* rows of embed.weight only"
+        ):
+            trained("full_shard", make)
+    trained("no_shard", torch.optim.Adafactor)
 
 
 def broken(self: Any, tensor: Tensor) -> None:
