@@ -12,6 +12,7 @@ missing on some of them says so beside it.
     dtensor     DTensors and meshes
     dist        process groups, their collectives, stores
     nn          modules and optimizers
+    ddp         DistributedDataParallel around a module of ours
     fsdp        what FSDP2, DDP and pipelines look for on a module
     checkpoint  torch.distributed.checkpoint
     ops         operators in graphs
@@ -25,6 +26,7 @@ test that fails when the patch is no longer needed. CONTRIBUTING.md lists them.
 from autoshard._torch import aot as aot
 from autoshard._torch import autograd as autograd
 from autoshard._torch import checkpoint as checkpoint
+from autoshard._torch import ddp as ddp
 from autoshard._torch import device as device
 from autoshard._torch import dist as dist
 from autoshard._torch import dtensor as dtensor

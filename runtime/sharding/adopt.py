@@ -19,6 +19,7 @@ What may still hold an old parameter, and what becomes of it:
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from autoshard import _torch
 from autoshard.runtime.eager import access, methods
 from autoshard.runtime.sharding.shard import shard
+from autoshard.runtime.training.checkpoint.on_ranks import this_rank
 from autoshard.runtime.training.optimizers import check_owners, live_optimizers, rebind_optimizers
 from autoshard.runtime.unit.param import ShardedParam, find, is_ignored
 from autoshard.runtime.unit.reduce import Reduction
@@ -77,17 +79,24 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     sharding]. Gradients that still arrive at old parameters, of graphs made before, are reduced
     into the sharded ones'.
 
+    If `root` is a DistributedDataParallel, the module in it is meant; one around it only calls it
+    from then on, with a warning.
+
     shard_arguments: of `shard()`.
     Raises as `shard()`, and RuntimeError, before anything is sharded, as `check_owners`.
     """
+    root = _torch.ddp.inside(root)
     if access.unit_of(root) is not None:  # also one without parameters
         return False
     before = dict(access.named_sharded(root))
     if any(find(param) is not None for param in before.values()):
         return False
     optimizers = live_optimizers()
+    shells = _torch.ddp.around(root)
     check_owners(root, before, optimizers)
+    _check_shells(shells, root)
     shard(root, **shard_arguments)
+    _take_off(shells, root)
     found = {param: find(param) for param in before.values()}  # None: it is ignored
     moved = {param: sharded for param, sharded in found.items() if sharded is not None}
     rebind_optimizers(optimizers, moved)
@@ -97,6 +106,36 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
         for old in moved:
             old.__class__ = _StaleParameter
     return True
+
+
+def _check_shells(shells: list[Any], root: nn.Module) -> None:
+    """Raise RuntimeError if DistributedDataParallel modules around `root` train more than `root`.
+
+    Nobody would average the rest.
+    """
+    own = set(root.parameters())
+    for shell in shells:
+        for name, param in shell.module.named_parameters():
+            if param.requires_grad and param not in own:
+                raise RuntimeError(
+                    f"DistributedDataParallel around {type(shell.module).__name__} trains {name}, "
+                    f"too, which is not in {type(root).__name__} that autoshard shards: compile "
+                    "all of it, and leave DistributedDataParallel out"
+                )
+
+
+def _take_off(shells: list[Any], root: nn.Module) -> None:
+    """Have DistributedDataParallel modules around `root` only call it, with a warning."""
+    for shell in shells:
+        _torch.ddp.let_go(shell)
+    if shells and this_rank() == 0:
+        warnings.warn(
+            f"DistributedDataParallel around {type(root).__name__} does nothing from now on, as "
+            "autoshard shards the model and averages its gradients: leave it out (with Accelerate, "
+            "don't give the model to prepare())",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _find_roots(params: list[nn.Parameter]) -> list[nn.Module]:

@@ -89,6 +89,7 @@ def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any])
 
     arguments: of `shard()`.
     """
+    module = _torch.ddp.inside(module)
     _offer_methods(module, arguments)
     uncalled_modules.add(module)  # an optimizer that steps it uncalled is told so
     watch_optimizers()

@@ -22,6 +22,7 @@ from autoshard.runtime.comm.mesh import mesh_device, separate_group
 from autoshard.runtime.eager import access, unit_steps
 from autoshard.runtime.eager import step as steps
 from autoshard.runtime.training import clip_grad_norm, full_params
+from autoshard.runtime.unit.param import find
 from autoshard.runtime.unit.unit import Unit, unit_of
 from autoshard.runtime.unit.unsharded import keep
 
@@ -77,6 +78,22 @@ class ShardedModule(fsdp.FSDPModule, nn.Module):
             f"unit {_unit(self).name!r} is autoshard's, and keeps none of the state that FSDP2 "
             "keeps of its modules: what asked for that works with torch's fully_shard alone"
         )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """Names that DistributedDataParallel, which asks for them, is to leave alone.
+
+        Raises RuntimeError if that leaves nothing for it to train.
+        """
+        named = dict(self.named_parameters())
+        names = [name for name, param in named.items() if find(param) is not None]
+        if all(name in names for name, param in named.items() if param.requires_grad):
+            raise RuntimeError(
+                f"{type(self).__name__} was given to DistributedDataParallel, and is sharded by "
+                "autoshard, which averages its gradients: leave DistributedDataParallel out (with "
+                "Accelerate, don't give the model to prepare())"
+            )
+        return names
 
     # ---- whole parameters
 

@@ -6,10 +6,12 @@ them. That they work is tested elsewhere.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import operator
 import time
 import tomllib
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -246,6 +248,18 @@ def test_ddp_takes_shards_for_parameters(rank: int) -> None:
         pytest.raises(RuntimeError, match="cannot be multiplied"),
     ):
         model(torch.ones(1, 2))
+
+
+@on_ranks(2)
+def test_ddp_keeps_parameters(rank: int) -> None:
+    """Needed: what `ddp.let_go` does. DDP holds what its module has given up."""
+    model = nn.Linear(2, 2)
+    ddp = DistributedDataParallel(model)
+    before = weakref.ref(model.weight)
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    gc.collect()
+    assert before() is not None
+    assert ddp.reducer is not None
 
 
 def test_pipelines_look_for_the_state_of_fsdp2() -> None:
