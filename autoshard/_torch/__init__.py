@@ -14,6 +14,7 @@ missing on some of them says so beside it.
     nn          modules and optimizers
     ddp         DistributedDataParallel around a module of ours
     fsdp        what FSDP2, DDP and pipelines look for on a module
+    fsdp2       FSDP2's own state of modules
     checkpoint  torch.distributed.checkpoint
     ops         operators in graphs
     fx          graphs, symbolic sizes
@@ -32,6 +33,7 @@ from autoshard._torch import dist as dist
 from autoshard._torch import dtensor as dtensor
 from autoshard._torch import dynamo as dynamo
 from autoshard._torch import fsdp as fsdp
+from autoshard._torch import fsdp2 as fsdp2
 from autoshard._torch import fx as fx
 from autoshard._torch import inductor as inductor
 from autoshard._torch import nn as nn

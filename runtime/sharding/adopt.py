@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.runtime.eager import access, methods
+from autoshard.runtime.sharding import from_fsdp2
 from autoshard.runtime.sharding.shard import shard
 from autoshard.runtime.training.checkpoint.on_ranks import this_rank
 from autoshard.runtime.training.optimizers import check_owners, live_optimizers, rebind_optimizers
@@ -80,7 +81,8 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     into the sharded ones'.
 
     If `root` is a DistributedDataParallel, the module in it is meant; one around it only calls it
-    from then on, with a warning.
+    from then on, with a warning. What torch's `fully_shard` has sharded is converted, see
+    `from_fsdp2.py`.
 
     shard_arguments: of `shard()`.
     Raises as `shard()`, and RuntimeError, before anything is sharded, as `check_owners`.
@@ -88,6 +90,8 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     root = _torch.ddp.inside(root)
     if access.unit_of(root) is not None:  # also one without parameters
         return False
+    if from_fsdp2.convert(root, shard_arguments):
+        return True
     before = dict(access.named_sharded(root))
     if any(find(param) is not None for param in before.values()):
         return False

@@ -54,6 +54,23 @@ def rebind_optimizers(
                 optimizer.state[sharded.param] = state
 
 
+def move_to_shards(
+    optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[nn.Parameter, ShardedParam]
+) -> None:
+    """Have `optimizers` train sharded parameters instead of others that are cut alike.
+
+    Lists of parameters are changed in place; the state of a parameter stays as it is.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [
+                moved[param].param if param in moved else param for param in group["params"]
+            ]
+        for param, sharded in moved.items():
+            if param in optimizer.state:
+                optimizer.state[sharded.param] = optimizer.state.pop(param)
+
+
 def check_owners(
     model: nn.Module,
     params: Mapping[str, nn.Parameter],
