@@ -33,6 +33,7 @@ from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
 from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.unit import root_of
 
 log = logging.getLogger(__name__)
 
@@ -139,12 +140,23 @@ class Compilation:
         Raises TraceAgain if torch's caches have the graphs, but their plans are gone; otherwise
         whatever goes wrong in AOTAutograd, a pass or the lowering.
         """
-        code = _torch.dynamo.traced_code()
-        begins = progress(code, self._num_graphs())
+        begins = progress(self._what(), self._num_graphs())
         with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
             if self.settings.lowering == "eager":
                 return self._compile_eagerly()
             return self._compile_inductor()
+
+    def _what(self) -> str:
+        """Say what is compiled: a module, by the outermost one's class and the path from there.
+
+        The traced code may be a decorator's, and is named only where no parameters are read.
+        """
+        paths = [param.name.split(".")[:-1] for param in self.frame.params]
+        if not paths:
+            return _torch.dynamo.traced_code()
+        alike = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))
+        root = root_of(self.frame.params[0])
+        return " ".join(filter(None, (type(root).__name__, ".".join(parts[0] for parts in alike))))
 
     def _num_graphs(self) -> int:
         """Number of graphs to compile: 2, forward and backward, if gradients are on now; or 1."""

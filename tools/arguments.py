@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 from typing import Any
 
 BATCH = (
@@ -47,9 +48,18 @@ def load(place: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"can't load {place!r} ({error}); expected package.module:function"
-        ) from error
+        raise ValueError(f"can't load {place!r} ({error}); {_expected(place)}") from error
     if not callable(found):
         raise ValueError(f"{place!r} is a {type(found).__name__}; expected a function")
     return found
+
+
+def _expected(place: str) -> str:
+    """Say what stands in the place of `place`; of a name on the Hub, how to get its config."""
+    if ":" in place or not re.fullmatch(r"[\w.-]+/[\w.-]+", place):
+        return "expected package.module:function"
+    return (
+        "if that is a model on the Hub, nothing is downloaded here: get its config with "
+        f"`hf download {place} config.json --local-dir .`, and give --model config.json; else "
+        "expected package.module:function"
+    )

@@ -8,10 +8,12 @@ torch until the command runs: help answers at once.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from autoshard import __version__
 from autoshard.tools import checkpoint, opt
 from autoshard.tools.bench import command as bench
 from autoshard.tools.doctor import command as doctor
@@ -36,6 +38,30 @@ COMMANDS = (
 """Functions that add a command's parser, in the order of help."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are a line, and not below a page of usage. Its commands' are of it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `message`, and what shows the usage; raise SystemExit."""
+        self.exit(2, f"{self.prog}: error: {message}\n({self.prog} --help says what there is)\n")
+
+
+class _Version(argparse.Action):
+    """Option that prints versions, and ends the program. torch is not imported for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Print them; raise SystemExit."""
+        found = []
+        for name in ("autoshard", "torch"):
+            try:
+                found.append(f"{name} {importlib.metadata.version(name)}")
+            except importlib.metadata.PackageNotFoundError:
+                found.append(f"{name} {__version__ if name == 'autoshard' else 'is not installed'}")
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"{', '.join(found)}, Python {python}")
+        parser.exit()
+
+
 def script() -> NoReturn:
     """Run the command of `sys.argv`, and end the process: entry point of the console script."""
     leave(main())
@@ -47,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments: without the program's name; None: those of `sys.argv`. Wrong ones, and `--help`,
         raise SystemExit.
     """
-    parser = argparse.ArgumentParser(prog="autoshard", description="Sharded training, compiled.")
+    parser = _Parser(prog="autoshard", description="Sharded training, compiled.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="versions, of torch too")
     commands = parser.add_subparsers(dest="command", required=True)
     for add_parser in COMMANDS:
         add_parser(commands)

@@ -479,7 +479,10 @@ def _topology_of(kind: str) -> str:
     if kind.lower() in names():
         return kind.lower()
     if not is_known(kind):
-        raise ValueError(f"no topology is known of {kind!r}: add --topology, a name or a file")
+        raise ValueError(
+            f"no topology is known of {kind!r}, but of {', '.join(names())}: write one of these, "
+            "or add --topology, a name or a file"
+        )
     return default_topology(kind)
 
 
