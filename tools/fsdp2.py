@@ -110,6 +110,24 @@ _INIT: tuple[Row, ...] = (
         "unit/test_errors::test_bad_input",
     ),
     (
+        "buffers of modules on meta are left without values by `to_empty()`",
+        "`shard()` and `load_pretrained()` have modules compute them, or name them in an error",
+        "parity/weights/test_pretrained::test_buffers_that_nobody_computes_are_an_error "
+        "parity/weights/test_pretrained::test_meta_is_initialised_as_transformers_does",
+    ),
+    (
+        "safetensors of Hugging Face's models are not read",
+        "`load_pretrained` and `save_pretrained`: each rank its own part",
+        "parity/weights/test_pretrained::test_loads_as_from_pretrained "
+        "parity/weights/test_pretrained::test_saves_as_transformers_does",
+    ),
+    (
+        "DDP around a sharded module: an error about DTensors",
+        "an error that says what to do; around a compiled one, DDP lets go",
+        "parity/sharding/test_ddp::test_ddp_lets_go "
+        "parity/sharding/test_ddp::test_ddp_of_a_sharded_model_is_refused",
+    ),
+    (
         "names in `named_parameters()` and state dicts stay",
         SAME,
         "parity/training/test_state::test_names",
@@ -860,6 +878,12 @@ _COMPILE: tuple[Row, ...] = (
         "torch.compile of the model breaks the graph at each unit",
         "one graph",
         "parity/comm/test_counts::test_compiled",
+    ),
+    (
+        "torch.compile with autoshard of what torch's `fully_shard` has sharded",
+        "units, shards, settings and optimizers are taken over at the first call",
+        "parity/sharding/test_from_fsdp2::test_fsdp2_then_compiled "
+        "parity/sharding/test_from_fsdp2::test_settings_are_kept",
     ),
     (
         "`fullgraph=True` on the model fails",
