@@ -15,6 +15,7 @@ from autoshard.runtime.sharding.adopt import adopt_module
 from autoshard.runtime.sharding.first_call import shard_as_compiled
 from autoshard.runtime.sharding.materialize import left_on_meta
 from autoshard.runtime.unit.param import find
+from autoshard.runtime.weights import hugging_face
 from autoshard.runtime.weights.load import LoadedWeights, load_into
 
 
@@ -29,12 +30,13 @@ def load_pretrained(
     """Load the safetensors files of a Hugging Face model into `model`; all ranks call this.
 
     Each rank reads its own rows, a parameter at a time. The values are those that transformers'
-    `from_pretrained` gives, cast to the dtypes of `model`: with its other names, conversions (of
-    stacked experts, fused projections) and ties. A model that is on meta, as built under
+    `from_pretrained` gives, cast to the dtypes of `model`: with its other names, conversions
+    (of stacked experts, fused projections) and ties. A model that is on meta, as built under
     `torch.device("meta")`, needs memory for its shards only; buffers that are in no file are
-    computed. A model that is not sharded yet is sharded first, as its `torch.compile(...,
-    backend="autoshard")` says, or by `shard(model, **shard_arguments)`. Any other module can be
-    loaded, too, by its own names. Training and eval mode stay as they are.
+    computed, and parameters that transformers keeps in float32 become so. A model that is not
+    sharded yet is sharded first, as its `torch.compile(..., backend="autoshard")` says, or by
+    `shard(model, **shard_arguments)`. Any other module can be loaded, too, by its own names.
+    Training and eval mode stay as they are.
 
     folder: one with model.safetensors, or model.safetensors.index.json and the files that it names.
     strict: False initialises parameters that the files lack, as transformers does, with values
@@ -69,6 +71,10 @@ def _shard_on_meta(model: nn.Module, arguments: dict[str, Any]) -> None:
             if not param.is_meta:
                 made = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
                 torch.utils.swap_tensors(param, made)
+    if hugging_face.is_pretrained(model) and any(param.is_meta for param in params):
+        for param, dtype in hugging_face.kept_dtypes(model).items():
+            wider = nn.Parameter(torch.empty_like(param, dtype=dtype), param.requires_grad)
+            torch.utils.swap_tensors(param, wider)
     with left_on_meta():
         if arguments or not shard_as_compiled(model):
             adopt_module(model, arguments)

@@ -94,6 +94,22 @@ def convert(
     return made
 
 
+def kept_dtypes(model: Any) -> dict[nn.Parameter, torch.dtype]:
+    """Find parameters that `from_pretrained` keeps in another dtype than that of `model`."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    if not plan:
+        return {}
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+    found = {}
+    for name, param in model.named_parameters():
+        match = pattern.search(name)
+        if match is not None and param.is_floating_point():
+            found[param] = plan[by_group[match.lastgroup or ""]]
+    return {param: dtype for param, dtype in found.items() if param.dtype != dtype}
+
+
 def check_kind(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
     """Raise ValueError if tensor `name` is one of integers in files, or in the model, alone."""
     if stored.is_floating_point != wanted.is_floating_point:

@@ -36,7 +36,7 @@ ALLOWED = {
     **dict.fromkeys(
         (
             *("_adjust_missing_and_unexpected_keys", "_keys_to_ignore_on_save"),
-            *("_weight_conversions", "_hf_peft_config_loaded"),
+            *("_weight_conversions", "_hf_peft_config_loaded", "_get_dtype_plan"),
         ),
         "Hugging Face's: what a model's own from_pretrained and save_pretrained go by",
     ),

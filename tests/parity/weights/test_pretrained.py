@@ -130,6 +130,26 @@ def test_dtypes_are_the_models(rank: int, dtype: torch.dtype) -> None:
         assert_equal(model, want)
 
 
+@on_ranks(2)
+def test_what_is_kept_in_float32(rank: int) -> None:
+    """T5's output projections, beside half precision."""
+    config = transformers.T5Config(
+        d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, vocab_size=61
+    )
+    with folder_of_all() as folder:
+        transformers.utils.logging.disable_progress_bar()
+        if rank == 0:
+            transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+        dist.barrier()
+        dtype = torch.float16
+        want = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+        with torch.device("meta"):
+            model = transformers.T5ForConditionalGeneration(config).to(dtype)
+        autoshard.load_pretrained(model, folder)
+        assert {param.dtype for param in want.parameters()} == {torch.float16, torch.float32}
+        assert_equal(model, want)
+
+
 @pytest.mark.parametrize("kind", ["experts", "tied"])
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard", "columns", "flat"])
 @on_ranks(4)
