@@ -1,6 +1,6 @@
 """torch's DistributedDataParallel around a module that autoshard shards: it is made to let go.
 
-Tried on torch 2.13.0.
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """State that torch's `fully_shard` (FSDP2) keeps of modules: read, and taken off.
 
-Tried on torch 2.13.0.
+Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ def _read(state: Any) -> Fsdp2Unit:
         unusual.append("set_custom_all_gather()")
     if type(group._reduce_scatter_comm) is not collectives.DefaultReduceScatter:
         unusual.append("set_custom_reduce_scatter()")
+    policies = {getattr(each, "mp_policy", None) for each in group.fsdp_params}  # since 2.14
+    policy = getattr(group, "mp_policy", None) or next(iter(policies))
+    if len(policies) > 1:
+        unusual.append("an mp_policy that differs by parameter")
     after = group.post_forward_mesh_info
     told: bool | int | None = None
     if not reshard:
@@ -79,7 +83,7 @@ def _read(state: Any) -> Fsdp2Unit:
         modules=modules,
         mesh=group.mesh_info.mesh,
         reshard_after_forward=told,
-        mp_policy=group.mp_policy,
+        mp_policy=policy,
         offload_policy=group.offload_policy,
         divide_factor=group.gradient_divide_factor,
         params=tuple(map(_managed, group.fsdp_params)),

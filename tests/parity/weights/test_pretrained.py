@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
+from autoshard import _torch
 from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError
 from autoshard.runtime.weights import writing
 
@@ -150,8 +151,13 @@ def test_what_is_kept_in_float32(rank: int) -> None:
         assert_equal(model, want)
 
 
+LAYOUTS = ["full_shard", "hybrid_shard", "no_shard", "columns"]
+if _torch.dtensor.SUBCLASSES_DISPATCH:  # flat placements need torch 2.12
+    LAYOUTS.append("flat")
+
+
 @pytest.mark.parametrize("kind", ["experts", "tied"])
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard", "columns", "flat"])
+@pytest.mark.parametrize("strategy", LAYOUTS)
 @on_ranks(4)
 def test_layouts(rank: int, kind: str, strategy: str) -> None:
     """However parameters are cut."""
