@@ -32,11 +32,11 @@ OF_A_KIND = (
 """Fields of a topology that are fitted for each kind of GPU."""
 OF_ALL = ("attention_ramp", "attention_backward", "node_alpha_us", "step_alpha_us")
 """Fields of a topology that are fitted once."""
-UNTOLD_GB_PER_S = {"h100": 17.5, "a100": 9.12}
+UNTOLD_GB_PER_S = {"h100": 17.5, "a100": 9.04}
 """A rank's share of a network that a publication doesn't tell; fitted."""
-FSDP1_SHARE = 0.794
+FSDP1_SHARE = 0.799
 """Share of YaFSDP's rate between nodes that FSDP1 has in the same cluster; fitted."""
-EARLY_ATTENTION_SHARE = 0.779
+EARLY_ATTENTION_SHARE = 0.781
 """Share of the rate of attention in systems of 2023, with the first FlashAttention; fitted."""
 
 

@@ -239,8 +239,9 @@ def _merged(items: Sequence[Item], number: int, *, copies: bool) -> Item:
         max(item.ready for item in items),
         min(item.used for item in items),
         max(item.freed for item in items),
-        is_copied_in=is_copied,
-        is_copied_out=is_copied,
+        is_copied_in=is_copied or any(item.is_copied_in for item in items),
+        is_copied_out=is_copied or any(item.is_copied_out for item in items),
+        source_bytes=sum(item.moved_bytes - item.num_bytes for item in items),
     )
 
 

@@ -1,22 +1,25 @@
-"""Traced training steps of published workloads, each once, in two processes, kept on disk if asked.
+"""Traced training steps of published workloads, in two processes, kept on disk if asked.
+
+Workloads that differ in microbatch and checkpoints alone have one trace.
 
 A trace depends neither on the cluster nor on constants.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import multiprocessing
 import os
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from published_rows import Workload
 
 from autoshard.tools.plan.estimate import StepGraphs
-from autoshard.tools.plan.planning import traced_step
+from autoshard.tools.plan.planning import traced_steps
 
 PROCESSES = 2
 
@@ -27,25 +30,35 @@ def traced(workloads: Iterable[Workload], folder: Path) -> dict[Workload, StepGr
     folder: keeps traces, of this very version of the project alone: nothing in it is checked.
     """
     wanted = sorted(set(workloads), key=repr)
-    missing = [each for each in wanted if not _path(folder, each).exists()]
+    groups: dict[Workload, list[Workload]] = {}
+    for each in wanted:
+        if not _path(folder, each).exists():
+            like = dataclasses.replace(each, micro_batch=1, checkpointing="none")
+            groups.setdefault(like, []).append(each)
     with multiprocessing.get_context("spawn").Pool(PROCESSES, _quieten) as pool:
-        tasks = [(each, folder) for each in missing]
+        tasks = [(group, folder) for group in groups.values()]
         for _ in pool.imap_unordered(_trace, tasks):
             pass
     return {each: pickle.loads(_path(folder, each).read_bytes()) for each in wanted}
 
 
-def _trace(task: tuple[Workload, Path]) -> None:
-    workload, folder = task
-    found: StepGraphs | str
+def _trace(task: tuple[Sequence[Workload], Path]) -> None:
+    """Trace workloads that differ in microbatch and checkpoints alone, and keep what is found."""
+    workloads, folder = task
+    sizes = {each.micro_batch for each in workloads}
+    ways = {each.checkpointing for each in workloads}
+    steps: Mapping[tuple[int, str], StepGraphs] = {}
+    why = ""
     try:
-        found = traced_step(workload.planned(), workload.micro_batch, workload.checkpointing)
+        steps = traced_steps(workloads[0].planned(), sizes, ways)
     except RuntimeError as error:
-        found = f"can't be traced: {error}"
-    path = _path(folder, workload)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(pickle.dumps(found))
-    partial.rename(path)
+        why = f"can't be traced: {error}"
+    for workload in workloads:
+        found = why or steps[workload.micro_batch, workload.checkpointing]
+        path = _path(folder, workload)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(pickle.dumps(found))
+        partial.rename(path)
 
 
 def _path(folder: Path, workload: Workload) -> Path:

@@ -9,12 +9,14 @@ one start-up alpha. Then no step takes less than
     start-up   max over i <= j of  alpha + A(i)  +  C(i..j)  +  alpha + R(j)
 
 as each byte read by op i crosses its link before it, ops keep their order, and each byte made by op
-j crosses after it. Costs of one layout (members of a grouped bucket, copies) are left out, as other
-layouts do without.
+j crosses after it. Costs of one layout (members of a grouped bucket, copies to a shared buffer) are
+left out, as other layouts do without. Copies that all layouts make, such as casts of gradients to
+another dtype, are in C: those of gradients made by op j or later come after op j.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,7 +42,11 @@ def lower_bound(problem: Problem) -> Bound:
     ops from there to another one, and what that op and later ones leave to reduce, for the worst
     two ops. If several are equal but for rounding, the result is named after the first of these.
     """
-    compute = problem.compute_us[-1]
+    copied: dict[int, float] = defaultdict(float)  # of what the op before each position makes
+    for item in problem.reduces:
+        copied[item.ready] += _copies_us(problem, "reduce", item)
+    gathered = sum(_copies_us(problem, "gather", item) for item in problem.gathers)
+    compute = problem.compute_us[-1] + gathered + sum(copied.values())
     heads = _heads(problem)
     tails = _tails(problem)
     link = max(
@@ -52,17 +58,32 @@ def lower_bound(problem: Problem) -> Bound:
     )
     # Op p does not begin before `reached`: the head of any op up to it, and compute since then.
     # What is made right before position p is made by op p - 1, and waits for no head of p.
+    # Copies of what is made from there on come later, too, but some maybe after that is sent.
     reached, path = heads.get(0, 0.0), tails.get(0, 0.0)
+    busy = reached
     for position in range(1, problem.num_ops + 1):
         reached += problem.op_us[position - 1]
+        busy += problem.op_us[position - 1] + copied.get(position, 0.0)
         path = max(path, reached + tails.get(position, 0.0))
         reached = max(reached, heads.get(position, 0.0))
-    path = max(path, reached)
+        busy = max(busy, heads.get(position, 0.0))
+    path = max(path, busy)
     bounds = [(compute, "compute"), (link, "link"), (path, "start-up")]
     time_us = max(time for time, _ in bounds)
     # The way through compute alone is one of the path's: rounding must not name it start-up.
     binding = next(name for time, name in bounds if time >= time_us * (1 - 1e-9))
     return Bound(time_us, binding)
+
+
+def _copies_us(problem: Problem, kind: str, item: Item) -> float:
+    """Microseconds of the copies of `item` that every layout makes: casts, and turned shards."""
+    costs = problem.costs
+    copies = 0.0
+    if item.is_copied_in:
+        copies += costs.copy_in_us(kind, item.bucket_class, item.moved_bytes)
+    if item.is_copied_out:
+        copies += costs.copy_out_us(item.num_bytes)
+    return copies
 
 
 def _link_names(problem: Problem) -> list[str]:

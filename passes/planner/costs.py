@@ -2,11 +2,12 @@
 
 A collective of B unsharded bytes takes `alpha_us + B * us_per_byte` on its link. In a *packed*
 bucket of several members, a gather's shards are copied together before it and the parameters apart
-after it; a reduce's gradients are copied together before it and the sums apart after it. In a
-*grouped* bucket nothing is copied to a shared buffer, and each member after the first costs
-`member_us` on the link. Nothing is copied either for a gather of one member, or for a reduce of one
-where the collective itself divides the sum. Over gloo, tiny members of a grouped bucket are packed
-all the same; costs ignore that.
+after it; a reduce's gradients are copied together before it, in the same kernel that casts them.
+Its sums are divided and copied apart after it, unless the collective itself divides them: then
+shards stay where they were received. In a *grouped* bucket nothing is copied to a shared buffer,
+and each member after the first costs `member_us` on the link. Nothing is copied either for a gather
+of one member, unless its shard is cast. Over gloo, tiny members of a grouped bucket are packed all
+the same; costs ignore that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 PACKED, GROUPED = "packed", "grouped"
 LAYOUTS: Mapping[str, Sequence[str]] = {"gather": (PACKED, GROUPED), "reduce": (PACKED,)}
-"""Layouts that buckets may have, by kind: a gradient is divided where it is packed."""
+"""Layouts that buckets may have, by kind: gradients are sent from one buffer."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ class Costs:
     shards:           ranks that parameters of a class are sharded over.
     copy_us_per_byte: of reading or writing one byte on the device.
     contention:       factor by which compute slows down while a collective runs; at least 1.
-    divides:          whether collectives divide sums. Those of a graph do not: gradients are
-        divided where they are packed.
+    divides:          whether collectives divide sums themselves.
     call_us:          time for which compute stands still for a launch and its wait themselves.
     is_flat:          whether members lie in one buffer all the time, as flat parameters of FSDP1
         and gradients of DDP do: then nothing is copied.
@@ -66,20 +66,20 @@ class Costs:
     def is_shared(self, kind: str, num_members: int, layout: str) -> bool:
         """Tell whether members are copied to a shared buffer before a launch.
 
-        They are in a packed bucket of several, and for a reduce of one, unless `divides`. If so, a
-        gather's members are also copied out of it after the wait.
+        They are in a packed bucket of several, and for a reduce of one. If so, a gather's members
+        are also copied out of it after the wait.
         """
         if layout == GROUPED or self.is_flat:
             return False
-        return num_members > 1 or (kind == "reduce" and not self.divides)
+        return num_members > 1 or kind == "reduce"
 
-    def copy_in_us(self, kind: str, bucket_class: str, num_bytes: int) -> float:
+    def copy_in_us(self, kind: str, bucket_class: str, moved_bytes: int) -> float:
         """Microseconds to copy what is sent before a launch: gradients, or shards for a gather.
 
-        num_bytes: of the parameters or gradients, unsharded.
+        moved_bytes: read and written, of unsharded parameters or gradients.
         """
-        part = num_bytes / self.shards[bucket_class] if kind == "gather" else num_bytes
-        return 2 * part * self.copy_us_per_byte
+        part = moved_bytes / self.shards[bucket_class] if kind == "gather" else moved_bytes
+        return part * self.copy_us_per_byte
 
     def copy_out_us(self, num_bytes: int) -> float:
         """Microseconds to copy unsharded parameters of `num_bytes` after a gather's wait."""

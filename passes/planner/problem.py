@@ -29,10 +29,12 @@ class Item:
     freed:     the first position at which the unsharded parameter is needed no more; `num_ops + 1`
         if it outlives the graph. For a gradient, the same as `used`.
     segment:   number of barriers before those positions; a bucket is in one segment.
-    is_copied_in:  whether a gather copies its shard even if it is the only member of its bucket: to
-        another dtype, or because the graph has made it.
+    is_copied_in:  whether a shard, or a gradient, is copied before it is sent however members lie:
+        to another dtype, or because the graph has made the shard.
     is_copied_out: whether a gather copies its unsharded parameter even if it is the only member:
         shards along another dim than the first do not lie as they are read.
+    source_bytes:  of the unsharded tensor in the dtype that it is copied from before it is sent;
+        None if that is the one on the wire.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Item:
     segment: int = 0
     is_copied_in: bool = False
     is_copied_out: bool = False
+    source_bytes: int | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that are read and written where the whole tensor is copied before it is sent."""
+        return self.num_bytes + (self.num_bytes if self.source_bytes is None else self.source_bytes)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,13 +90,14 @@ class _Table:
         for item in items:
             self.bytes.append(self.bytes[-1] + item.num_bytes)
         self.crossing = [num_bytes * link.us_per_byte for num_bytes in self.bytes]
+        moved = itertools.accumulate((item.moved_bytes for item in items), initial=0)
         self.sharing = [
-            costs.copy_in_us("gather", bucket_class, num_bytes) + costs.copy_out_us(num_bytes)
-            for num_bytes in self.bytes
+            costs.copy_in_us("gather", bucket_class, moved_bytes) + costs.copy_out_us(num_bytes)
+            for moved_bytes, num_bytes in zip(moved, self.bytes, strict=True)
         ]
         self.copying = [0.0]  # what is copied even where no memory is shared
         for item in items:
-            copied = costs.copy_in_us("gather", bucket_class, item.num_bytes * item.is_copied_in)
+            copied = costs.copy_in_us("gather", bucket_class, item.moved_bytes * item.is_copied_in)
             copied += costs.copy_out_us(item.num_bytes * item.is_copied_out)
             self.copying.append(self.copying[-1] + copied)
         uses = [item.used for item in items] + [problem.num_ops]

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.passes.planner.bound import Bound, lower_bound
-from autoshard.passes.planner.costs import LAYOUTS
+from autoshard.passes.planner.costs import LAYOUTS, PACKED
+from autoshard.passes.planner.margin import Margin
+from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.simulate import (
@@ -52,11 +54,13 @@ class Decision:
     timeline: of the best buckets found. Its `peak_bytes` is beyond `budget_bytes` if none of the
         buckets that were tried fit the budget.
     bound: time that no buckets can beat.
+    margin: by how much it is faster than one bucket a unit; None if nobody compared them.
     """
 
     timeline: Timeline
     bound: Bound
     budget_bytes: float
+    margin: Margin | None = None
 
     @property
     def gap(self) -> float:
@@ -75,7 +79,8 @@ def search(
 
     The best of some seeds (one bucket a unit, one an item, buckets up to some size) is changed at
     random, again and again; each change is simulated, and kept if it is better. Fewer bytes beyond
-    the budget are better, then less time, then fewer buckets.
+    the budget are better, then less time, then fewer buckets. The result is never worse than
+    `per_unit`, if buckets may be packed: that launches in an order of its own.
 
     budget_bytes: for all memory; see `simulate`.
     layouts: layouts that buckets may have, by kind, "gather" and "reduce".
@@ -95,7 +100,14 @@ def search(
         if found is not None and found[0] < best:
             best, timeline = found
             hot = space.hot(timeline, moved)
+    if all(PACKED in each for each in layouts.values()):
+        timeline = min(per_unit(problem), timeline, key=lambda each: _needs(each, budget_bytes))
     return Decision(timeline, lower_bound(problem), budget_bytes)
+
+
+def _needs(timeline: Timeline, budget_bytes: float) -> tuple[float, float]:
+    """Bytes beyond the budget, and microseconds."""
+    return max(0.0, timeline.peak_bytes - budget_bytes), timeline.time_us
 
 
 class _Space:

@@ -78,7 +78,7 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
     costs, bucket_class = problem.costs, items[0].bucket_class
     num_bytes, count = sum(item.num_bytes for item in items), len(items)
     is_shared = costs.is_shared(kind, count, layout)
-    copied_in = sum(item.num_bytes for item in items if is_shared or item.is_copied_in)
+    copied_in = [item for item in items if is_shared or item.is_copied_in]
     copied_out = sum(item.num_bytes for item in items if is_shared or item.is_copied_out)
     return SimulatedBucket(
         kind=kind,
@@ -93,14 +93,15 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
             (link.name, link.time_us(num_bytes, count, layout))
             for link in costs.links[bucket_class]
         ),
-        copy_in_us=costs.call_us + costs.copy_in_us(kind, bucket_class, copied_in),
+        copy_in_us=costs.call_us
+        + costs.copy_in_us(kind, bucket_class, sum(item.moved_bytes for item in copied_in)),
         copy_out_us=(
             costs.copy_out_us(copied_out)
             if kind == "gather"
             else costs.hand_out_us(bucket_class, num_bytes, layout)
         ),
         shard_bytes=-(-num_bytes // costs.shards[bucket_class]),
-        twice_bytes=copied_out if kind == "gather" else copied_in,
+        twice_bytes=copied_out if kind == "gather" else sum(item.num_bytes for item in copied_in),
     )
 
 

@@ -35,7 +35,7 @@ from autoshard.passes.planner.schema import read_as
 
 FOLDER = Path(__file__).resolve().parent / "topologies"
 KINDS = ("gather", "reduce", "all_reduce")
-NETWORK_SHARE = 0.594
+NETWORK_SHARE = 0.588
 """Share of a network's rate that collectives reach; fitted by `benchmarks/published.py` on 143 rows
 that tell their network."""
 
@@ -77,6 +77,7 @@ class Topology:
     step_alpha_us:    of each step of a ring, of which there are as many as ranks.
     member_us:        time of one more member of a grouped bucket.
     call_us:          how long compute stands still for one more collective itself.
+    averages:         whether collectives divide sums themselves, as NCCL's do.
     contention:       factor by which compute takes longer while a collective runs.
     measured:         "gather 2": (alpha_us, us_per_byte), by kind and ranks, used in place of the
         formula where there is an entry.
@@ -109,6 +110,7 @@ class Topology:
     attention_backward: float = 0.7
     memory_efficiency: float = 1.0
     step_alpha_us: float = 0.0
+    averages: bool = False
     residuals: Residuals | None = None
     measured: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     ops: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -187,6 +189,7 @@ class Topology:
             shards,
             copy_us_per_byte=self.copy_us_per_byte,
             contention=max(1.0, self.contention),
+            divides=self.averages,
             call_us=self.call_us,
         )
 

@@ -2,7 +2,8 @@
 
 The graph becomes a `planner.Problem`, which is numbers alone; `planner.search` finds a decision,
 which becomes a plan. The decision is compared with one bucket a unit, gathered one unit ahead: in
-simulation it is slower than that only where a smaller memory budget asks for it. Without a budget
+simulation it is slower than that only where a smaller memory budget asks for it, also where times
+err as much as those of published runs do. Without a budget
 it needs no more memory either, for the batch that it was found with.
 """
 
@@ -31,6 +32,7 @@ from autoshard.passes.ir.ops import Unshard
 from autoshard.passes.ir.plan import BucketFigures, Event, Figures, Plan
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import Costs
+from autoshard.passes.planner.margin import margin
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import search
 from autoshard.passes.planner.simulate import Order, SimulatedBucket, Timeline, make_bucket, replay
@@ -55,7 +57,7 @@ class PricedGraph:
     problem: the planner's input, with gathers in order of first use and reduces in order of
         readiness. `items` and `marker` map markers to its items, and back by id.
     live: bytes of the graph's other values. spans: the `Span` of each marker.
-    budget_bytes: that of `prices`; None if there is none.
+    budget_bytes: that of `prices`. errors: of its topology's times. None if there are none.
     is_reduced_read: whether the graph itself reads a reduced gradient.
     Raises ValueError if `name_params` has not run.
     """
@@ -74,6 +76,7 @@ class PricedGraph:
         last = last_uses(graph, position, end=len(ops))
         markers = [node for node in graph.nodes if is_marker(node)]
         self.budget_bytes = prices.budget_bytes
+        self.errors = prices.topology.residuals
         self.live = live_bytes(graph, kind)
         self.spans = spans(graph, position)
         self.items = {
@@ -126,6 +129,10 @@ class PricedGraph:
         found = search(self.problem, budget_bytes=budget).timeline
         if _rank(known, budget) <= _rank(found, budget):
             return list(drafts), list(events)
+        if self.errors is not None and known.peak_bytes <= budget:
+            between = margin(self.problem, found, known, self.errors)
+            if between.low < 0:  # better by less than times may err
+                return list(drafts), list(events)
         decided = [self._draft(run.bucket) for run in found.runs]
         return decided, [Event(what, number, at) for what, number, at in found.order]
 
@@ -254,7 +261,8 @@ def _item(
     (member,) = read_members(members_of(marker))
     info = info_of(marker)
     is_gather = is_unshard(marker)
-    is_cast = marker.all_input_nodes[0].meta["val"].dtype != member.dtype
+    source = marker.all_input_nodes[0].meta["val"].dtype
+    is_made = is_gather and is_made_here(marker)
     return Item(
         name=info.name,
         unit=info.unit,
@@ -264,8 +272,9 @@ def _item(
         used=span.used,
         freed=1 + last.get(marker, span.used) if is_gather else span.used,
         segment=span.segment,
-        is_copied_in=is_gather and (is_cast or is_made_here(marker)),
+        is_copied_in=source != member.dtype or is_made,
         is_copied_out=is_gather and not member.lies_in_turn,
+        source_bytes=member.num_bytes // member.dtype.itemsize * source.itemsize,
     )
 
 

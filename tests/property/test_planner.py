@@ -79,12 +79,23 @@ def problems(draw: st.DrawFn, *, max_items: int = 8, reduces: bool = True) -> Pr
             draw(st.integers(use + 1, num_ops)),
             is_copied_in=draw(st.booleans()),
             is_copied_out=draw(st.booleans()),
+            source_bytes=draw(st.sampled_from([None, 25])),
         )
         for n, use in enumerate(uses)
     ]
     births = sorted(draw(st.lists(st.integers(1, num_ops), max_size=max_items))) if reduces else []
     made = [
-        Item(f"g{n}", f"u{n // 2}", "reduce", draw(sizes), birth, num_ops, num_ops)
+        Item(
+            f"g{n}",
+            f"u{n // 2}",
+            "reduce",
+            draw(sizes),
+            birth,
+            num_ops,
+            num_ops,
+            is_copied_in=draw(st.booleans()),
+            source_bytes=draw(st.sampled_from([None, 25])),
+        )
         for n, birth in enumerate(births)
     ]
     return Problem("any", tuple(op_us), tuple(live), tuple(gathers), tuple(made), draw(costs()))

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import fx
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import GROUPED, PACKED, Costs, Link
 from autoshard.passes.planner.keep import worth_keeping
+from autoshard.passes.planner.margin import Margin, margin
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
@@ -26,7 +28,13 @@ from autoshard.passes.planner.simulate import (
     simulate,
     simulate_unless_worse,
 )
-from autoshard.passes.planner.topology import NETWORK_SHARE, Topology, default_topology, names
+from autoshard.passes.planner.topology import (
+    NETWORK_SHARE,
+    Residuals,
+    Topology,
+    default_topology,
+    names,
+)
 from autoshard.passes.plans.roofline import base_of, node_us, num_flops, op_key
 
 H100 = Topology.load("h100")
@@ -355,6 +363,21 @@ def test_plans_keep_to_the_memory_of_one_bucket_a_unit(
     found = search(problem, budget_bytes=unit.peak_bytes, layouts=only, steps=100).timeline
     assert found.peak_bytes <= unit.peak_bytes
     assert found.time_us <= unit.time_us
+
+
+def test_a_margin_where_times_err() -> None:
+    """Two buckets against one: as predicted all are hidden; where links are slow they are not."""
+    link = Link("node", alpha_us=30.0, us_per_byte=1.0, member_us=0.0)
+    items = [Item(f"w{n}", f"u{n}", "gather", 10, 0, n + 1, n + 2) for n in range(2)]
+    costs = Costs({"gather": (link,)}, {"gather": 2}, 0.0)
+    problem = Problem("forward", (100.0,) * 3, (0,) * 3, tuple(items), (), costs)
+    errors = Residuals(10, "runs", 8, low=0.5, high=2.0)
+    bucket = make_bucket(problem, "gather", items, GROUPED)
+    one, each = simulate(problem, [bucket], [], budget_bytes=math.inf), per_unit(problem)
+    assert one.time_us == each.time_us == 300
+    # Where ops take 50: compute waits for one bucket until 100; for two until 80, and 130 to 160.
+    assert margin(problem, one, each, errors) == Margin(0.0, pytest.approx(210 / 200 - 1))
+    assert margin(problem, each, one, errors) == Margin(pytest.approx(200 / 210 - 1), 0.0)
 
 
 def test_no_move_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:

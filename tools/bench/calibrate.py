@@ -85,6 +85,7 @@ def calibrate(
         member_us=_member_us(device, rounds),
         memory_gb_per_s=_memory_gb_per_s(device, rounds),
         copy_gb_per_s=_copy_gb_per_s(device, rounds),
+        averages=transport.averages(_torch.dist.default_group(), device),
         contention=_contention(measured[f"gather {world}"][1], taken_us),
         ops=_ops_us(steps, rounds),
         sources={"": "measured by autoshard bench calibrate"},

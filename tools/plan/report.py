@@ -33,7 +33,7 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
         "",
     ]
     lines += [*_columns(memory_rows(best.memory, topology.memory_bytes)), ""]
-    lines += [*_columns(time_rows(best)), "", interval_line(report)]
+    lines += [*_columns(time_rows(best)), "", interval_line(report), *margin_lines(best)]
     if with_buckets:
         for kind, decision in best.decisions.items():
             lines += ["", kind, *_columns(_bucket_rows(decision))]
@@ -164,6 +164,22 @@ def interval_line(report: PlanReport) -> str:
         f"step: {ms(between[0])} to {ms(between[1])} ms, as nine of ten published runs "
         f"({found.runs} of {found.like}{more}) were {found.low} to {found.high} of predictions"
     )
+
+
+def margin_lines(best: Estimate) -> Iterator[str]:
+    """Yield a line for each graph that says by how much buckets are faster than one a unit.
+
+    Yields nothing where errors of predictions are not known.
+    """
+    for kind, decision in best.decisions.items():
+        between = decision.margin
+        if between is not None:
+            yield (
+                f"{kind}: buckets are {100 * between.low:.1f} to {100 * between.high:.1f} % faster "
+                "than one a unit, if compute and links err as much as those runs"
+                if between.high > 0
+                else f"{kind}: one bucket a unit, as nothing is faster wherever times may lie"
+            )
 
 
 def micro_batches(configuration: Configuration) -> str:
