@@ -14,7 +14,7 @@ from pathlib import Path
 
 from published_models import Shape
 
-from autoshard.tools.plan.planning import PlannedModel
+from autoshard.tools.plan.steps import PlannedModel
 
 VOCABULARY = 49152  # of a row that names none
 FUSED = ("nanotron", "yafsdp", "megatron", "nemo", "liger")

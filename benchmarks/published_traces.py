@@ -19,7 +19,7 @@ from pathlib import Path
 from published_rows import Workload
 
 from autoshard.tools.plan.estimate import StepGraphs
-from autoshard.tools.plan.planning import traced_steps
+from autoshard.tools.plan.steps import traced_steps
 
 PROCESSES = 2
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from autoshard.passes.planner.per_unit import by_bytes
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.plan.estimate import Configuration, Estimate, StepGraphs, estimate
-from autoshard.tools.plan.planning import PlannedModel, read_network, traced_step
+from autoshard.tools.plan.reading import read_network
+from autoshard.tools.plan.steps import PlannedModel, traced_step
 
 H100 = Topology.load("h100")
 RANKS = 1024

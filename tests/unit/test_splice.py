@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.tools.plan.graphs import Graph
-from autoshard.tools.plan.planning import PlannedModel, traced_step
 from autoshard.tools.plan.splice import checkpointed, spliced
+from autoshard.tools.plan.steps import PlannedModel, traced_step
 
 BLOCKS = 8
 BLOCK_INPUT = 2 * 128 * 64 * 4  # bytes

@@ -13,8 +13,8 @@ from support.models import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from autoshard.tools.plan import batches, planning
-from autoshard.tools.plan.planning import PlannedModel, traced_step, traced_steps
+from autoshard.tools.plan import batches, steps
+from autoshard.tools.plan.steps import PlannedModel, traced_step, traced_steps
 
 pytestmark = [
     pytest.mark.parametrize("fake_world", [1024], indirect=True),
@@ -91,11 +91,11 @@ def planned(build: Any, lowering: str, seq: int = 128) -> PlannedModel:
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_ways_are_those_of_torch(lowering: str) -> None:
     """One trace without checkpoints, for all ways: the graphs of models that have them."""
-    steps = traced_steps(planned(Tower, lowering), [2], ["none", "full", "ops"])
+    found = traced_steps(planned(Tower, lowering), [2], ["none", "full", "ops"])
     for way in ("none", "full", "ops"):
         model = planned(functools.partial(Tower, way), lowering)
-        assert steps[2, way] == traced_step(model, 2, "none")
-    ops = [len(steps[2, way].graphs["backward"].problem.op_us) for way in ("none", "ops", "full")]
+        assert found[2, way] == traced_step(model, 2, "none")
+    ops = [len(found[2, way].graphs["backward"].problem.op_us) for way in ("none", "ops", "full")]
     assert ops[0] < ops[1] < ops[2]
 
 
@@ -104,8 +104,8 @@ def test_microbatches_of_one_trace(lowering: str, monkeypatch: pytest.MonkeyPatc
     model = planned(Tower, lowering)
     want = {(size, "full"): traced_step(model, size, "full") for size in (2, 3)}
     traces = []
-    trace = planning.trace
-    monkeypatch.setattr(planning, "trace", lambda *a, **k: traces.append(1) or trace(*a, **k))
+    trace = steps.trace
+    monkeypatch.setattr(steps, "trace", lambda *a, **k: traces.append(1) or trace(*a, **k))
     assert traced_steps(model, [2, 3], ["full"]) == want
     assert len(traces) == 1
 
@@ -113,9 +113,9 @@ def test_microbatches_of_one_trace(lowering: str, monkeypatch: pytest.MonkeyPatc
 def test_sizes_that_are_rounded_are_traced_each() -> None:
     """A room for 1.25 of an eighth of the tokens is in no proportion to them."""
     model = planned(Experts, "eager", seq=1000)
-    steps = traced_steps(model, [1, 3], ["none"])
+    found = traced_steps(model, [1, 3], ["none"])
     for size in (1, 3):
-        assert steps[size, "none"] == traced_step(model, size, "none")
+        assert found[size, "none"] == traced_step(model, size, "none")
 
 
 def test_batches_that_a_model_refuses() -> None:

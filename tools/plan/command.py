@@ -86,14 +86,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     arguments: the command line; not used.
     """
     from autoshard.tools.plan.page import write
-    from autoshard.tools.plan.planning import (
-        Choices,
-        plan,
-        read_gpus,
-        read_mesh,
-        read_model,
-        read_network,
-    )
+    from autoshard.tools.plan.planning import Choices, plan
+    from autoshard.tools.plan.reading import read_gpus, read_mesh, read_model, read_network
     from autoshard.tools.plan.report import as_json, text
 
     try:

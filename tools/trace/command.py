@@ -80,7 +80,7 @@ def traced(options: argparse.Namespace) -> list[Traced]:
     options: what is parsed, with `parser`; graphs after each pass go to the folder of `dump`, if
         any.
     """
-    from autoshard.tools.plan.planning import read_model
+    from autoshard.tools.plan.reading import read_model
     from autoshard.tools.trace.tracing import trace_model
 
     parser: argparse.ArgumentParser = options.parser

@@ -24,7 +24,7 @@ from autoshard.passes.ir.text import render
 from autoshard.passes.lowering.eager import lower_eagerly
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.tools.plan.dry_run import compile_only, pretend_ranks, shard_without_weights
-from autoshard.tools.plan.planning import PlannedModel, on_meta, policy_of, step_of
+from autoshard.tools.plan.steps import PlannedModel, on_meta, policy_of, step_of
 
 
 @dataclass(frozen=True)
