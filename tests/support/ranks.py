@@ -279,11 +279,12 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
     # One object, which torch would fill with the same rules again for each op.
     inductor.DtypePropagationOpsHandler = functools.cache(inductor.DtypePropagationOpsHandler)
     torch.set_num_threads(1)
-    from support import compilations, extras
+    from support import compilations, extras, patience
 
     from autoshard.runtime.ranks import exchange
 
     extras.leave_out()
+    patience.shorten()
     _share_a_device()
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
