@@ -55,9 +55,10 @@ def start() -> str:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{folder.name}/socket")
     listener.listen(64)
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # nor are copies
     server = subprocess.Popen(
         [sys.executable, "-P", __file__, str(listener.fileno())],
-        env={**os.environ, **_ENVIRONMENT},
+        env={**inherited, **_ENVIRONMENT},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[listener.fileno()],
