@@ -191,7 +191,7 @@ def forks() -> Any:
 
     They are quick to start, and have its hash seed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_FIRST)
+    context.set_forkserver_preload(["support.with_parent", *_IMPORTED_FIRST])
     with unittest.mock.patch.dict(os.environ, _ENVIRONMENT):
         multiprocessing.forkserver.ensure_running()
     return context
@@ -267,6 +267,9 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
         MASTER_PORT=str(port),
     )
     sys.path.insert(0, _TESTS)
+    from support import with_parent
+
+    with_parent.end()  # a rank that rests would not see that its pipe has
     for name in _IMPORTED_FIRST:
         importlib.import_module(name)
     import torch
