@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
-from support import extras
+from support import extras, warm
 
 settings.register_profile("short", max_examples=75, deadline=None)
 # pytest --hypothesis-profile=long --hypothesis-seed=1 tests/property
@@ -20,6 +20,12 @@ settings.load_profile("short")
 extras.leave_out()
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have all workers, and their ranks, start copies of one process that has imported torch."""
+    if not hasattr(config, "workerinput"):
+        warm.start()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import patience
 from torch import Tensor, nn
 
 import autoshard
@@ -21,7 +22,7 @@ TIMEOUT_S = 12
 LONG_S = 600  # of groups whose ranks are to say so long before
 STEPS = 5
 AT = 2  # the step in which something happens
-SLOW_S = 9.0
+SLOW_S = 9.0 / patience.SHORTER
 
 
 class Block(nn.Module):
@@ -123,6 +124,7 @@ def run_rank(environment: dict[str, str], case: str, form: str, pipe: Any) -> No
     Functions for the end of Python are called, as at the end of a script.
     """
     os.environ.update(environment)
+    patience.shorten()
     end = "done"
     try:
         main(case, form)

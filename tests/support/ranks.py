@@ -31,7 +31,7 @@ import traceback
 import unittest.mock
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +44,7 @@ _ENVIRONMENT = {
     "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
     "TORCHINDUCTOR_VEC_ISA_OK": "1",  # what the CPU says is so: no program is run to see
 }
-
+_ROOM = 1 << 17  # values on a stack: 1 MB, of which nothing is touched
 
 THREADS = 64  # of a rank: with more of them, left by groups that something holds, it ends
 LIMIT_S = 240.0  # a test that hangs; as many tests as there are cores share these
@@ -85,6 +85,7 @@ class _Pool:
         self._num_threads = 0
         self._has_groups = False  # a rank has more than the one over all ranks
         self._folder = tempfile.TemporaryDirectory()
+        self._is_paused = False
         for rank in range(world):
             here, there = context.Pipe()
             arguments = (rank, world, port, there, self._stack_file(rank))
@@ -132,6 +133,22 @@ class _Pool:
                     failures.append(f"rank {rank}: {failure}")
         return failures
 
+    def pause(self) -> None:
+        """Keep these ranks from running: threads of gloo's look for work also while none comes."""
+        if not self._is_paused:
+            self._signal(signal.SIGSTOP)
+        self._is_paused = True
+
+    def go_on(self) -> None:
+        if self._is_paused:
+            self._signal(signal.SIGCONT)
+        self._is_paused = False
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
     def _stack_file(self, rank: int) -> str:
         return str(Path(self._folder.name) / f"{rank}.stack")
 
@@ -155,9 +172,18 @@ _pools: dict[int, _Pool] = {}
 
 
 def _pool(world: int) -> _Pool:
+    """Ranks that run; those of pools of other sizes don't, until they are asked for again."""
+    _pause_all_but(world)
     if world not in _pools:
         _pools[world] = _Pool(world)
+    _pools[world].go_on()
     return _pools[world]
+
+
+def _pause_all_but(world: int) -> None:
+    for size, pool in _pools.items():
+        if size != world:
+            pool.pause()
 
 
 def forks() -> Any:
@@ -165,7 +191,7 @@ def forks() -> Any:
 
     They are quick to start, and have its hash seed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_FIRST)
+    context.set_forkserver_preload(["support.with_parent", *_IMPORTED_FIRST])
     with unittest.mock.patch.dict(os.environ, _ENVIRONMENT):
         multiprocessing.forkserver.ensure_running()
     return context
@@ -182,6 +208,7 @@ def in_processes(
     rank_of: called with its environment, `arguments`, and the pipe to send by.
     environments: what each has beside torchrun's.
     """
+    _pause_all_but(0)
     context, port, world = forks(), str(free_port()), len(environments)
     pipes, processes = [], []
     for rank, more in enumerate(environments):
@@ -216,6 +243,18 @@ def _stop_pools() -> None:
         pool.stop()
 
 
+def in_one_piece(function: Callable[..., None]) -> Callable[..., None]:
+    """Have the frames of what `function` calls lie in one piece of memory.
+
+    Python keeps frames in pieces of 16 KB. It maps one whenever a call needs it, and unmaps it when
+    that call returns: thousands of times a second where a loop's calls cross the end of a piece. A
+    frame that says it needs much more gets a piece that has as much again for those it calls.
+    """
+    function.__code__ = function.__code__.replace(co_stacksize=_ROOM)
+    return function
+
+
+@in_one_piece
 def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None:
     stacks = Path(stack_file).open("w")  # noqa: SIM115  # for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -228,6 +267,9 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
         MASTER_PORT=str(port),
     )
     sys.path.insert(0, _TESTS)
+    from support import with_parent
+
+    with_parent.end()  # a rank that rests would not see that its pipe has
     for name in _IMPORTED_FIRST:
         importlib.import_module(name)
     import torch
@@ -240,11 +282,13 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
     # One object, which torch would fill with the same rules again for each op.
     inductor.DtypePropagationOpsHandler = functools.cache(inductor.DtypePropagationOpsHandler)
     torch.set_num_threads(1)
-    from support import compilations, extras
+    from support import compilations, extras, patience
 
     from autoshard.runtime.ranks import exchange
 
     extras.leave_out()
+    patience.shorten()
+    _share_a_device()
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
     modules: dict[str, ModuleType] = {}
@@ -274,6 +318,44 @@ def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None
         pipe.send((failure, has_groups, _num_threads()))
 
 
+def _share_a_device() -> None:
+    """Have all of gloo's groups in this process, from now on, share what each has of its own: a
+    device, with a thread that looks for work a hundred times a second.
+
+    It does not interrupt other threads (SCHED_BATCH). gloo's thread does so with a message, just as
+    the thread that it interrupts holds a lock that it needs, and asks for that lock until its time
+    is over: a sixth of the time of a rank that exchanges small messages.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    with _without_interrupting():
+        device = ProcessGroupGloo.create_default_device()
+    make = ProcessGroupGloo.__init__
+
+    def init(group: Any, store: Any, rank: int, size: int, timeout: Any = None) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [device]
+        if timeout is not None:
+            options._timeout = timeout
+        make(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init  # type: ignore[method-assign, assignment]
+
+
+@contextlib.contextmanager
+def _without_interrupting() -> Iterator[None]:
+    """Have threads that begin in this context wait for those that run; where that can be had."""
+    if not hasattr(os, "sched_setscheduler"):
+        yield
+        return
+    before, none = os.sched_getscheduler(0), os.sched_param(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, none)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, before, none)
+
+
 def _num_threads() -> int:
     """Threads of this process, C++'s among them; 0 where the system does not say."""
     tasks = Path("/proc/self/task")
@@ -283,7 +365,7 @@ def _num_threads() -> int:
 def renew_group(store: Any) -> None:
     """Make the process group over all ranks anew, and end those that the last test made.
 
-    Each has threads that look for work a hundred times a second, also while nobody uses it.
+    Each has threads of its own.
     """
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

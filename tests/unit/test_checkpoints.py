@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support import warm
 from torch import nn
 
 import autoshard
@@ -161,7 +161,7 @@ def test_a_pending_checkpoint_at_exit(tmp_path: Path) -> None:
 import autoshard, torch
 autoshard.save_checkpoint({str(tmp_path)!r}, torch.nn.Linear(500, 500), step=3, wait=False)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    subprocess.run([warm.python(), "-c", code], check=True, timeout=240)
     assert autoshard.load_checkpoint(tmp_path, nn.Linear(500, 500)) == 3
 
 

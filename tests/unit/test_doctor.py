@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 
 import pytest
 import torch
+from support import warm
 
 from autoshard import _torch
 from autoshard.tools.cli import main
@@ -80,7 +80,7 @@ def _group(world: int, ranks: list[int], limit_s: float) -> list[tuple[int, str]
     )
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", script],
+            [warm.python(), "-c", script],
             env={**os.environ, **address, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
+from support import warm
 
 from autoshard.passes.ir.sizes import MAX_LENGTH, read_size
 from autoshard.passes.ir.text import parse
@@ -70,7 +70,7 @@ def test_at_once_and_nothing_is_run(tmp_path: object) -> None:
         "print('files', os.listdir('.'))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [warm.python(), "-c", program],
         input=repr(list(HOSTILE.values())),
         cwd=str(tmp_path),
         capture_output=True,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support import warm
 from support.models import Net, net_loss
 from support.ranks import free_port, on_ranks
 from support.training import adamw, assert_same, average_gradients, by_hand, in_both_forms, in_form
@@ -295,7 +295,7 @@ def test_an_error_that_nobody_catches(mistake: str) -> None:
         "MASTER_PORT": str(free_port()),
     }
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT + mistake],
+        [warm.python(), "-c", SCRIPT + mistake],
         env=environment,
         capture_output=True,
         text=True,

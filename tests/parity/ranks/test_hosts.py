@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import one_of_two_hosts
+from support import one_of_two_hosts, warm
 
 LIMIT_S = 150.0
 
@@ -70,7 +70,7 @@ def _cut_after(hosts: list[tuple[str, str, str]], folder: Path, what: str) -> li
     processes = []
     for number, (name, address, end) in enumerate(hosts):
         command = [
-            *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
+            *("ip", "netns", "exec", name, warm.python(), "-m", "torch.distributed.run"),
             *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)),
             *(
                 "--rdzv-backend",
@@ -84,6 +84,7 @@ def _cut_after(hosts: list[tuple[str, str, str]], folder: Path, what: str) -> li
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            "PYTHON_EXEC": warm.python(),
             "GLOO_SOCKET_IFNAME": end,
             "PYTHONPATH": os.pathsep.join(sys.path),
         }

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import recorded
+from support import recorded, warm
 from support.models import Net, net_loss
 from support.ranks import free_port, on_ranks
 from support.training import in_both_forms
@@ -189,7 +189,7 @@ def test_the_flight_recorder_has_names(form: str) -> None:
     port = str(free_port())
     processes = [
         subprocess.Popen(
-            [sys.executable, recorded.__file__, form],
+            [warm.python(), recorded.__file__, form],
             env={
                 **os.environ,
                 "RANK": str(rank),

@@ -6,10 +6,10 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from support import warm
 from support.ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
@@ -79,10 +79,10 @@ def test_script(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(warm.python(), "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", "2", str(script)),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm.python()},
         capture_output=True,
         text=True,
         timeout=280,

@@ -6,12 +6,12 @@ import functools
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from support import warm
 from support.memory import PeakOfGraphs
 from support.models import Block
 from support.ranks import on_ranks
@@ -43,7 +43,7 @@ class Tower(nn.Module):
 
 def predicted(checkpointing: str) -> dict[str, int]:
     command = [
-        *(sys.executable, "-m", "autoshard.tools.cli", "plan", "--json"),
+        *(warm.python(), "-m", "autoshard.tools.cli", "plan", "--json"),
         *("--model", "parity.tools.test_predicted_memory:Tower", "--micro-batch", "4"),
         *("--seq", str(LENGTH)),
         *("--gpus", "2", "--topology", "gloo", "--strategy", "full_shard"),

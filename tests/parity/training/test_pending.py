@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -24,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support import unfinished
+from support import unfinished, warm
 from support.ranks import free_port, in_processes, on_ranks
 from support.resumed import Loader, assert_equal, built, state, train
 from support.training import in_both_forms, in_form, sgd
@@ -506,7 +505,7 @@ def run_ranks(code: str) -> list[tuple[int, str]]:
     of_all |= {"MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            [warm.python(), "-c", code],
             env={**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

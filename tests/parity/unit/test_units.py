@@ -220,7 +220,8 @@ def test_one_process_needs_no_collective() -> None:
     """A7, D-32: No torchrun, no group: a world of one."""
     import os
     import subprocess
-    import sys
+
+    from support import warm
 
     script = """
 import torch, autoshard
@@ -245,7 +246,7 @@ assert torch.distributed.get_world_size() == 1
 """
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=kept, capture_output=True, text=True, timeout=120
+        [warm.python(), "-c", script], env=kept, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
