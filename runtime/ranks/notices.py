@@ -8,7 +8,7 @@ so for ever: they see it here, and raise. Of the ranks that wait at a place, one
     <place>/late                   a log of ranks that wait there for long
     <place>/looks                  which of them looks for those that are missing
     <place>/missing                the ones that it found missing
-    <place>/verdict                what it found them waiting for, elsewhere
+    <place>/verdict                what it found them waiting for, elsewhere, and who they are
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ def wait_and_look(
             looker.end()
 
 
+_followed: dict[tuple[str, int], str] = {}  # the last verdict that a rank at a place has raised for
+
+
 def _nothing() -> bool:
     """Do nothing: what was to be done has been."""
     return True
@@ -123,7 +126,7 @@ class _Looker:
         store, rank = self._party.store, str(self._party.rank)
         verdict = f"{self._place}/verdict"
         if store.set_first(f"{self._place}/looks", rank) != rank:
-            return store.get(verdict) if store.check([verdict]) else ""
+            return self._read_verdict(_read(store, verdict))
         self._looks_for_all = True
         here, gone = _present(store.get(f"{self._place}/late"))
         missing = [each for each in self._party.ranks if each not in here]
@@ -132,8 +135,23 @@ class _Looker:
         self._stuck = [each for each in missing[:NAMED] if self._waits_elsewhere(each)]
         others = "; ".join(_describe(store, self._party.session, each) for each in self._stuck)
         if others:
-            store.set(verdict, others)
+            at = f"{rank} {time.monotonic()}"
+            store.set(verdict, json.dumps({"others": others, "stuck": self._stuck, "at": at}))
         return others
+
+    def _read_verdict(self, verdict: Any) -> str:
+        """Return what `verdict`, if there is any, says of others; "" if it is from before.
+
+        A rank that has given up may come back, or come here from where it was stuck, while the one
+        that looked is still about to leave.
+        """
+        if not verdict or self._party.rank in verdict["stuck"]:
+            return ""
+        here = (self._place, self._party.rank)
+        if _followed.get(here) == verdict["at"]:
+            return ""
+        _followed[here] = verdict["at"]
+        return str(verdict["others"])
 
     def _waits_elsewhere(self, other: int) -> bool:
         """Tell whether rank `other` waits for this one, which is here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autoshard
 from autoshard.runtime.comm.mesh import default_mesh
-from autoshard.runtime.ranks import agreement, exchange, order
+from autoshard.runtime.ranks import agreement, exchange, notices, order
 
 
 class Experts(nn.Module):
@@ -119,6 +120,23 @@ def test_ranks_that_wait_for_each_other_elsewhere(rank: int) -> None:
     )
     for topic in ("model 0", "model 1", "model 2"):  # the first two failed before
         assert agreement.share(topic, f"text {rank}", mesh) == "text 0"
+
+
+@on_ranks(2, timeout=60.0)
+def test_who_comes_while_another_is_about_to_leave(rank: int) -> None:
+    """What that one found is still there, and of no account: the rank it tells of is here now."""
+    mesh = default_mesh()
+    give_up = notices._Looker.give_up
+
+    def give_up_slowly(looker: Any) -> None:
+        give_up(looker)
+        time.sleep(1.0 - rank)
+
+    slowly = unittest.mock.patch.object(notices._Looker, "give_up", give_up_slowly)
+    with slowly, pytest.raises(RuntimeError, match="while others wait elsewhere"):
+        agreement.share(f"slow {rank}", "", mesh)
+    with unittest.mock.patch.object(notices, "PATIENCE_S", 0.1):
+        assert agreement.share("slow 0", f"text {rank}", mesh) == "text 0"
 
 
 @on_ranks(2)
