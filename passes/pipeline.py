@@ -34,7 +34,7 @@ def run(
     Raises PassError, naming the pass, if a pass breaks the graph; what a pass itself raises is
     passed on.
     """
-    gm = _copy(gm)
+    gm = copied(gm)
     for transform in passes:
         gm = run_one(gm, transform)
         if after_each:
@@ -69,16 +69,16 @@ def pass_name(transform: Pass) -> str:
     return str(getattr(transform, "func", transform).__name__)
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy `gm`: new nodes, same weights. `copy.deepcopy(gm)` would clone every parameter.
 
     In the copy all placeholders come first: AOTAutograd puts the token of an effect before them.
     Its `meta` is a shallow copy.
     """
-    copied = _torch.fx.graph_module(gm, copy.deepcopy(gm.graph))
-    body = next((node for node in copied.graph.nodes if node.op != "placeholder"), None)
-    for each in copied.graph.find_nodes(op="placeholder"):
+    made = _torch.fx.graph_module(gm, copy.deepcopy(gm.graph))
+    body = next((node for node in made.graph.nodes if node.op != "placeholder"), None)
+    for each in made.graph.find_nodes(op="placeholder"):
         if body is not None and body < each:
             body.prepend(each)
-    copied.meta = dict(gm.meta)
-    return copied
+    made.meta = dict(gm.meta)
+    return made

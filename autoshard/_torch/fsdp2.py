@@ -28,7 +28,7 @@ class Managed:
 
 @dataclass(frozen=True)
 class Fsdp2Unit:
-    """What FSDP2's `fully_shard` was told of `modules`, and the parameters that they have.
+    """Settings of `modules` that FSDP2's `fully_shard` was given, and their parameters.
 
     mesh: None if it has no parameters of its own.
     unusual: settings that are not read here, and are set.

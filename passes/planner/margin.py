@@ -1,4 +1,4 @@
-"""By how much a decision is better than another one, wherever true times may lie.
+"""Compare two decisions where predicted times err: by how much is one faster, wherever they lie?
 
 Costs are predictions, and err by what a topology's `residuals` say. Where compute is faster than
 predicted and links are slower, or the other way around, another decision may be better.

@@ -11,6 +11,7 @@ All is decided by numbers and by one generator with a fixed seed: every rank fin
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from autoshard.passes.planner.bound import Bound, lower_bound
 from autoshard.passes.planner.costs import LAYOUTS, PACKED
-from autoshard.passes.planner.margin import Margin
+from autoshard.passes.planner.margin import Margin, margin
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
@@ -29,6 +30,7 @@ from autoshard.passes.planner.simulate import (
     make_bucket,
     simulate_unless_worse,
 )
+from autoshard.passes.planner.topology import Residuals
 
 EFFORT = 100_000  # moves tried times buckets: less than a second
 STEPS = 2000  # moves tried at most
@@ -103,6 +105,28 @@ def search(
     if all(PACKED in each for each in layouts.values()):
         timeline = min(per_unit(problem), timeline, key=lambda each: _needs(each, budget_bytes))
     return Decision(timeline, lower_bound(problem), budget_bytes)
+
+
+def search_beside(
+    problem: Problem, known: Timeline, *, budget_bytes: float, errors: Residuals | None
+) -> Decision:
+    """Search as `search` does; the result is `known`, unless something better is found.
+
+    Fewer bytes beyond the budget are better, then less time. If `known` keeps to the budget, what
+    is found must be as fast also where predicted times err by `errors`.
+    known: one bucket a unit, simulated for `problem`. errors: None if they are not known.
+    """
+    found = search(problem, budget_bytes=budget_bytes)
+    none = None if errors is None else Margin(0.0, 0.0)
+    of_known = dataclasses.replace(found, timeline=known, margin=none)
+    if _needs(known, budget_bytes) <= _needs(found.timeline, budget_bytes):
+        return of_known
+    if errors is None:
+        return found
+    between = margin(problem, found.timeline, known, errors)
+    if known.peak_bytes <= budget_bytes and between.low < 0:
+        return of_known
+    return dataclasses.replace(found, margin=between)
 
 
 def _needs(timeline: Timeline, budget_bytes: float) -> tuple[float, float]:

@@ -3,8 +3,8 @@
 The graph becomes a `planner.Problem`, which is numbers alone; `planner.search` finds a decision,
 which becomes a plan. The decision is compared with one bucket a unit, gathered one unit ahead: in
 simulation it is slower than that only where a smaller memory budget asks for it, also where times
-err as much as those of published runs do. Without a budget
-it needs no more memory either, for the batch that it was found with.
+err as much as those of published runs do. Without a budget it needs no more memory either, for the
+batch that it was found with.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from autoshard.passes.ir.ops import Unshard
 from autoshard.passes.ir.plan import BucketFigures, Event, Figures, Plan
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import Costs
-from autoshard.passes.planner.margin import margin
 from autoshard.passes.planner.problem import Item, Problem
-from autoshard.passes.planner.search import search
+from autoshard.passes.planner.search import search_beside
 from autoshard.passes.planner.simulate import Order, SimulatedBucket, Timeline, make_bucket, replay
 from autoshard.passes.plans.drafts import (
     Draft,
@@ -116,9 +115,9 @@ class PricedGraph:
     ) -> tuple[list[Draft], list[Event]]:
         """Search for better buckets and events than `drafts` and `events`; return the better ones.
 
-        Fewer simulated bytes beyond the budget are better, then less time; `drafts` win a tie.
-        Without a budget, it is the peak of `drafts`. In a graph that copies from or to the host, or
-        reads reduced gradients, nothing is searched for, and `drafts` and `events` are returned.
+        `search_beside` says which are better. Without a budget, it is the peak of `drafts`. In a
+        graph that copies from or to the host, or reads reduced gradients, nothing is searched for,
+        and `drafts` and `events` are returned.
 
         drafts: gathers first; the result's, too. An event's bucket is an index into them.
         """
@@ -126,13 +125,9 @@ class PricedGraph:
             return list(drafts), list(events)
         known = self.replay(drafts, events)
         budget = known.peak_bytes if self.budget_bytes is None else self.budget_bytes
-        found = search(self.problem, budget_bytes=budget).timeline
-        if _rank(known, budget) <= _rank(found, budget):
+        found = search_beside(self.problem, known, budget_bytes=budget, errors=self.errors).timeline
+        if found is known:
             return list(drafts), list(events)
-        if self.errors is not None and known.peak_bytes <= budget:
-            between = margin(self.problem, found, known, self.errors)
-            if between.low < 0:  # better by less than times may err
-                return list(drafts), list(events)
         decided = [self._draft(run.bucket) for run in found.runs]
         return decided, [Event(what, number, at) for what, number, at in found.order]
 
@@ -233,10 +228,6 @@ class PricedGraph:
         unit = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
         segment = bucket.items[0].segment
         return Draft(unit, bucket.ready, bucket.used, segment, markers, bucket.layout)
-
-
-def _rank(timeline: Timeline, budget: float) -> tuple[float, float]:
-    return max(0.0, timeline.peak_bytes - budget), timeline.time_us
 
 
 def _costs(markers: Sequence[fx.Node], prices: Prices) -> Costs:

@@ -171,7 +171,7 @@ def read_header(path: Path, counter: Counter) -> dict[str, Stored]:
             "damaged; copy or download it again"
         ) from None
     for key, its in found.items():
-        end = its.first_byte + math.prod(its.size) * its.dtype.itemsize
+        end = its.first_byte + its.num_bytes
         if end > num_bytes:
             raise WrongFile(
                 f"{path} has {num_bytes} bytes, and {key!r} in it ends at byte {end}: the file was "

@@ -1,8 +1,8 @@
-"""What transformers knows of a model's files: other names of weights, conversions, and ties.
+"""Names, conversions and ties of weights in the files of a transformers model, as it knows them.
 
-Tried with transformers 5.23, whose own functions are called: a checkpoint's keys are renamed, and
-its tensors stacked, joined or cut, as `from_pretrained` does. They get `LazyTensor`s, so that
-nothing is read meanwhile.
+Tried with transformers 5.23 and 5.24, whose own functions are called: a checkpoint's keys are
+renamed, and its tensors stacked, joined or cut, as `from_pretrained` does. They get `LazyTensor`s,
+so that nothing is read meanwhile.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def expected_to_find(model: Any, unexpected: Sequence[str]) -> set[str]:
 
 @dataclass
 class _Keys:
-    """What transformers adjusts of its report of a load."""
+    """Keys of a load's report, from which a model of transformers takes those that it expects."""
 
     missing_keys: set[str]
     unexpected_keys: set[str]

@@ -11,6 +11,7 @@ all of its inputs.
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +29,16 @@ Box = tuple[tuple[int, int], ...]
 MOST_RUNS = 256  # of elements that lie apart, each read by itself; with more, all is read
 
 
-class Node:
+class Node(abc.ABC):
     """Tensor to be read: its `size` and `dtype`, and how a part of it is read."""
 
     def __init__(self, size: Sequence[int], dtype: torch.dtype) -> None:
         self.size = tuple(size)
         self.dtype = dtype
 
+    @abc.abstractmethod
     def read(self, box: Box) -> Tensor:
         """Read the part `box`, of the box's size; it may be a view of something larger."""
-        raise NotImplementedError
 
     def read_into(self, into: Tensor, box: Box) -> None:
         """Read the part `box` into `into`, of its size; without room beside it, where possible."""
@@ -46,6 +47,10 @@ class Node:
     def inputs(self) -> Sequence[Node]:
         """List what it is made of; nothing for a source."""
         return ()
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
 
     @property
     def all_of_it(self) -> Box:
@@ -121,7 +126,7 @@ class _Held(Node):
         self._tensor = tensor
 
     def read(self, box: Box) -> Tensor:
-        return _part(self._tensor, box)
+        return part_of(self._tensor, box)
 
 
 class _Joined(Node):
@@ -211,7 +216,7 @@ class _Viewed(Node):
         runs = _runs(self.size, box)
         if runs is None or not self._node.size:
             whole = self._node.read(self._node.all_of_it)
-            return _part(whole.reshape(self.size), box)
+            return part_of(whole.reshape(self.size), box)
         made = _nothing(box, self.dtype)
         self._read_runs(made.view(-1), runs)
         return made
@@ -259,7 +264,7 @@ class _Computed(Node):
         return self._nodes
 
     def read(self, box: Box) -> Tensor:
-        return _part(self._run(), box)
+        return part_of(self._run(), box)
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -416,7 +421,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
 """Operators that only move elements."""
 
 
-def _part(tensor: Tensor, box: Box) -> Tensor:
+def part_of(tensor: Tensor, box: Box) -> Tensor:
+    """Return the part `box` of a plain `tensor`, a view."""
     return tensor[tuple(slice(*each) for each in box)] if box else tensor
 
 

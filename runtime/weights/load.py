@@ -86,7 +86,7 @@ def load_into(
 
 @dataclass
 class _Plan:
-    """What is to be loaded.
+    """Tensors to be loaded, with what there is for each.
 
     targets:   by name; tied names share one.
     converted: what there is for them.

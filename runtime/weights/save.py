@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +28,15 @@ from autoshard.runtime.training.checkpoint.on_ranks import (
 )
 from autoshard.runtime.weights import first_values, hugging_face
 from autoshard.runtime.weights.full_state import gather
-from autoshard.runtime.weights.lazy import Box, LazyTensor, Node, node_of, read_box, sources_of
+from autoshard.runtime.weights.lazy import (
+    Box,
+    LazyTensor,
+    Node,
+    node_of,
+    part_of,
+    read_box,
+    sources_of,
+)
 from autoshard.runtime.weights.targets import Target, check_together, targets_of
 from autoshard.runtime.weights.writing import ASIDE, Part, Writer, clear, parts_of, publish
 
@@ -96,7 +104,7 @@ class _Gathered(Node):
     def read(self, box: Box) -> Tensor:
         """Read the part `box` of what was gathered."""
         assert self.whole is not None
-        return self.whole[tuple(slice(*each) for each in box)] if box else self.whole
+        return part_of(self.whole, box)
 
 
 def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
@@ -196,8 +204,7 @@ class _Writing:
                 node.whole = gather(node.tensor)
         self._gathered = needed
 
-    def _drop(self, kept: object) -> None:
-        assert isinstance(kept, (list, tuple))
+    def _drop(self, kept: Sequence[_Gathered]) -> None:
         for node in self._gathered:
             if node not in kept:
                 node.whole = None

@@ -10,7 +10,6 @@ reads some of one model and some of the other.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -42,16 +41,16 @@ def parts_of(nodes: Mapping[str, Node], most_bytes: int, world: int) -> list[Par
     There is a file for each of `world` ranks where that leaves files of `LEAST_BYTES`. In a file
     tensors of long elements come first, so that each begins at a multiple of its element's size.
     """
-    total = sum(num_bytes(node) for node in nodes.values())
+    total = sum(node.num_bytes for node in nodes.values())
     most = min(most_bytes, max(LEAST_BYTES, -(-total // world)))
     groups: list[list[str]] = [[]]
     size = 0
     for key, node in nodes.items():
-        if groups[-1] and size + num_bytes(node) > most:
+        if groups[-1] and size + node.num_bytes > most:
             groups.append([])
             size = 0
         groups[-1].append(key)
-        size += num_bytes(node)
+        size += node.num_bytes
     count = len(groups)
     names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
     if count == 1:
@@ -63,11 +62,6 @@ def parts_of(nodes: Mapping[str, Node], most_bytes: int, world: int) -> list[Par
 
 
 LEAST_BYTES = 32 << 20  # of a file, unless it is the only one: for less, no rank opens another
-
-
-def num_bytes(node: Node) -> int:
-    """Return the bytes of a tensor."""
-    return math.prod(node.size) * node.dtype.itemsize
 
 
 class Writer:
@@ -82,7 +76,7 @@ class Writer:
                 raise ValueError(
                     f"{key!r} is {node.dtype}, which safetensors has no name for: convert it before"
                 )
-            end = at + num_bytes(node)
+            end = at + node.num_bytes
             header[key] = {
                 "dtype": _NAMES[node.dtype],
                 "shape": list(node.size),
@@ -121,7 +115,7 @@ def publish(folder: Path, parts: Sequence[Part], nodes: Mapping[str, Node]) -> N
         (folder / f"{ASIDE}{part.name}").rename(folder / part.name)
     if len(parts) > 1:
         places = {key: part.name for part in parts for key in part.keys}
-        sizes = {"total_size": sum(num_bytes(node) for node in nodes.values())}
+        sizes = {"total_size": sum(node.num_bytes for node in nodes.values())}
         about = {"metadata": sizes, "weight_map": dict(sorted(places.items()))}
         aside = folder / f"{ASIDE}{INDEX}"
         aside.write_text(json.dumps(about, indent=2) + "\n")

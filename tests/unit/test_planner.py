@@ -22,7 +22,7 @@ from autoshard.passes.planner.margin import Margin, margin
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
-from autoshard.passes.planner.search import _Space, search
+from autoshard.passes.planner.search import Decision, _Space, search, search_beside
 from autoshard.passes.planner.simulate import (
     make_bucket,
     simulate,
@@ -378,6 +378,36 @@ def test_a_margin_where_times_err() -> None:
     # Where ops take 50: compute waits for one bucket until 100; for two until 80, and 130 to 160.
     assert margin(problem, one, each, errors) == Margin(0.0, pytest.approx(210 / 200 - 1))
     assert margin(problem, each, one, errors) == Margin(pytest.approx(200 / 210 - 1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_found"),
+    [(None, True), ((1.0, 1.0), True), ((0.9, 1.1), True), ((0.9, 1.5), False)],
+)
+def test_better_by_less_than_times_err(
+    errors: tuple[float, float] | None, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bucket saves a call of 20 us, and has compute wait for 15 bytes more on the link."""
+    link = Link("node", alpha_us=30.0, us_per_byte=1.0, member_us=0.0)
+    items = [
+        Item(f"w{n}", f"u{n}", "gather", num_bytes, 0, n + 1, n + 2)
+        for n, num_bytes in enumerate((15, 100))
+    ]
+    costs = Costs({"gather": (link,)}, {"gather": 2}, 0.0, call_us=20.0)
+    problem = Problem("forward", (100.0,) * 3, (0,) * 3, tuple(items), (), costs)
+    bucket = make_bucket(problem, "gather", items, GROUPED)
+    one, each = simulate(problem, [bucket], [], budget_bytes=math.inf), per_unit(problem)
+    monkeypatch.setattr(
+        importlib.import_module("autoshard.passes.planner.search"),
+        "search",
+        lambda problem, *, budget_bytes: Decision(one, lower_bound(problem), budget_bytes),
+    )
+    residuals = None if errors is None else Residuals(10, "runs", 8, *errors)
+    decision = search_beside(problem, each, budget_bytes=math.inf, errors=residuals)
+    assert one.time_us < each.time_us
+    assert decision.timeline is (one if is_found else each)
+    assert (decision.margin is None) == (errors is None)
+    assert is_found or decision.margin == Margin(0.0, 0.0)
 
 
 def test_no_move_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import warm
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there are no copies")
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open")
 
 FACTS = """
 import os, sys

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from autoshard import _torch
 from autoshard.passes.ir.match import is_marker
+from autoshard.passes.pipeline import copied
 from autoshard.passes.plans.roofline import hint_of, num_bytes_of, tensors_of
 
 SMALLEST = 61  # above sums of a few numbers of heads, or of experts
@@ -50,16 +51,13 @@ def of_microbatch(gm: fx.GraphModule, prime: int, micro_batch: int) -> fx.GraphM
     Only tensors among the nodes' metadata change, which is all that costs are read from: they are
     on the meta device, and contiguous.
     """
-    copies: dict[fx.Node, fx.Node] = {}
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, copies))
-    for node, copy in copies.items():
+    gm = copied(gm)
+    for node in gm.graph.nodes:
         if tensors_of(node):
-            copy.meta["val"] = _torch.tensors.tree_map_only(
+            node.meta["val"] = _torch.tensors.tree_map_only(
                 Tensor, lambda each: _resized(each, prime, micro_batch), node.meta["val"]
             )
-    graph.output_node().meta.update(gm.graph.output_node().meta)
-    return fx.GraphModule(gm, graph)
+    return gm
 
 
 def _resized(tensor: Tensor, prime: int, micro_batch: int) -> Tensor:

@@ -18,12 +18,11 @@ import torch
 
 from autoshard.passes.ir.layout import Member
 from autoshard.passes.planner.costs import Costs
-from autoshard.passes.planner.margin import Margin, margin
 from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.problem import Item, Problem
-from autoshard.passes.planner.search import Decision, search
+from autoshard.passes.planner.search import Decision, search_beside
 from autoshard.passes.planner.simulate import Peak, Timeline, usage
-from autoshard.passes.planner.topology import Residuals, Topology
+from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.sharding.placements import dim_of
 from autoshard.runtime.unit.unit import ROOT_NAME
 from autoshard.tools.plan.graphs import Graph
@@ -326,7 +325,14 @@ def estimate(
     for kind, each in placed.items():
         timelines[kind] = known = schedule(each.problem)
         if searched:
-            found = _search(each.problem, known, budget, topology.residuals)
+            # No more memory than one bucket a unit needs, nor than the device has: a compilation
+            # without a budget does the same. What is found may need more if nothing fits.
+            found = search_beside(
+                each.problem,
+                known,
+                budget_bytes=min(known.peak_bytes, budget),
+                errors=topology.residuals,
+            )
             decisions[kind], timelines[kind] = found, found.timeline
     problems, earlier = {kind: each.problem for kind, each in placed.items()}, timelines
     if shards == 1:
@@ -373,30 +379,6 @@ def estimate(
         if searched
         else {},
     )
-
-
-def _search(
-    problem: Problem, known: Timeline, device_bytes: int, errors: Residuals | None
-) -> Decision:
-    """Search for buckets that need no more memory than one a unit, nor than the device has.
-
-    A compilation without a budget does the same. What is found may need more if nothing fits.
-    known: one bucket a unit, which is the result if it fits, and nothing is found that is faster
-        wherever times lie.
-    device_bytes: what shards and optimizer states leave of the device's memory.
-    errors: of predicted times; None if they are not known.
-    """
-    budget = min(known.peak_bytes, device_bytes)
-    found = search(problem, budget_bytes=budget)
-    if errors is not None:
-        between = margin(problem, found.timeline, known, errors)
-        found = dataclasses.replace(found, margin=between)
-    is_faster = known.time_us >= found.timeline.time_us
-    if found.margin is not None:
-        is_faster = found.margin.low >= 0
-    if known.peak_bytes <= device_bytes and not is_faster:
-        return Decision(known, found.bound, budget, found.margin and Margin(0.0, 0.0))
-    return found
 
 
 class Placed:

@@ -1,4 +1,4 @@
-"""What the command line says of a model, a cluster and a mesh."""
+"""Read what the command line says of a model, a cluster and a mesh."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ from torch import fx, nn
 from torch.fx.traceback import annotate
 from torch.utils.checkpoint import CheckpointPolicy
 
+from autoshard.passes.pipeline import copied
+
 CHECKPOINTING = ("none", "full", "ops")
 """Ways of checkpointing: backward computes nothing again of a unit; all; or all but products and
 attention."""
@@ -50,11 +52,7 @@ def tagged(joint: fx.GraphModule, way: str) -> fx.GraphModule:
 
     way: one of `CHECKPOINTING`.
     """
-    gm = fx.GraphModule(joint, fx.Graph())
-    copies: dict[fx.Node, fx.Node] = {}
-    output = gm.graph.graph_copy(joint.graph, copies)
-    gm.graph.output(output)
-    gm.graph.output_node().meta.update(joint.graph.output_node().meta)
+    gm = copied(joint)
     for node in gm.graph.nodes:
         region = node.meta.get("custom", {}).get(_REGION)
         is_backward = node.meta.get("partitioner_tag") == "is_backward"
