@@ -135,6 +135,28 @@ def test_networks_are_read() -> None:
             read_network(text, H100)
 
 
+class Reading(Tower):
+    """Tower with words, and with a head as wide as these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(384, 256)
+        self.head = nn.Linear(256, 384)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().sum()
+
+
+def test_a_float8_step_has_its_head_as_it_was(step: Any) -> None:
+    for graph in step(build=Reading, is_fp8=True).graphs.values():
+        products = [each for each in graph.kernels if each is not None and each.product]
+        assert {each.dtype for each in products if 384 in each.product} == {"bf16"}
+        assert {each.dtype for each in products if 384 not in each.product} == {"f8e4m3"}
+
+
 def test_float8_is_for_all_but_the_vocabulary(step: Any) -> None:
     """Its products are faster where they are large; with their width as vocabulary, none is."""
     graph = step().graphs["forward"]

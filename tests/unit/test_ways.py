@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.models import Block
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autoshard.tools.plan import batches, steps
 from autoshard.tools.plan.steps import PlannedModel, traced_step, traced_steps
+from autoshard.tools.plan.ways import tagged
 
 pytestmark = [
     pytest.mark.parametrize("fake_world", [1024], indirect=True),
@@ -97,6 +98,28 @@ def test_ways_are_those_of_torch(lowering: str) -> None:
         assert found[2, way] == traced_step(model, 2, "none")
     ops = [len(found[2, way].graphs["backward"].problem.op_us) for way in ("none", "ops", "full")]
     assert ops[0] < ops[1] < ops[2]
+
+
+def test_only_forward_is_tagged() -> None:
+    """By region; backward has the annotations of what it is the gradient of, and no tags."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    outside = graph.call_function(torch.ops.aten.relu.default, (x,))
+    inside = graph.call_function(torch.ops.aten.mm.default, (outside, x))
+    backward = graph.call_function(torch.ops.aten.mm.default, (inside, x))
+    graph.output(backward)
+    for node in (inside, backward):
+        node.meta["custom"] = {"autoshard.region": 3}
+    backward.meta["partitioner_tag"] = "is_backward"
+    joint = fx.GraphModule(nn.Module(), graph)
+    want = {"none": None, "full": "PREFER_RECOMPUTE", "ops": "MUST_SAVE"}
+    for way, policy in want.items():
+        found = {
+            node.name: (node.meta["ac_graph_id"], node.meta["recompute"].name)
+            for node in tagged(joint, way).graph.nodes
+            if "recompute" in node.meta
+        }
+        assert found == ({} if policy is None else {inside.name: (3, policy)})
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])

@@ -91,6 +91,21 @@ def units(model: nn.Module) -> list[Any]:
     return [unit for unit in found if unit is not None]
 
 
+@on_ranks(2)
+def test_a_divisor_is_kept(rank: int) -> None:
+    """Gradients are divided by it, as FSDP2 would, and not by the number of ranks."""
+    gradients = []
+    for apply in (by_ours, by_fsdp2):
+        torch.manual_seed(0)
+        model = apply(Net())
+        for unit in (*model.layers, model):
+            unit.set_gradient_divide_factor(8.0)
+        model.compile(backend="autoshard", options=OPTIONS)
+        net_loss(model, rank, 0).backward()
+        gradients.append([param.grad.to_local() for param in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
 @on_ranks(4)
 def test_replicas(rank: int) -> None:
     """HSDP's mesh is taken over."""

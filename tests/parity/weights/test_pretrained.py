@@ -441,6 +441,7 @@ def test_any_module(rank: int, form: str) -> None:
         plain.load_state_dict(want)
         assert torch.equal(net_loss(again, rank, 1), net_loss(plain, rank, 1))
         assert (folder / "model.safetensors").is_file()
+        assert want.keys() - {key for key, _, _ in contents(folder)} == {"head.weight"}
 
 
 @in_both_forms
@@ -485,12 +486,13 @@ def test_calls_that_do_not_match(rank: int) -> None:
         autoshard.save_pretrained(model, folder)
 
 
+@pytest.mark.parametrize("kind", ["experts", "tied"])
 @on_ranks(2)
-def test_saves_as_transformers_does(rank: int) -> None:
+def test_saves_as_transformers_does(rank: int, kind: str) -> None:
     """The same keys, sizes and dtypes, in files of several ranks; and a save over another."""
     with folder_of_all() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "LEAST_BYTES", 4000)
-        stored("experts", folder / "theirs")
+        stored(kind, folder / "theirs")
         model = on_meta(folder / "theirs")
         autoshard.load_pretrained(model, folder / "theirs")
         autoshard.save_pretrained(model, folder / "ours", max_shard_size=3000)
