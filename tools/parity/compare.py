@@ -417,8 +417,9 @@ def _difference(have: Tensor, want: Tensor) -> tuple[float, float]:
     """Largest difference of two tensors, and the same over the largest element of `want`.
 
     Both are 0 if the tensors are equal or empty, and infinite if there is a NaN; the second is
-    infinite, too, if `want` is all 0.
+    infinite, too, if `want` is all 0. One of them may be on the host.
     """
+    want = want.to(have.device)
     if torch.equal(have, want) or not want.numel():
         return 0.0, 0.0
     absolute = (have.double() - want.double()).abs().max().item()

@@ -257,7 +257,9 @@ def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     """Make the optimizer that `case` names, for all parameters of `model`."""
     params = list(model.parameters())
     if case.optimizer == "sgd":
-        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        # On a GPU torch steps many parameters at once by default, each of its gradient's dtype.
+        foreach = False if case.precision == "bf16, gradients kept" else None
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=foreach)
     kind = case.optimizer.partition(" ")[0]
     foreach, fused = kind == "foreach" or None, kind == "fused" or None
     return torch.optim.AdamW(params, lr=1e-2, foreach=foreach, fused=fused)
