@@ -95,6 +95,14 @@ def parts(traces: Path) -> dict[str, list[Command]]:
             )
             for dtype, models in (("bf16", ("small", "medium")), ("f32", ("small",)))
         ],
+        "kernels": [
+            Command(
+                "Kernels, and what the planner says of them",
+                "predicted within 15 % of measured: steps, products, attention, memory",
+                ("benchmarks/gpu_kernels.py",),
+                8,
+            )
+        ],
         "link": [
             Command(
                 "Steps on the emulated link, its stream of high priority",

@@ -315,13 +315,20 @@ def _compare_gradients(sharded: Any, whole: Any, where: str) -> None:
         assert torch.equal(grad, rows), f"{where}: {name} differs"
 
 
-def run(bench: Bench, latency_us: float, folder: Path, trace_folder: Path | None) -> None:
+def run(
+    bench: Bench,
+    rivals: Sequence[str],
+    latency_us: float,
+    folder: Path,
+    trace_folder: Path | None,
+) -> None:
     """Calibrate, then measure all contestants on a free link and on three others; print reports.
 
+    rivals: some of `RIVALS`.
     latency_us: of the three links; their bandwidths follow from what computation takes.
     folder: for topologies. trace_folder: for profiles; None for none.
     """
-    contestants = {ALONE: unsharded, **{name: CONTESTANTS[name] for name in RIVALS}}
+    contestants = {ALONE: unsharded, **{name: CONTESTANTS[name] for name in rivals}}
     models = {name: bench.build(each) for name, each in contestants.items()}
     plain = bench.work.build().to(bench.setting.device, bench.setting.dtype)
     known = calibrate(
@@ -363,6 +370,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="small", help="one of autoshard bench step")
     parser.add_argument("--batch", type=int, help="samples; else as autoshard bench step has it")
+    parser.add_argument("--layers", type=int, help="blocks; else as autoshard bench step has it")
+    parser.add_argument("--rivals", nargs="*", default=RIVALS, choices=RIVALS)
     parser.add_argument("--dtype", default="bfloat16" if is_gpu else "float32")
     parser.add_argument("--world", type=int, default=8, help="ranks, of whom one is there")
     parser.add_argument("--latency-us", type=float, default=20.0 if is_gpu else 200.0)
@@ -378,9 +387,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if not is_gpu:
         torch.set_num_threads(1)
-    if arguments.batch is not None:
-        sizes = SIZES[device.type]
-        sizes[arguments.model] = dataclasses.replace(sizes[arguments.model], batch=arguments.batch)
+    sizes = SIZES[device.type]
+    for key, value in (("batch", arguments.batch), ("layers", arguments.layers)):
+        if value is not None:
+            sizes[arguments.model] = dataclasses.replace(sizes[arguments.model], **{key: value})
     work = read_workloads([arguments.model], device.type)[arguments.model]
     dtype = getattr(torch, arguments.dtype)
     budget = {"memory_budget": arguments.memory_budget} if arguments.memory_budget else {}
@@ -405,7 +415,7 @@ def main() -> None:
         else:
             if arguments.trace is not None:
                 arguments.trace.mkdir(parents=True, exist_ok=True)
-            run(bench, arguments.latency_us, Path(folder), arguments.trace)
+            run(bench, arguments.rivals, arguments.latency_us, Path(folder), arguments.trace)
     dist.destroy_process_group()
 
 

@@ -89,6 +89,7 @@ def llama(sizes: Sizes) -> Workload:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    by_flag: dict[str, Any] = {"attn_implementation": attention_by_flag()}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=sizes.hidden,
@@ -98,15 +99,33 @@ def llama(sizes: Sizes) -> Workload:
         num_key_value_heads=4,
         max_position_embeddings=sizes.length,
         use_cache=False,
+        **by_flag,
     )
     return _of_text(sizes, lambda: LlamaForCausalLM(config), lambda model: model.model.layers)
+
+
+def attention_by_flag() -> str:
+    """Register causal attention that is told so by a flag with transformers; return its name.
+
+    Its own `sdpa` makes a tensor of the mask where torch before 2.14 compiles the whole model, and
+    none where it compiles blocks or nothing; with a tensor torch has no FlashAttention, so that
+    contestants would not have the same kernels.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    name = "sdpa_by_flag"
+    AttentionInterface.register(name, sdpa_attention_forward)
+    AttentionMaskInterface.register(name, lambda *_, **__: None)
+    return name
 
 
 def _gpt2(sizes: Sizes) -> Workload:
     """Make the workload of a GPT-2 of these sizes, without dropout, with heads of 64."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    others: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    others["attn_implementation"] = attention_by_flag()
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=sizes.hidden,
@@ -114,7 +133,7 @@ def _gpt2(sizes: Sizes) -> Workload:
         n_head=sizes.hidden // 64,
         n_positions=sizes.length,
         use_cache=False,
-        **dropouts,
+        **others,
     )
     return _of_text(sizes, lambda: GPT2LMHeadModel(config), lambda model: model.transformer.h)
 
