@@ -332,11 +332,15 @@ def _share_a_device() -> None:
         device = ProcessGroupGloo.create_default_device()
     make = ProcessGroupGloo.__init__
 
-    def init(group: Any, store: Any, rank: int, size: int, timeout: Any = None) -> None:
+    def init(
+        group: Any, store: Any, rank: int, size: int, timeout: Any = None, **more: Any
+    ) -> None:
         options = ProcessGroupGloo._Options()
         options._devices = [device]
         if timeout is not None:
             options._timeout = timeout
+        for name, value in more.items():  # torch 2.15 has `enable_reconfigure`
+            setattr(options, name, value)
         make(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = init  # type: ignore[method-assign, assignment]
