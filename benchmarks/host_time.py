@@ -17,6 +17,7 @@ import cProfile
 import functools
 import gc
 import multiprocessing
+import os
 import pstats
 import time
 from collections.abc import Callable
@@ -222,6 +223,7 @@ def measure(names: list[str], blocks: int, rounds: int) -> dict[str, float]:
 
     Each runs in a process of its own, which this starts, and ends after the last round.
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else meshes are on a GPU, and the model is not
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     for name in names:
@@ -247,6 +249,7 @@ def main() -> None:
     parser.add_argument("--profile", metavar="NAME", choices=CONTESTANTS)
     arguments = parser.parse_args()
     if arguments.profile:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         step = start(arguments.profile, arguments.blocks)
         with cProfile.Profile() as profile:
             for _ in range(STEPS):

@@ -24,6 +24,7 @@ import math
 import os
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ REGIMES = (0.5, 1.0, 2.0)  # collectives alone, of computation alone
 FREE_GB_PER_S = 1e6
 CALIBRATED = (2**12, 2**18, 2**22)  # bytes of collectives: only what they take is wanted
 WARM_UP = 3
+_BEGAN = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -315,6 +317,11 @@ def _compare_gradients(sharded: Any, whole: Any, where: str) -> None:
         assert torch.equal(grad, rows), f"{where}: {name} differs"
 
 
+def _tell(what: str) -> None:
+    """Print what is done now, and how long this process has run, to standard error."""
+    print(f"{time.monotonic() - _BEGAN:5.0f} s: {what}", file=sys.stderr, flush=True)
+
+
 def run(
     bench: Bench,
     rivals: Sequence[str],
@@ -329,7 +336,11 @@ def run(
     folder: for topologies. trace_folder: for profiles; None for none.
     """
     contestants = {ALONE: unsharded, **{name: CONTESTANTS[name] for name in rivals}}
-    models = {name: bench.build(each) for name, each in contestants.items()}
+    models = {}
+    for name, each in contestants.items():
+        _tell(f"building {name}")
+        models[name] = bench.build(each)
+    _tell("timing ops and collectives")
     plain = bench.work.build().to(bench.setting.device, bench.setting.dtype)
     known = calibrate(
         folder / "calibrated.json", sizes=CALIBRATED, steps=[functools.partial(bench.step, plain)]
@@ -342,6 +353,7 @@ def run(
         """
         path = folder / f"{link.name}.json"
         path.write_text(on_link(topology, link, bench.world).to_json())
+        _tell(f"building {OURS}, for {link.name}")
         model = bench.build(autoshard_compiled, topology=str(path))
         emulated_link.set_link(latency_us=link.latency_us, gb_per_s=link.gb_per_s)
         entries = {**models, OURS: model}

@@ -24,25 +24,32 @@ WARM_UP = 3  # steps, as capturing wants all memory and all code to be there
 STEPS = 4
 
 
-@pytest.fixture(params=["nccl", "link"])
-def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
-    """With a group of one rank of NCCL's, or of the emulated link, whose results come late."""
+@pytest.fixture
+def ends() -> Iterator[None]:
+    """Without what was compiled before; the process group of the test ends with it."""
     torch._dynamo.reset()
-    if request.param == "nccl":
-        dist.init_process_group("nccl", rank=0, world_size=1, store=_torch.dist.HashStore())
-    elif (missing := emulated_link.missing()) is not None:
-        pytest.skip(f"no {missing}")
-    else:
-        emulated_link.start(WORLD, rank=RANK, latency_us=1e3, gb_per_s=1)
-    yield "cuda"
+    yield
     dist.destroy_process_group()
+
+
+def _over_nccl() -> None:
+    """Begin a group of one rank of NCCL's."""
+    dist.init_process_group("nccl", rank=0, world_size=1, store=_torch.dist.HashStore())
+
+
+def _over_link() -> None:
+    """Begin a group of the emulated link, whose results come late."""
+    if (missing := emulated_link.missing()) is not None:
+        pytest.skip(f"no {missing}")
+    emulated_link.start(WORLD, rank=RANK, latency_us=1e3, gb_per_s=1)
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_captured_step(device: str, form: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("begin", [_over_nccl, _over_link])
+def test_a_captured_step(begin: Callable[[], None], form: str, device: str, ends: None) -> None:
     """It has the losses and the parameters of steps that are not captured, bit for bit."""
-    request.getfixturevalue("cuda")  # no sooner: elsewhere this test is skipped
+    begin()
     assert _train(form, device, is_captured=True) == _train(form, device, is_captured=False)
 
 

@@ -16,6 +16,7 @@ LIMITS = {"cuda": 0.95, "cpu": 1.0}
 """Of FSDP2's. On a CPU with the plain lowering, which fuses nothing."""
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @on_each_device
 @pytest.mark.parametrize("fake_world", [8], indirect=True)
 def test_peak(fake_world: None, device: str) -> None:
