@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autoshard import _torch
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
+from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.roofline import is_view, is_written, num_bytes_of, tensors_of
 from autoshard.tools.bench.contestants import CONTESTANTS, Contestant, Setting, autoshard_compiled
 from autoshard.tools.bench.workloads import Sizes, Workload, llama
@@ -211,38 +212,48 @@ def _num_bytes(size: list[int], kind: str) -> int:
     return numel * ITEM_SIZES[kind]
 
 
-def planned(*layouts: str) -> Contestant:
-    """Return a contestant: autoshard, compiled, planned for H100s, gathers in one of `layouts`.
+class Case(NamedTuple):
+    """Contestant, the name of what it is compared with, and layouts that gathers may have."""
+
+    contestant: Contestant
+    base: str
+    layouts: tuple[str, ...] = LAYOUTS["gather"]
+
+
+EAGER, COMPILED = "unsharded, eager", "unsharded, compiled"
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    """List the contestants by name; those of autoshard are planned for H100s.
+
+    folder: for a topology on which copies take so long that gathers are always grouped.
+    """
+    h100 = Topology.load("h100")
+    slow = replace(h100, residuals=None, member_us=0.0, copy_gb_per_s=1)
+    path = folder / "slow_copies.json"
+    path.write_text(slow.to_json())
+    return {
+        EAGER: Case(lambda model, setting: model, EAGER),
+        COMPILED: Case(CONTESTANTS[COMPILED], COMPILED),
+        **{name: Case(CONTESTANTS[name], EAGER) for name in ("FSDP2", "autoshard, eager")},
+        "SimpleFSDP scheme": Case(CONTESTANTS["SimpleFSDP scheme"], COMPILED),
+        "autoshard, packed": Case(planned("h100"), COMPILED, (PACKED,)),
+        "autoshard, grouped": Case(planned(str(path)), COMPILED, (GROUPED,)),
+        "autoshard, auto": Case(planned("h100"), COMPILED),
+    }
+
+
+def planned(topology: str) -> Contestant:
+    """Return a contestant: autoshard, compiled, planned for `topology`, a name or a file.
 
     Options of its setting are not used.
     """
 
     def compiled(model: Any, setting: Setting) -> Any:
-        """Shard `model`, and return a function that calls it; the first call compiles it."""
-        options = {"topology": "h100", "bucketing": "auto"}
-        found = autoshard_compiled(model, replace(setting, options=options))
-
-        def run(**batch: Tensor) -> Any:
-            with mock.patch.dict(LAYOUTS, {"gather": layouts}):
-                return found(**batch)
-
-        run.zero_grad = model.zero_grad
-        return run
+        options = {"topology": topology, "bucketing": "auto"}
+        return autoshard_compiled(model, replace(setting, options=options))
 
     return compiled
-
-
-EAGER, COMPILED = "unsharded, eager", "unsharded, compiled"
-CASES: dict[str, tuple[Contestant, str]] = {
-    EAGER: (lambda model, setting: model, EAGER),
-    COMPILED: (CONTESTANTS[COMPILED], COMPILED),
-    **{name: (CONTESTANTS[name], EAGER) for name in ("FSDP2", "autoshard, eager")},
-    "SimpleFSDP scheme": (CONTESTANTS["SimpleFSDP scheme"], COMPILED),
-    "autoshard, packed": (planned(PACKED), COMPILED),
-    "autoshard, grouped": (planned(GROUPED), COMPILED),
-    "autoshard, auto": (planned(PACKED, GROUPED), COMPILED),
-}
-"""By name: a contestant, and what it is compared with."""
 
 
 def main() -> None:
@@ -258,9 +269,17 @@ def main() -> None:
     whole = sum(param.numel() * param.itemsize for param in work.build().parameters()) / 1e6
     print(f"torch {torch.__version__}, {options}; {whole:.1f} MB of parameters")
     print(f"{'':26}{'nodes':>8}{'calls':>8}{'collectives':>14}{'copied MB':>12}{'by gathers':>12}")
+    with tempfile.TemporaryDirectory() as folder:
+        compare(cases(Path(folder)), work, setting)
+
+
+def compare(contestants: Mapping[str, Case], work: Workload, setting: Setting) -> None:
+    """Measure all contestants, and print a line each: what a step costs beyond that of its base."""
     found: dict[str, Cost] = {}
-    for name, (contestant, base) in CASES.items():
-        found[name] = cost = measure(contestant, work, setting)
+    for name, (contestant, base, layouts) in contestants.items():
+        # Until the end of a step, as the backward is compiled where it is first run.
+        with mock.patch.dict(LAYOUTS, {"gather": layouts}):
+            found[name] = cost = measure(contestant, work, setting)
         if base != name:
             cost -= found[base]
         gathers = f"{cost.gathers / 1e6:.1f}" if name.startswith("autoshard") else "-"
