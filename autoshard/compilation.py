@@ -28,7 +28,7 @@ from autoshard.passes.planner.keep import worth_keeping
 from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
 from autoshard.passes.plans.drafts import INNER
 from autoshard.passes.plans.prices import Prices
-from autoshard.passes.plans.roofline import hint_of
+from autoshard.passes.plans.values import hint_of
 from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of

@@ -33,7 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 from autoshard import _torch
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
 from autoshard.passes.planner.topology import Topology
-from autoshard.passes.plans.roofline import is_view, is_written, num_bytes_of, tensors_of
+from autoshard.passes.plans.fusion import is_written
+from autoshard.passes.plans.values import is_view, num_bytes_of, tensors_of
 from autoshard.tools.bench.contestants import CONTESTANTS, Contestant, Setting, autoshard_compiled
 from autoshard.tools.bench.workloads import Sizes, Workload, llama
 from autoshard.tools.device import current_device

@@ -48,9 +48,10 @@ from autoshard.passes.ir.meta import PLAN, ParamInfo
 from autoshard.passes.ir.plan import Event, Plan
 from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
 from autoshard.passes.plans.drafts import BucketNamer, Draft, gather_drafts, reduce_drafts
+from autoshard.passes.plans.fusion import is_pointwise
 from autoshard.passes.plans.liveness import count_between
 from autoshard.passes.plans.prices import Prices
-from autoshard.passes.plans.roofline import is_fusible, is_view
+from autoshard.passes.plans.values import is_view
 
 Bucketing = str | Sequence[str | Sequence[str]]
 """`"per_unit"`, `"none"`, `"auto"`, or a list whose entries are buckets: module names, or lists of
@@ -217,7 +218,7 @@ def _behind_what_frees(
         limit = min([limit, draft.used, *(at for at in others if at >= draft.ready)])
         found = draft.ready
         for at in range(found, limit) if found else ():
-            if not (is_view(ops[at]) or is_fusible(ops[at])) or live[at] > live[at - 1]:
+            if not (is_view(ops[at]) or is_pointwise(ops[at])) or live[at] > live[at - 1]:
                 break
             if live[at] < live[at - 1]:
                 found = at + 1

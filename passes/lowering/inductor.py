@@ -33,7 +33,7 @@ from autoshard.passes.ir.match import (
 )
 from autoshard.passes.ir.meta import PLAN
 from autoshard.passes.ir.plan import Plan
-from autoshard.passes.plans.roofline import tensors_of
+from autoshard.passes.plans.values import tensors_of
 
 SETTINGS = {
     "reorder_for_locality": False,  # of graphs without gradients; it puts launches before waits

@@ -44,6 +44,7 @@ from autoshard.passes.plans.drafts import (
     markers_of,
     spans,
 )
+from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.liveness import last_uses, live_bytes
 from autoshard.passes.plans.prices import Prices
 
@@ -72,11 +73,12 @@ class PricedGraph:
         """
         ops = [node for node in graph.nodes if is_compute(node)]
         position = {node: number for number, node in enumerate(ops)}
-        last = last_uses(graph, position, end=len(ops))
+        fusion = fuse(graph) if prices.is_fused else None
+        last = last_uses(graph, position, end=len(ops), fusion=fusion)
         markers = [node for node in graph.nodes if is_marker(node)]
         self.budget_bytes = prices.budget_bytes
         self.errors = prices.topology.residuals
-        self.live = live_bytes(graph, kind)
+        self.live = live_bytes(graph, kind, fusion)
         self.spans = spans(graph, position)
         self.items = {
             marker: _item(marker, self.spans[marker], position, last) for marker in markers
@@ -90,7 +92,7 @@ class PricedGraph:
         reduces = [self.items[marker] for marker in markers if is_reduce_grad(marker)]
         self.problem = Problem(
             graph=kind,
-            op_us=tuple(map(prices.op_us, ops)),
+            op_us=tuple(prices.op_us(node, fusion) for node in ops),
             live_bytes=self.live.total,
             gathers=tuple(sorted(gathers, key=lambda item: item.used)),
             reduces=tuple(sorted(reduces, key=lambda item: item.ready)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -21,10 +21,13 @@ from autoshard.passes.ir.match import (
     is_unshard,
     members_of,
 )
-from autoshard.passes.plans.roofline import base_of, num_bytes_of, tensors_of
+from autoshard.passes.plans.fusion import Fusion
+from autoshard.passes.plans.values import base_of, num_bytes_of, tensors_of
 
 
-def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
+def last_uses(
+    graph: fx.Graph, position: Mapping[fx.Node, int], end: int, fusion: Fusion | None
+) -> dict[fx.Node, int]:
     """Map each node that owns memory to the last position at which it, or a view of it, is read.
 
     Readers are compute nodes and the output, but not what a plan moves: markers, and what prepares
@@ -32,14 +35,19 @@ def last_uses(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> dic
 
     position: of the compute nodes.
     end: position of the output.
+    fusion: of the graph, if Inductor lowers it: what is computed where it is read reads there.
     """
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
         at = end if node.op == "output" else position.get(node)
         if at is None:
             continue
-        for each in node.all_input_nodes:
-            last[base_of(each)] = at
+        read: Iterable[fx.Node] = map(base_of, node.all_input_nodes)
+        if fusion is not None and node in fusion.parts:
+            read = fusion.sources[node]
+        elif fusion is not None and node in fusion.absent:
+            continue
+        last.update(dict.fromkeys(read, at))
     return last
 
 
@@ -67,7 +75,7 @@ class Live:
         return tuple(given + a + t for a, t in zip(self.activations, self.temporaries, strict=True))
 
 
-def live_bytes(graph: fx.Graph, kind: str) -> Live:
+def live_bytes(graph: fx.Graph, kind: str, fusion: Fusion | None = None) -> Live:
     """Add up the bytes in use at each compute node of `graph`.
 
     All inputs live all the time, except those of a backward that are neither shards nor inputs of
@@ -75,11 +83,12 @@ def live_bytes(graph: fx.Graph, kind: str) -> Live:
     gradients that only a `reduce_grad` reads. A shard counts as the largest of all ranks.
 
     kind: "forward", "backward" or "inference".
+    fusion: of the graph, if Inductor lowers it: what it says to be absent takes no memory.
     """
     num_ops = sum(map(is_compute, graph.nodes))
     given = {"parameters": 0, "inputs": 0}
     activations, temporaries = [0] * (num_ops + 2), [0] * (num_ops + 2)
-    for node, begin, end in _lives(graph):
+    for node, begin, end in _lives(graph, fusion):
         num_bytes = _num_bytes(node)
         if node.op == "placeholder" and (kind != "backward" or _is_kept(node)):
             given["parameters" if _is_parameter(node) else "inputs"] += num_bytes
@@ -104,14 +113,14 @@ def count_between(graph: fx.Graph) -> tuple[int, ...]:
     """
     num_ops = sum(map(is_compute, graph.nodes))
     change = [0] * (num_ops + 1)
-    for node, begin, end in _lives(graph):
+    for node, begin, end in _lives(graph, None):
         if node.op != "placeholder" or not _is_kept(node):
             change[begin] += 1
             change[end] -= 1
     return tuple(itertools.accumulate(change))[:num_ops]
 
 
-def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
+def _lives(graph: fx.Graph, fusion: Fusion | None) -> Iterator[tuple[fx.Node, int, int]]:
     """Yield each node that owns memory, with the positions that make it and that read it last.
 
     Positions are those of compute nodes. An input, or what prepares a gather, is made at 0, the
@@ -120,10 +129,11 @@ def _lives(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
     """
     computed = [node for node in graph.nodes if is_compute(node)]
     position = {node: number for number, node in enumerate(computed)}
-    last = last_uses(graph, position, end=len(computed))
+    last = last_uses(graph, position, len(computed), fusion)
+    absent = frozenset() if fusion is None else fusion.absent
     reduced = {base_of(node.all_input_nodes[0]) for node in graph.nodes if is_reduce_grad(node)}
     for node in graph.nodes:
-        if is_marker(node) or node.op == "output" or base_of(node) is not node:
+        if is_marker(node) or node.op == "output" or base_of(node) is not node or node in absent:
             continue
         begin = position.get(node, 0)
         end = last.get(node, begin)

@@ -10,6 +10,7 @@ from autoshard import _torch
 from autoshard.passes.ir import groups
 from autoshard.passes.planner.costs import Link
 from autoshard.passes.planner.topology import Topology
+from autoshard.passes.plans.fusion import Fusion
 from autoshard.passes.plans.roofline import node_us
 
 
@@ -34,9 +35,9 @@ class Prices:
         shards, copies = groups.shard_part(group), groups.replicate_part(group)
         return self.topology.links(kind, self.ranks(shards), self.ranks(copies))
 
-    def op_us(self, node: fx.Node) -> float:
+    def op_us(self, node: fx.Node, fusion: Fusion | None) -> float:
         """Microseconds that `node` takes; see `node_us`."""
-        return node_us(node, self.topology, is_fused=self.is_fused)
+        return node_us(node, self.topology, fusion)
 
     def ranks(self, name: str) -> tuple[int, int]:
         """Count the ranks in the process group `name`, and those on the node of its first rank.

@@ -1,8 +1,7 @@
 """Microseconds and bytes of a graph's nodes, without running them.
 
-A node is a kernel, whose time goes by its shape (`kernels.py`). What Inductor fuses is not counted
-twice: a value that passes from one pointwise node to the next is neither written nor read; such a
-chain is one kernel.
+A node is a kernel, whose time goes by its shape (`kernels.py`), or a part of one that Inductor
+makes (`fusion.py`).
 
 A topology may have measured times of ops, which are used instead, except for pointwise ops that are
 fused.
@@ -14,7 +13,6 @@ operations of each op are those of `torch.utils.flop_counter`.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,48 +24,50 @@ from autoshard import _torch
 from autoshard.passes.ir.layout import DTYPE_NAMES
 from autoshard.passes.planner.kernels import Attention, Kernel, kernel_us
 from autoshard.passes.planner.topology import Topology
+from autoshard.passes.plans.fusion import Fusion, is_pointwise
+from autoshard.passes.plans.values import hint_of, is_view, num_bytes_of, tensors_of
 
 
-def node_us(node: fx.Node, topology: Topology, *, is_fused: bool) -> float:
+def node_us(node: fx.Node, topology: Topology, fusion: Fusion | None) -> float:
     """Estimate the microseconds that `node` takes; 0 for views and for nodes that are no calls.
 
-    is_fused: whether the graph is lowered with Inductor, which fuses pointwise ops.
+    fusion: of its graph, if it is lowered with Inductor.
     """
-    return kernel_us(kernel_of(node, is_fused=is_fused, has_key=bool(topology.ops)), topology)
+    return kernel_us(kernel_of(node, fusion, has_key=bool(topology.ops)), topology)
 
 
-def kernel_of(node: fx.Node, *, is_fused: bool, has_key: bool = True) -> Kernel | None:
+def kernel_of(node: fx.Node, fusion: Fusion | None, *, has_key: bool = True) -> Kernel | None:
     """Describe the kernel of `node`; None for views and for nodes that are no calls.
 
-    An op of autoshard's counts as the smallest kernel. Of pointwise ops that are fused, only the
-    first launches a kernel, and what one hands to the next is neither written nor read.
+    An op of autoshard's counts as the smallest kernel. Of ops that are fused, only the first
+    launches a kernel, and what one hands to the next is neither written nor read.
 
-    has_key: whether it may be measured, if it is not fused.
+    fusion: of its graph, if it is lowered with Inductor.
+    has_key: whether it may be measured, if it is no pointwise op that is fused.
     """
     if node.op != "call_function" or is_view(node):
         return None
     if getattr(node.target, "namespace", "") == "autoshard":
         return Kernel()  # not by bytes: shards differ by rank, a plan must not
+    if fusion is not None and node in fusion.absent and node not in fusion.parts:
+        return Kernel(launches=False)  # computed where it is read
     results = list(tensors_of(node))
-    written = results
-    inputs = [each for each in node.all_input_nodes if tensors_of(each)]
-    launches, key = True, ""
-    if is_fused and is_fusible(node):
-        fused = [each for each in inputs if is_fusible(base_of(each))]
-        inputs = [each for each in inputs if each not in fused]
-        launches = not fused
-        if not is_written(node):
-            written = []
-    elif has_key:
+    read = [tensor for each in node.all_input_nodes for tensor in tensors_of(each)]
+    num_bytes = sum(map(num_bytes_of, [*read, *results]))
+    launches = True
+    part = None if fusion is None else fusion.parts.get(node)
+    if part is not None:
+        num_bytes, launches = part.read + part.written, part.launches
+    key = ""
+    if has_key and (part is None or not is_pointwise(node)):
         key = op_key(node.target, fx.node.map_arg((node.args, node.kwargs), _value_of))
-    read = [tensor for each in inputs for tensor in tensors_of(each)]
     attention = _attention_of(node)
     typed = results
     if attention is not None:  # results begin with a generator's state where it is computed again
         typed = [tensor for tensor in read if tensor.is_floating_point()]
     return Kernel(
         dtype=DTYPE_NAMES.get(typed[0].dtype, "") if typed else "",
-        bytes=sum(map(num_bytes_of, [*read, *written])),
+        bytes=num_bytes,
         product=_product_of(node),
         attention=attention,
         flops=num_flops(node),
@@ -156,65 +156,6 @@ def num_flops(node: fx.Node) -> int:
     return int(count(*args, **kwargs, out_val=_shape_of(node)))
 
 
-def is_view(node: fx.Node) -> bool:
-    """Tell whether `node` allocates nothing: it is a view, or a `getitem` of several results.
-
-    The op's schema tells a view: all of its results alias inputs, and none is written to.
-    """
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, _torch.ops.OpOverload):
-        return False
-    returns = _torch.ops.schema_of(node.target).returns
-    return bool(returns) and all(
-        each.alias_info is not None and not each.alias_info.is_write for each in returns
-    )
-
-
-def is_fusible(node: fx.Node) -> bool:
-    """Tell whether Inductor may fuse `node` with its neighbors: a pointwise or `prims` op.
-
-    So is a view of a node that is one.
-    """
-    if is_view(node):
-        return bool(node.all_input_nodes) and is_fusible(base_of(node))
-    target = node.target
-    return isinstance(target, _torch.ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags or target.namespace == "prims"
-    )
-
-
-def is_written(node: fx.Node) -> bool:
-    """Tell whether a node that can't be fused reads the result of `node`, or a view of it.
-
-    The graph's output is such a node. Then the fused kernel has to write that result to memory.
-    """
-    return any(is_written(user) if is_view(user) else not is_fusible(user) for user in node.users)
-
-
-def base_of(node: fx.Node) -> fx.Node:
-    """Node that owns the memory of `node`: itself, unless it is a view."""
-    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def tensors_of(node: fx.Node) -> Sequence[Tensor]:
-    """List the fake tensors that `node` gives, by its meta: one, those of nested lists, or none."""
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return [value]
-    return [each for each in _torch.tensors.tree_leaves(value) if isinstance(each, Tensor)]
-
-
-def num_bytes_of(tensor: Tensor) -> int:
-    """Bytes of the elements of `tensor`; a symbolic size counts as its hint."""
-    numel = 1
-    for size in tensor.shape:
-        numel *= hint_of(size)
-    return numel * tensor.dtype.itemsize
-
-
 def _shape_of(node: fx.Node) -> Any:
     """Return the results of `node` as meta tensors of f32, with hints in place of symbols."""
 
@@ -228,14 +169,3 @@ def _shape_of(node: fx.Node) -> Any:
 
 def _value_of(node: fx.Node) -> Any:
     return node.meta.get("val")
-
-
-def hint_of(size: int | torch.SymInt) -> int:
-    """Value that a symbolic size had when the graph was traced; 1 if it had none.
-
-    An int is returned as it is.
-    """
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return int(hint) if hint is not None else 1

@@ -39,7 +39,8 @@ from autoshard.passes.ir.match import (
 from autoshard.passes.ir.meta import PLAN, SOURCE
 from autoshard.passes.ir.text import parse, render
 from autoshard.passes.ir.verify import verify
-from autoshard.passes.plans.roofline import is_fusible, is_view
+from autoshard.passes.plans.fusion import is_pointwise
+from autoshard.passes.plans.values import is_view
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -202,7 +203,7 @@ def test_reduces_follow_readiness(program: Program, bucketing: Any) -> None:
         last = max(pack.all_input_nodes, key=order.__getitem__)
         between = list(filter(is_compute, nodes[order[last] + 1 : order[pack]]))
         if last.op != "placeholder" and between:
-            assert all(is_view(op) or is_fusible(op) for op in between), "launched too late"
+            assert all(is_view(op) or is_pointwise(op) for op in between), "launched too late"
             read = between[-1].all_input_nodes
             assert any(max(each.users, key=order.__getitem__) is between[-1] for each in read)
         ready.append(order[last] if last.op != "placeholder" else -1)

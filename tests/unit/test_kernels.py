@@ -102,7 +102,7 @@ def test_kernels_of_nodes() -> None:
 
     q, k, v = (torch.randn(1, 1, 128, 64, **bf16) for _ in range(3))
     found = nodes(step, q, k, v, torch.randn(64, 32, **bf16))
-    kernels = {name: kernel_of(node, is_fused=False) for name, node in found.items()}
+    kernels = {name: kernel_of(node, None) for name, node in found.items()}
     products = {name.split(".")[1]: each.product for name, each in kernels.items() if each}
     assert products["addmm"] == (1, 128, 32, 64)
     assert products["bmm"] is not None
@@ -144,7 +144,7 @@ def test_attention_that_is_computed_again() -> None:
     q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(step, backend=backend, fullgraph=True)(q).backward()
     kernels = {
-        kind: [each for each in (kernel_of(node, is_fused=False) for node in nodes) if each]
+        kind: [each for each in (kernel_of(node, None) for node in nodes) if each]
         for kind, nodes in found.items()
     }
     about = {

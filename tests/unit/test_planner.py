@@ -35,7 +35,9 @@ from autoshard.passes.planner.topology import (
     default_topology,
     names,
 )
-from autoshard.passes.plans.roofline import base_of, node_us, num_flops, op_key
+from autoshard.passes.plans.fusion import fuse
+from autoshard.passes.plans.roofline import node_us, num_flops, op_key
+from autoshard.passes.plans.values import base_of
 
 H100 = Topology.load("h100")
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
@@ -301,24 +303,25 @@ def test_roofline() -> None:
     view = graph.call_function(torch.ops.aten.t.default, (last,))
     graph.output(view)
     product, relu = nodes
+    fusion = fuse(graph)
     assert num_flops(product) == 2 * 4096**3
     plain = dataclasses.replace(H100, processors=0)
     want_us = 2 * 4096**3 / (989e6 * H100.efficiency)
-    assert node_us(product, plain, is_fused=True) == pytest.approx(want_us)
-    assert want_us < node_us(product, H100, is_fused=True) < 1.5 * want_us
-    once_us = 2 * 4096 * 4096 / (3350e3 * H100.memory_efficiency)
-    for node in (relu, last):
-        assert node_us(node, H100, is_fused=False) == pytest.approx(2 * once_us)
-        assert node_us(node, H100, is_fused=True) == pytest.approx(once_us)
-    assert node_us(view, H100, is_fused=False) == 0
+    assert node_us(product, plain, fusion) == pytest.approx(want_us)
+    assert want_us < node_us(product, H100, fusion) < 1.5 * want_us
+    twice_us = 2 * 2 * 4096 * 4096 / (3350e3 * H100.memory_efficiency)
+    assert node_us(relu, H100, None) == node_us(last, H100, None) == pytest.approx(twice_us)
+    assert node_us(relu, H100, fusion) == 0  # it is computed where it is read
+    assert node_us(last, H100, fusion) == pytest.approx(twice_us)
+    assert node_us(view, H100, None) == 0
     assert base_of(view) is last
     key = "aten.mm.default(bf16[4096, 4096], bf16[4096, 4096])"
-    relu_key = "aten.relu.default(bf16[4096, 4096])"
-    timed = dataclasses.replace(H100, ops={key: 7.0, relu_key: 3.0})
+    neg_key = "aten.neg.default(bf16[4096, 4096])"
+    timed = dataclasses.replace(H100, ops={key: 7.0, neg_key: 3.0})
     assert op_key(product.target, (x.meta["val"], x.meta["val"])) == key
-    assert node_us(product, timed, is_fused=True) == 7
-    assert node_us(relu, timed, is_fused=False) == 3
-    assert node_us(relu, timed, is_fused=True) == pytest.approx(once_us)
+    assert node_us(product, timed, fusion) == 7
+    assert node_us(last, timed, None) == 3
+    assert node_us(last, timed, fusion) == pytest.approx(twice_us)
 
 
 def test_what_is_kept_for_backward() -> None:

@@ -30,7 +30,7 @@ from torch.utils.module_tracker import ModuleTracker
 from autoshard import _torch
 from autoshard.compilation import Lowered, watch_lowered
 from autoshard.passes.ir.match import event_of, is_pack
-from autoshard.passes.plans.roofline import is_view
+from autoshard.passes.plans.values import is_view
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 

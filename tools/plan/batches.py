@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from autoshard import _torch
 from autoshard.passes.ir.match import is_marker
 from autoshard.passes.pipeline import copied
-from autoshard.passes.plans.roofline import hint_of, num_bytes_of, tensors_of
+from autoshard.passes.plans.values import hint_of, num_bytes_of, tensors_of
 
 SMALLEST = 61  # above sums of a few numbers of heads, or of experts
 NEGLIGIBLE = 1 << 16  # bytes

@@ -14,6 +14,7 @@ from autoshard.passes.planner.kernels import Kernel, in_float8, kernel_us
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.auto_buckets import PricedGraph
+from autoshard.passes.plans.fusion import Fusion
 from autoshard.passes.plans.liveness import Live
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.roofline import kernel_of
@@ -59,16 +60,16 @@ class _Numbering(Prices):
 
     kernels: dict[Kernel | None, int] = dataclasses.field(default_factory=dict)
 
-    def op_us(self, node: fx.Node) -> float:
+    def op_us(self, node: fx.Node, fusion: Fusion | None) -> float:
         """Return the number of the kernel of `node`."""
-        kernel = kernel_of(node, is_fused=self.is_fused)
+        kernel = kernel_of(node, fusion)
         return self.kernels.setdefault(kernel, len(self.kernels))
 
 
 def in_numbers(gm: fx.GraphModule, kind: str, *, is_fused: bool) -> TracedGraph:
     """Describe a graph that `passes.preparation` has run over; it is only read.
 
-    kind: "forward" or "backward". is_fused: see `kernel_of`.
+    kind: "forward" or "backward". is_fused: whether Inductor lowers the graph.
     """
     prices = _Numbering(Topology.load("h100"), is_fused)
     priced = PricedGraph(gm.graph, kind, prices)

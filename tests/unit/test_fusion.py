@@ -1,0 +1,139 @@
+"""Kernels of a graph, as Inductor makes them: what is read, written and never there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoshard.passes.plans.fusion import Fusion, fuse
+from autoshard.passes.plans.liveness import last_uses, live_bytes
+
+ROWS, WIDTH = 64, 512
+WHOLE = ROWS * WIDTH * 2  # bytes of bf16
+
+
+def _traced(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.Graph, Fusion]:
+    """Graph of what Inductor would get, and its kernels."""
+    made = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs)
+    made.graph.eliminate_dead_code()
+    return made.graph, fuse(made.graph)
+
+
+def _x(rows: int = ROWS, width: int = WIDTH) -> Tensor:
+    return torch.randn(rows, width, dtype=torch.bfloat16)
+
+
+def _kernels(fusion: Fusion) -> list[tuple[int, int]]:
+    """Bytes that each kernel reads and writes, in order."""
+    found: list[list[int]] = []
+    for part in fusion.parts.values():
+        if part.launches:
+            found.append([0, 0])
+        found[-1][0] += part.read
+        found[-1][1] += part.written
+    return [(read, written) for read, written in found]
+
+
+def _node(graph: fx.Graph, name: str) -> fx.Node:
+    (found,) = (node for node in graph.nodes if node.name == name)
+    return found
+
+
+def test_a_norm_is_one_kernel() -> None:
+    """It reads its input and its weight once, and writes the result: nothing in float32."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * scale).bfloat16() * weight
+
+    graph, fusion = _traced(norm, _x(), torch.ones(WIDTH, dtype=torch.bfloat16))
+    assert _kernels(fusion) == [(WHOLE + 2 * WIDTH, WHOLE)]
+    assert _node(graph, "mean") in fusion.absent
+
+
+def test_cross_entropy_has_no_logits_in_float32() -> None:
+    """They are read once for the sums, and one number a row for the loss."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels)
+
+    graph, fusion = _traced(loss, _x(), torch.zeros(ROWS, dtype=torch.int64))
+    kernels = _kernels(fusion)
+    assert WHOLE <= sum(read for read, _ in kernels) < 1.1 * WHOLE
+    assert sum(written for _, written in kernels) < 0.1 * WHOLE
+    wide = [node for node in graph.nodes if node.op == "call_function" and _bytes(node) > WHOLE]
+    assert wide
+    assert all(node in fusion.absent for node in wide)
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.itemsize if isinstance(value, Tensor) else 0
+
+
+def test_a_sum_over_rows_is_a_kernel_of_its_own() -> None:
+    """Rows are summed in another order than they are read: gradients of norms and of biases."""
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        twice = x * 2
+        return twice.sum(0), twice.sum(1)
+
+    _, fusion = _traced(both, _x())
+    assert _kernels(fusion) == [(WHOLE, 2 * WIDTH), (WHOLE, 2 * ROWS)]
+
+
+def test_what_waits_for_a_product_is_not_fused_with_what_the_product_reads() -> None:
+    """Else the kernel would wait for itself."""
+
+    def around(x: Tensor, y: Tensor) -> Tensor:
+        first = x.relu()
+        return (first @ y) + first
+
+    graph, fusion = _traced(around, _x(WIDTH), _x(WIDTH))
+    relu, add = (_node(graph, name) for name in ("relu", "add"))
+    assert fusion.parts[relu].launches
+    assert fusion.parts[add].launches
+    assert relu not in fusion.absent
+
+
+def test_two_readers_of_one_value_share_a_kernel() -> None:
+    def pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, x * y
+
+    _, fusion = _traced(pair, _x(), _x())
+    assert _kernels(fusion) == [(2 * WHOLE, 2 * WHOLE)]
+
+
+def test_memory() -> None:
+    """What is computed where it is read takes none, and what it reads stays until then."""
+
+    def late(x: Tensor, y: Tensor) -> Tensor:
+        first = (x @ y).float()  # inlined below, beside a product
+        again = y @ y
+        return first.exp() + again
+
+    graph, fusion = _traced(late, _x(WIDTH), _x(WIDTH))
+    nodes = list(graph.nodes)
+    position = {node: number for number, node in enumerate(nodes)}
+    product, add = _node(graph, "mm"), _node(graph, "add")
+    plain = last_uses(graph, position, len(nodes), None)
+    fused = last_uses(graph, position, len(nodes), fusion)
+    assert position[add] == fused[product] > plain[product]
+    whole = WIDTH * WIDTH * 2
+    assert max(live_bytes(graph, "forward").temporaries) == 5 * whole  # mm_1, _to_copy, exp
+    assert max(live_bytes(graph, "forward", fusion).temporaries) == 2 * whole  # mm, mm_1
+
+
+def test_a_gather_reads_what_it_gives() -> None:
+    def look_up(table: Tensor, ids: Tensor) -> Tensor:
+        return F.embedding(ids, table) * 2
+
+    _, fusion = _traced(look_up, _x(1000), torch.zeros(4, dtype=torch.int64))
+    assert _kernels(fusion) == [(4 * WIDTH * 2 + 4 * 8, 4 * WIDTH * 2)]
