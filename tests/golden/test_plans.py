@@ -1,12 +1,11 @@
-"""What `autoshard plan` says of Llama-3 8B on 8 H100: golden/plans/llama3_8b_8xh100_<torch>.txt.
+"""What `autoshard plan` says of Llama-3 8B on 8 H100: golden/plans/llama3_8b_8xh100.txt.
 
-Torch's decompositions differ a little by version, and so do times and activations.
+On torch 2.11, whose decompositions differ a little, llama3_8b_8xh100_torch2.11.txt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from autoshard.passes.planner.topology import Topology
 from autoshard.tools.plan.planning import Choices, PlannedModel, plan
 from autoshard.tools.plan.report import text
 
-VERSION = ".".join(torch.__version__.split(".")[:2])
-KNOWN = ("2.13", "2.15")  # on 2.11, transformers' Llama is more than one graph
+SUFFIX = "_torch2.11" if torch.__version__.startswith("2.11") else ""
 
 
 def llama3_8b() -> nn.Module:
@@ -37,7 +35,6 @@ def llama3_8b() -> nn.Module:
     )
 
 
-@pytest.mark.skipif(VERSION not in KNOWN, reason=f"no golden plan for torch {VERSION}")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("fake_world", [1024], indirect=True)
 def test_llama3_8b(golden: Callable[[str, str], None]) -> None:
@@ -53,10 +50,4 @@ def test_llama3_8b(golden: Callable[[str, str], None]) -> None:
     )
     choices = Choices(strategy="full_shard", micro_batches=(1,), checkpointing="none")
     report = plan(planned, Topology.load("h100"), 8, choices)
-    golden(f"plans/llama3_8b_8xh100_torch{VERSION}.txt", text(report, with_buckets=True))
-
-
-def test_every_file_is_read() -> None:
-    folder = Path(__file__).resolve().parents[2] / "golden" / "plans"
-    wanted = {f"llama3_8b_8xh100_torch{version}.txt" for version in KNOWN}
-    assert {path.name for path in folder.iterdir()} == wanted
+    golden(f"plans/llama3_8b_8xh100{SUFFIX}.txt", text(report, with_buckets=True))
