@@ -8,6 +8,7 @@ Dynamo's graph -> make_frame -> AOTAutograd -> joint passes -> partition
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import fx
 
 from autoshard import _torch
 from autoshard.agreed_plan import Attempt, agreed_attempt
+from autoshard.one_piece import MANY, in_one_piece
 from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.runtime.compiled.calls import call_of
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 first_call.watch_first_calls(lambda options: CompileOptions.read(options).shard_arguments())
 
 
+@functools.partial(in_one_piece, values=MANY)
 def autoshard(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

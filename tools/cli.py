@@ -8,12 +8,14 @@ torch until the command runs: help answers at once.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from autoshard import __version__
+from autoshard.one_piece import MANY, in_one_piece
 from autoshard.tools import checkpoint, opt
 from autoshard.tools.bench import command as bench
 from autoshard.tools.doctor import command as doctor
@@ -67,6 +69,7 @@ def script() -> NoReturn:
     leave(main())
 
 
+@functools.partial(in_one_piece, values=MANY)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that `arguments` name; return its exit status.
 

@@ -16,6 +16,8 @@ from torch._dynamo.backends import common as _backends
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType
 
+from autoshard.one_piece import FEW, in_one_piece
+
 aot_autograd: Callable[..., Any] = _backends.aot_autograd
 min_cut_rematerialization_partition: Callable[..., Any] = _partition
 
@@ -126,6 +128,16 @@ def compiled_node(outputs: Sequence[Any]) -> Any:
             if isinstance(getattr(getattr(type(node), "_forward_cls", None), "_aot_id", None), int):
                 return node
     return None
+
+
+def keep_in_one_piece(node: Any) -> None:
+    """Have the frames of the compiled backward of `node` lie in one piece of memory.
+
+    node: AOTAutograd's; once for a compiled forward.
+    """
+    run = type(node)._forward_cls._backward_impl
+    if run.__code__.co_stacksize < FEW:
+        in_one_piece(run)
 
 
 def tangent_positions(node: Any) -> list[int]:

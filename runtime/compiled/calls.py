@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.one_piece import in_one_piece
 from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.comm import threads
 from autoshard.runtime.compiled import extensions
@@ -66,6 +67,7 @@ def call_of(
     tables = Tables(frame.params, plans)
     compiled_for = listed(list(dict.fromkeys(param.unit.name for param in frame.params)))
 
+    @in_one_piece
     def call(*args: Any) -> Any:
         """Compare with other ranks which graph runs next, then run `compiled` over shards.
 
@@ -119,6 +121,7 @@ def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) 
     node = _torch.aot.compiled_node(results) if isinstance(results, (list, tuple)) else None
     if node is None:
         return
+    _torch.aot.keep_in_one_piece(node)
     positions = _torch.aot.tangent_positions(node)
     has_dtensors = any(isinstance(result, DTensor) for result in results)
 

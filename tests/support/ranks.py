@@ -36,6 +36,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from autoshard.one_piece import MANY, in_one_piece
+
 _TESTS = str(Path(__file__).resolve().parent.parent)
 _IMPORTED_FIRST = ["torch._inductor.compile_fx", "autoshard.backend"]
 _ENVIRONMENT = {
@@ -44,7 +46,6 @@ _ENVIRONMENT = {
     "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
     "TORCHINDUCTOR_VEC_ISA_OK": "1",  # what the CPU says is so: no program is run to see
 }
-_ROOM = 1 << 17  # values on a stack: 1 MB, of which nothing is touched
 
 THREADS = 64  # of a rank: with more of them, left by groups that something holds, it ends
 LIMIT_S = 240.0  # a test that hangs; as many tests as there are cores share these
@@ -243,18 +244,7 @@ def _stop_pools() -> None:
         pool.stop()
 
 
-def in_one_piece(function: Callable[..., None]) -> Callable[..., None]:
-    """Have the frames of what `function` calls lie in one piece of memory.
-
-    Python keeps frames in pieces of 16 KB. It maps one whenever a call needs it, and unmaps it when
-    that call returns: thousands of times a second where a loop's calls cross the end of a piece. A
-    frame that says it needs much more gets a piece that has as much again for those it calls.
-    """
-    function.__code__ = function.__code__.replace(co_stacksize=_ROOM)
-    return function
-
-
-@in_one_piece
+@functools.partial(in_one_piece, values=MANY)
 def _serve(rank: int, world: int, port: int, pipe: Any, stack_file: str) -> None:
     stacks = Path(stack_file).open("w")  # noqa: SIM115  # for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks)

@@ -14,6 +14,7 @@ PACKAGE = Path(autoshard.__file__).parent
 
 # From the lowest to the highest. A module belongs to the longest name that it begins with.
 ROOMS = (
+    "autoshard.one_piece",
     "autoshard._torch",
     "autoshard.errors",
     "autoshard.passes.planner",
