@@ -49,13 +49,14 @@ MOVING = {
 class Part:
     """What a realized op is in its kernel.
 
-    read: bytes that no earlier op of the kernel reads. written: bytes of its result that others
-    read. launches: whether it is the first op of its kernel.
+    first: first op of the kernel.
+    read: bytes that no earlier op of the kernel reads.
+    written: bytes of its result, if others read it.
     """
 
+    first: fx.Node
     read: int
     written: int
-    launches: bool
 
 
 @dataclass(frozen=True)
@@ -89,17 +90,23 @@ class _Loop:
 class _Kernel:
     """Kernel that is being made.
 
+    first: its first op.
     level: larger than that of all kernels, and of other ops, that it waits for.
     numel, rows, is_by_rows: those of its ops; rows is 0 without a reduction.
     reads, makes: values.
     """
 
+    first: fx.Node
     level: int
     numel: int
     rows: int = 0
     is_by_rows: bool = True
     reads: set[fx.Node] = field(default_factory=set)
     makes: set[fx.Node] = field(default_factory=set)
+
+    def has(self, value: fx.Node) -> bool:
+        """Tell whether this kernel reads or makes `value` already."""
+        return value in self.reads or value in self.makes
 
     def takes(self, loop: _Loop) -> bool:
         """Tell whether an op with that iteration space may become a part of it."""
@@ -134,7 +141,6 @@ class _Fuser:
         self.sources: dict[fx.Node, dict[fx.Node, float]] = {}
         self.new_bytes: dict[fx.Node, float] = {}
         self.kernels: dict[fx.Node, _Kernel] = {}
-        self.first: set[fx.Node] = set()
         self.levels: dict[fx.Node, int] = {}
         self.readers: dict[fx.Node, list[_Kernel]] = {}
         self.consumers: dict[fx.Node, set[fx.Node]] = {}
@@ -189,16 +195,16 @@ class _Fuser:
         behind = 1 + max(map(self._level, others), default=-1)
         kernel = self._best(loop, sources, before, behind)
         if kernel is None:
-            kernel = _Kernel(max([behind, *(each.level + 1 for each in before)]), loop.numel)
-            self.first.add(node)
+            level = max([behind, *(each.level + 1 for each in before)])
+            kernel = _Kernel(node, level, loop.numel)
         if loop.rows:
             kernel.rows, kernel.is_by_rows = loop.rows, loop.is_by_rows
-        new = {each for each in sources if each not in kernel.reads and each not in kernel.makes}
+        new = [each for each in sources if not kernel.has(each)]
         for each in new:
             self.readers.setdefault(each, []).append(kernel)
         for each in sources:
             self.consumers.setdefault(each, set()).add(node)
-        kernel.reads |= new
+        kernel.reads.update(new)
         kernel.makes.add(node)
         self.kernels[node], self.sources[node] = kernel, sources
         self.new_bytes[node] = sum(sources[each] for each in new)
@@ -216,8 +222,7 @@ class _Fuser:
             waits = any(each is not kernel and each.level >= kernel.level for each in before)
             if waits or kernel.level < behind or not kernel.takes(loop):
                 continue
-            known = kernel.reads | kernel.makes
-            shared = sum(size for each, size in sources.items() if each in known)
+            shared = sum(size for each, size in sources.items() if kernel.has(each))
             if shared > most:
                 best, most = kernel, shared
         return best
@@ -230,7 +235,7 @@ class _Fuser:
             if all(self.kernels.get(each) is kernel for each in readers):
                 absent.add(node)
             written = 0 if node in absent else round(_num_bytes(node))
-            parts[node] = Part(round(self.new_bytes[node]), written, node in self.first)
+            parts[node] = Part(kernel.first, round(self.new_bytes[node]), written)
         sources = {node: tuple(each) for node, each in self.sources.items()}
         return Fusion(parts, frozenset(absent), sources)
 

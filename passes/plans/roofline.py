@@ -57,7 +57,7 @@ def kernel_of(node: fx.Node, fusion: Fusion | None, *, has_key: bool = True) -> 
     launches = True
     part = None if fusion is None else fusion.parts.get(node)
     if part is not None:
-        num_bytes, launches = part.read + part.written, part.launches
+        num_bytes, launches = part.read + part.written, part.first is node
     key = ""
     if has_key and (part is None or not is_pointwise(node)):
         key = op_key(node.target, fx.node.map_arg((node.args, node.kwargs), _value_of))
