@@ -30,7 +30,7 @@ def frame_key(facts: Sequence[object]) -> str:
 
 
 def sources() -> list[Path]:
-    """List the package's source files that plans depend on: all but the tools.
+    """List the package's source files that plans depend on: all but tools and integrations.
 
     Their order is the same wherever the package is installed.
     """

@@ -26,9 +26,9 @@ from one_gpu import on_device
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from autoshard.integrations.transformers import attention_by_flag
 from autoshard.passes.planner.kernels import Kernel
 from autoshard.passes.planner.topology import Topology
-from autoshard.tools.bench.workloads import attention_by_flag
 from autoshard.tools.plan.estimate import Configuration, estimate
 from autoshard.tools.plan.steps import PlannedModel, traced_step
 

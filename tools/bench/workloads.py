@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoshard.integrations.transformers import attention_by_flag
+
 VOCABULARY = 256
 
 
@@ -85,7 +87,8 @@ def read_workloads(names: Collection[str], device: str) -> dict[str, Workload]:
 def llama(sizes: Sizes) -> Workload:
     """Make the workload of a Llama of these sizes, with all parts that a Llama has.
 
-    The model itself is not built yet, here and in the others.
+    The model itself is not built yet, here and in the others. Attention is told by a flag that it
+    is causal, so that contestants which compile the whole model have the kernels of the others.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -102,22 +105,6 @@ def llama(sizes: Sizes) -> Workload:
         **by_flag,
     )
     return _of_text(sizes, lambda: LlamaForCausalLM(config), lambda model: model.model.layers)
-
-
-def attention_by_flag() -> str:
-    """Register causal attention that is told so by a flag with transformers; return its name.
-
-    Its own `sdpa` makes a tensor of the mask where torch before 2.14 compiles the whole model, and
-    none where it compiles blocks or nothing; with a tensor torch has no FlashAttention, so that
-    contestants would not have the same kernels.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    name = "sdpa_by_flag"
-    AttentionInterface.register(name, sdpa_attention_forward)
-    AttentionMaskInterface.register(name, lambda *_, **__: None)
-    return name
 
 
 def _gpt2(sizes: Sizes) -> Workload:

@@ -1,0 +1,1 @@
+"""What hosts of a training run need of autoshard; each module imports its host when it is used."""
