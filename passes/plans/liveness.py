@@ -45,8 +45,6 @@ def last_uses(
         read: Iterable[fx.Node] = map(base_of, node.all_input_nodes)
         if fusion is not None and node in fusion.parts:
             read = fusion.sources[node]
-        elif fusion is not None and node in fusion.absent:
-            continue
         last.update(dict.fromkeys(read, at))
     return last
 

@@ -28,7 +28,7 @@ def graphs(draw: st.DrawFn) -> fx.Graph:
     for number in range(2):
         squares.append(graph.placeholder(f"x{number}"))
         squares[-1].meta["val"] = whole
-    for _ in range(draw(st.integers(1, 25))):
+    for _ in range(draw(st.integers(1, 40))):
         one, other = (draw(st.sampled_from(squares)) for _ in range(2))
         kind = draw(st.sampled_from(["unary", "add", "rows", "columns", "mm", "spread"]))
         if kind == "rows":
@@ -51,7 +51,8 @@ def graphs(draw: st.DrawFn) -> fx.Graph:
             columns.append(made)
         else:
             squares.append(made)
-    graph.output(draw(st.lists(st.sampled_from(squares + columns), min_size=1, max_size=3)))
+    # What is put out is realized: of more such, more kernels may be fused.
+    graph.output(draw(st.lists(st.sampled_from(squares + columns), min_size=1, max_size=20)))
     return graph
 
 

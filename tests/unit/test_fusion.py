@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,10 @@ from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.fusion import Fusion, fuse
 from autoshard.passes.plans.liveness import last_uses, live_bytes
+from autoshard.passes.plans.roofline import node_us
 
 ROWS, WIDTH = 64, 512
 WHOLE = ROWS * WIDTH * 2  # bytes of bf16
@@ -81,12 +85,91 @@ def _bytes(node: fx.Node) -> int:
 def test_a_sum_over_rows_is_a_kernel_of_its_own() -> None:
     """Rows are summed in another order than they are read: gradients of norms and of biases."""
 
-    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(x: Tensor) -> tuple[Tensor, ...]:
         twice = x * 2
         return twice.sum(0), twice.sum(1)
 
-    _, fusion = _traced(both, _x())
-    assert _kernels(fusion) == [(WHOLE, 2 * WIDTH), (WHOLE, 2 * ROWS)]
+    def before(x: Tensor) -> tuple[Tensor, ...]:
+        return x * 2, x.sum(0)
+
+    def after(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(0), x * 2
+
+    square, line = WIDTH * WIDTH * 2, WIDTH * 2
+    for function, written in ((sums, [line, line]), (before, [square, line])):
+        _, fusion = _traced(function, _x(WIDTH))
+        assert _kernels(fusion) == [(square, each) for each in written]
+    assert _kernels(_traced(after, _x(WIDTH))[1]) == [(square, line), (square, square)]
+
+
+def test_what_is_made_of_sums_is_a_part_of_their_kernel() -> None:
+    def logs(x: Tensor) -> tuple[Tensor, Tensor]:
+        sums = x.sum(1)
+        return sums, sums.exp()
+
+    assert _kernels(_traced(logs, _x())[1]) == [(WHOLE, 2 * ROWS * 2)]
+
+
+def _read_twice(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Read `value` in two kernels that can't be one."""
+    return value.sum(0), value.sum(1)
+
+
+def test_what_reads_little_is_computed_twice() -> None:
+    """And what reads more than four values, or computes more than thirty ops, is written once."""
+
+    def of_inputs(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return _read_twice(functools.reduce(torch.add, inputs))
+
+    def of_ops(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        for _ in range(count):
+            x = x + 1
+        return _read_twice(x)
+
+    def reads_and_writes(fusion: Fusion) -> tuple[int, int]:
+        kernels = _kernels(fusion)
+        return sum(read for read, _ in kernels), sum(write for _, write in kernels)
+
+    sums = 2 * (ROWS + WIDTH)
+    _, four = _traced(of_inputs, *(_x() for _ in range(4)))
+    _, five = _traced(of_inputs, *(_x() for _ in range(5)))
+    assert reads_and_writes(four) == (8 * WHOLE, sums)
+    assert reads_and_writes(five) == (6 * WHOLE, WHOLE + sums)  # its kernel has one of the sums
+    for count, is_written in ((30, False), (31, True)):
+        _, fusion = _traced(functools.partial(of_ops, count=count), _x())
+        assert reads_and_writes(fusion) == (2 * WHOLE, sums + WHOLE * is_written)
+
+
+def test_what_reads_very_much_is_written_for_one_reader() -> None:
+    def of_inputs(*inputs: Tensor) -> Tensor:
+        return functools.reduce(torch.add, inputs).sum(0)
+
+    _, eight = _traced(of_inputs, *(_x() for _ in range(8)))
+    _, nine = _traced(of_inputs, *(_x() for _ in range(9)))
+    assert _kernels(eight) == [(8 * WHOLE, 2 * WIDTH)]
+    assert _kernels(nine) == [(9 * WHOLE, WHOLE), (WHOLE, 2 * WIDTH)]
+
+
+def test_what_is_expanded_is_read_once() -> None:
+    def added(x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias.expand(ROWS, WIDTH)
+
+    _, fusion = _traced(added, _x(), torch.zeros(WIDTH, dtype=torch.bfloat16))
+    assert _kernels(fusion) == [(WHOLE + 2 * WIDTH, WHOLE)]
+
+
+def test_times() -> None:
+    """A kernel is launched once; a measured sum has its time, and what is fused with it none."""
+
+    def sums(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sum(1), x.amax(1)
+
+    h100 = Topology.load("h100")
+    graph, fusion = _traced(sums, _x(2, 2))
+    assert sum(node_us(node, h100, fusion) for node in graph.nodes) < 1.01 * h100.op_us
+    key = "aten.sum.dim_IntList(bf16[2, 2])"
+    timed = dataclasses.replace(h100, ops={key: 7.0})
+    assert node_us(_node(graph, "sum_1"), timed, fusion) == 7
 
 
 def test_what_waits_for_a_product_is_not_fused_with_what_the_product_reads() -> None:
