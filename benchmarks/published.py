@@ -42,8 +42,6 @@ from published_traces import PROCESSES, cpu_s, since, traced
 from autoshard.tools.plan.estimate import Estimate, StepGraphs, estimate
 
 GIB = 1 << 30
-RESERVED = 1.2
-"""What the allocator reserves, by what is allocated, at their peaks; fitted on 30 rows."""
 Traces = Mapping[Workload, StepGraphs | str]
 
 
@@ -109,8 +107,9 @@ def predict(row: Row, traces: Traces, constants: Constants) -> tuple[float, floa
             schedule=lambda problem: schedule(row, problem),
         )
         seconds += share * found.step_time_us / 1e6
-        memory += share * found.memory.peak_bytes / GIB
-    return seconds, memory * (RESERVED if row.is_reserved else 1.0)
+        reported = found.memory.reserved_bytes if row.is_reserved else found.memory.peak_bytes
+        memory += share * reported / GIB
+    return seconds, memory
 
 
 def entries(

@@ -201,6 +201,21 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Any) ->
     assert "does not fit, with optimizer" in capsys.readouterr().out
 
 
+def test_what_is_tight(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    """It fits, but not with a fifth more that the allocator reserves; with more, no word."""
+    asked = arguments("--micro-batch", "1", "--checkpointing", "none", "--mesh", "16")
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    peak, reserved = found["memory"]["peak_bytes"], found["reserved_bytes"]
+    assert reserved == round(1.2 * peak)
+    for memory_bytes, is_tight in ((peak, True), (reserved - 1, True), (reserved, False)):
+        card = json.loads(Topology.load("h100").to_json()) | {"memory_bytes": memory_bytes}
+        path = tmp_path / f"{memory_bytes}.json"
+        path.write_text(json.dumps(card))
+        assert main([*asked, "--topology", str(path)]) == 0
+        assert ("\ntight: in published runs" in capsys.readouterr().out) is is_tight
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.passes.planner.search import Decision
 from autoshard.passes.planner.simulate import Run
-from autoshard.tools.plan.estimate import Configuration, Estimate, MemoryEstimate
+from autoshard.tools.plan.estimate import RESERVED, Configuration, Estimate, MemoryEstimate
 from autoshard.tools.plan.planning import PlanReport
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(MemoryEstimate))
@@ -33,6 +33,7 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
         "",
     ]
     lines += [*_columns(memory_rows(best.memory, topology.memory_bytes)), ""]
+    lines += tight_lines(report)
     lines += [*_columns(time_rows(best)), "", interval_line(report), *margin_lines(best)]
     if with_buckets:
         for kind, decision in best.decisions.items():
@@ -117,6 +118,19 @@ def memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
         num_bytes = getattr(memory, name)
         share = percent(num_bytes / limit)
         yield name.replace("_bytes", ""), str(num_bytes), show_bytes(num_bytes), share
+
+
+def tight_lines(report: PlanReport) -> list[str]:
+    """Warn where the best fits, but not with what the allocator reserves; else nothing."""
+    memory, limit = report.estimates[0].memory, report.topology.memory_bytes
+    if not memory.peak_bytes <= limit < memory.reserved_bytes:
+        return []
+    return [
+        f"tight: in published runs the allocator reserved {RESERVED} times what was allocated, "
+        f"which would be {show_bytes(memory.reserved_bytes)}: it will give memory back and ask "
+        "again, which takes time. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps",
+        "",
+    ]
 
 
 def time_rows(best: Estimate) -> Iterator[Sequence[str]]:
@@ -252,6 +266,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "fits": report.overflow is None,
         "overflow": report.overflow,
         "memory": _memory_json(best.memory),
+        "reserved_bytes": best.memory.reserved_bytes,
         "configurations": [_configuration_json(report, each) for each in report.estimates],
         "plans": [_plan_json(kind, each) for kind, each in best.decisions.items()],
     }
