@@ -8,8 +8,10 @@ forward to backward, and what stays in memory from step to step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -153,10 +155,10 @@ class Parameters:
     trained: tuple[Member, ...]
 
     def shard_bytes(self, shards: int) -> int:
-        return sum(map(_chunk_bytes, self.members, itertools.repeat(shards)))
+        return _chunks_bytes(self._kinds, shards)
 
     def trained_bytes(self, shards: int) -> int:
-        return sum(map(_chunk_bytes, self.trained, itertools.repeat(shards)))
+        return _chunks_bytes(self._trained_kinds, shards)
 
     @property
     def trained_numel(self) -> int:
@@ -164,14 +166,29 @@ class Parameters:
         return sum(math.prod(member.size) for member in self.trained)
 
     def largest_trained_bytes(self, shards: int) -> int:
-        return max(map(_chunk_bytes, self.trained, itertools.repeat(shards)))
+        return max(map(_chunk_bytes, self._trained_kinds, itertools.repeat(shards)))
 
     def states_bytes(self, optimizer: Optimizer, shards: int) -> int:
         """Bytes of the states of `optimizer`."""
-        trained: Iterable[Member] = self.trained
+        trained: Counter[Member] = self._trained_kinds
         if optimizer.is_f32:
-            trained = (replace(member, dtype=torch.float32) for member in trained)
-        return optimizer.states * sum(map(_chunk_bytes, trained, itertools.repeat(shards)))
+            trained = Counter()
+            for member, count in self._trained_kinds.items():
+                trained[replace(member, dtype=torch.float32)] += count
+        return optimizer.states * _chunks_bytes(trained, shards)
+
+    @functools.cached_property
+    def _kinds(self) -> Counter[Member]:
+        """How many parameters there are of each size and dtype: blocks have the same."""
+        return Counter(self.members)
+
+    @functools.cached_property
+    def _trained_kinds(self) -> Counter[Member]:
+        return Counter(self.trained)
+
+
+def _chunks_bytes(members: Counter[Member], shards: int) -> int:
+    return sum(count * _chunk_bytes(member, shards) for member, count in members.items())
 
 
 def _chunk_bytes(member: Member, shards: int) -> int:
