@@ -90,9 +90,11 @@ def _without_collections() -> Iterator[None]:
     """
     was_enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()  # torch collects once, where it forgets what was compiled
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 
