@@ -5,8 +5,8 @@ one, and unmaps it when that call returns: thousands of times a second where the
 cross the end of a piece, which is a matter of how deep the caller happens to be. A frame that says
 that it needs much gets a piece with room for those that it calls.
 
-Tried on Python 3.11. Source: `push_chunk` and `_PyThreadState_PopFrame` in CPython's
-`Python/pystate.c`.
+Tried on Python 3.11; a test of `tests/unit/test_patches.py` fails once it is of no use. Source:
+`push_chunk` and `_PyThreadState_PopFrame` in CPython's `Python/pystate.c`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def in_one_piece(function: F, values: int = FEW) -> F:
 
     values: for which the frame of `function` claims to have room, and gets as much again.
     """
-    code = function.__code__
-    function.__code__ = code.replace(co_stacksize=max(code.co_stacksize, values))  # type: ignore[attr-defined]
+    changed: Any = function
+    code = changed.__code__
+    changed.__code__ = code.replace(co_stacksize=max(code.co_stacksize, values))
     return function

@@ -223,7 +223,6 @@ def measure(names: list[str], blocks: int, rounds: int) -> dict[str, float]:
 
     Each runs in a process of its own, which this starts, and ends after the last round.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else meshes are on a GPU, and the model is not
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     for name in names:
@@ -248,8 +247,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--profile", metavar="NAME", choices=CONTESTANTS)
     arguments = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else meshes are on a GPU, and the model is not
     if arguments.profile:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         step = start(arguments.profile, arguments.blocks)
         with cProfile.Profile() as profile:
             for _ in range(STEPS):

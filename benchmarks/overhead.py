@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from autoshard import _torch
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED
 from autoshard.passes.planner.topology import Topology
-from autoshard.passes.plans.fusion import is_written
+from autoshard.passes.plans.fusion import is_pointwise
 from autoshard.passes.plans.values import is_view, num_bytes_of, tensors_of
 from autoshard.tools.bench.contestants import CONTESTANTS, Contestant, Setting, autoshard_compiled
 from autoshard.tools.bench.workloads import Sizes, Workload, llama
@@ -123,13 +123,23 @@ def _does_something(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_view(node)
 
 
+def _is_written(node: fx.Node) -> bool:
+    """Tell whether an op that is not pointwise reads the result of `node`, or a view of it.
+
+    The graph's output is such a node.
+    """
+    return any(
+        _is_written(user) if is_view(user) else not is_pointwise(user) for user in node.users
+    )
+
+
 def _copied_in_graph(node: fx.Node) -> int:
     """Count bytes that `node`, if it only moves, casts or divides data, has to write to memory.
 
     It is 0 for other nodes, for one that becomes a part of a larger kernel, and for a reshape that
     is a view.
     """
-    if getattr(node.target, "overloadpacket", None) not in MOVES or not is_written(node):
+    if getattr(node.target, "overloadpacket", None) not in MOVES or not _is_written(node):
         return 0
     given = tensors_of(node)
     read = {_storage(each) for source in node.all_input_nodes for each in tensors_of(source)}

@@ -133,7 +133,9 @@ def compiled_node(outputs: Sequence[Any]) -> Any:
 def keep_in_one_piece(node: Any) -> None:
     """Have the frames of the compiled backward of `node` lie in one piece of memory.
 
-    node: AOTAutograd's; once for a compiled forward.
+    Patches `_backward_impl` of the class that AOTAutograd made for this forward, once: autograd
+    calls it, and no function of ours lies in between. See `one_piece.py`.
+    node: AOTAutograd's.
     """
     run = type(node)._forward_cls._backward_impl
     if run.__code__.co_stacksize < FEW:

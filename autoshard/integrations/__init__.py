@@ -1,1 +1,1 @@
-"""What hosts of a training run need of autoshard; each module imports its host when it is used."""
+"""Pieces of autoshard for other libraries; each module imports its own where it is called."""

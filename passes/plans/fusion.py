@@ -16,16 +16,22 @@ Source: Inductor's `ir.py` (`StorageBox.should_realize_on_reuse`, `realize_hint`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard import _torch
-from autoshard.passes.plans.values import base_of, hint_of, is_view, num_bytes_of, tensors_of
+from autoshard.passes.plans.values import (
+    arguments_of,
+    base_of,
+    is_view,
+    name_of,
+    num_bytes_of,
+    numel_of,
+    tensors_of,
+)
 
 MOST_READS = 4  # of an inlined op with several readers: `realize_reads_threshold`
 MOST_READS_AT_ALL = 8  # of any inlined op: `realize_acc_reads_threshold`
@@ -33,7 +39,7 @@ MOST_OPS = 30  # that an inlined op with several readers computes: `realize_opco
 
 REDUCTIONS = {
     *("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all"),
-    *("var", "var_mean", "std", "max", "min"),
+    *("var", "var_mean", "std"),
 }
 INDEXED = {"gather", "embedding", "index", "index_select"}
 """Ops that read as many elements of their first tensor as they give."""
@@ -44,10 +50,12 @@ MOVING = {
 }
 """Further ops that are computed where they are read, of which torch does not say so."""
 
+_FUSIBLE = REDUCTIONS | INDEXED | MOVING
+
 
 @dataclass(frozen=True)
 class Part:
-    """What a realized op is in its kernel.
+    """Share of a realized op in its kernel.
 
     first: first op of the kernel.
     read: bytes that no earlier op of the kernel reads.
@@ -174,7 +182,7 @@ class _Fuser:
         ops = 1
         for number, each in enumerate(node.all_input_nodes):
             base, wanted = base_of(each), _num_bytes(each)
-            if number == 0 and _name_of(node) in INDEXED:
+            if number == 0 and name_of(node) in INDEXED:
                 wanted = min(wanted, sum(map(num_bytes_of, tensors_of(node))))
             whole = _num_bytes(base)
             if base not in self.inlined:
@@ -245,32 +253,15 @@ def is_fusible(node: fx.Node) -> bool:
 
     That are pointwise ops, reductions, what only moves or makes values, and views of all these.
     """
-    if is_view(node):
-        return bool(node.all_input_nodes) and is_fusible(base_of(node))
-    target = node.target
-    return isinstance(target, _torch.ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags
-        or target.namespace == "prims"
-        or _name_of(node) in MOVING | REDUCTIONS | INDEXED
-    )
+    return is_pointwise(node) or name_of(base_of(node)) in _FUSIBLE
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Tell whether `node` is a pointwise op, or a view of one."""
-    if is_view(node):
-        return bool(node.all_input_nodes) and is_pointwise(base_of(node))
-    target = node.target
+    target = base_of(node).target
     return isinstance(target, _torch.ops.OpOverload) and (
         torch.Tag.pointwise in target.tags or target.namespace == "prims"
     )
-
-
-def is_written(node: fx.Node) -> bool:
-    """Tell whether an op that is not pointwise reads the result of `node`, or a view of it.
-
-    The graph's output is such a node.
-    """
-    return any(is_written(user) if is_view(user) else not is_pointwise(user) for user in node.users)
 
 
 def _is_realized(node: fx.Node, reads: int, ops: int) -> bool:
@@ -278,7 +269,7 @@ def _is_realized(node: fx.Node, reads: int, ops: int) -> bool:
 
     reads: how many values in memory it reads. ops: that are computed for it.
     """
-    if _name_of(node) in REDUCTIONS or reads > MOST_READS_AT_ALL:
+    if name_of(node) in REDUCTIONS or reads > MOST_READS_AT_ALL:
         return True
     readers = list(_readers(node))
     if not all(map(is_fusible, readers)):
@@ -297,26 +288,22 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _loop_of(node: fx.Node) -> _Loop:
     """Iteration space of a pointwise op, or of a reduction."""
-    numel = max((_numel(each) for each in tensors_of(node)), default=0)
-    if _name_of(node) not in REDUCTIONS:
+    numel = max(map(numel_of, tensors_of(node)), default=0)
+    if name_of(node) not in REDUCTIONS:
         return _Loop(numel)
     whole = tensors_of(node.all_input_nodes[0])[0]
-    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     rank = whole.dim()
-    reduced = {d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
-    return _Loop(_numel(whole), numel, reduced == set(range(rank - len(reduced), rank)))
+    reduced = {dim % rank for dim in _dims_of(node) or range(rank)}
+    return _Loop(numel_of(whole), numel, reduced == set(range(rank - len(reduced), rank)))
 
 
-def _numel(tensor: torch.Tensor) -> int:
-    return math.prod(hint_of(size) for size in tensor.shape)
+def _dims_of(node: fx.Node) -> Sequence[int]:
+    """Dimensions that a reduction reduces; none for all of them."""
+    dims = arguments_of(node.target, node.args, node.kwargs).get("dim")
+    if dims is None:
+        return ()
+    return (dims,) if isinstance(dims, int) else tuple(dims)
 
 
 def _num_bytes(node: fx.Node) -> float:
     return float(sum(map(num_bytes_of, tensors_of(node))))
-
-
-def _name_of(node: fx.Node) -> str:
-    target = node.target
-    if not isinstance(target, _torch.ops.OpOverload) or target.namespace != "aten":
-        return ""
-    return str(target.overloadpacket.__name__)

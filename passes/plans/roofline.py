@@ -25,7 +25,14 @@ from autoshard.passes.ir.layout import DTYPE_NAMES
 from autoshard.passes.planner.kernels import Attention, Kernel, kernel_us
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.fusion import Fusion, is_pointwise
-from autoshard.passes.plans.values import hint_of, is_view, num_bytes_of, tensors_of
+from autoshard.passes.plans.values import (
+    arguments_of,
+    hint_of,
+    is_view,
+    name_of,
+    num_bytes_of,
+    tensors_of,
+)
 
 
 def node_us(node: fx.Node, topology: Topology, fusion: Fusion | None) -> float:
@@ -81,7 +88,7 @@ _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # where the first fac
 
 def _product_of(node: fx.Node) -> tuple[int, int, int, int] | None:
     """Return (batch, rows, columns, depth) if `node` is a product of matrices; else None."""
-    at = _PRODUCTS.get(_name_of(node))
+    at = _PRODUCTS.get(name_of(node))
     if at is None:
         return None
     first, second = (_sizes_of(node.args[at + number]) for number in range(2))
@@ -94,8 +101,7 @@ def _attention_of(node: fx.Node) -> Attention | None:
     name = target.overloadpacket.__name__ if isinstance(target, _torch.ops.OpOverload) else ""
     if "scaled_dot_product" not in name:
         return None
-    names = [each.name for each in _torch.ops.schema_of(target).arguments]
-    given = {**dict(zip(names, args, strict=False)), **node.kwargs}
+    given = arguments_of(target, args, node.kwargs)
     queries, keys = (_sizes_of(given[each]) for each in ("query", "key"))
     return Attention(
         heads=math.prod(queries[:-2]),
@@ -118,13 +124,6 @@ def _call_of(node: fx.Node) -> tuple[Any, Sequence[Any]]:
     if name == "run_with_rng_state":
         return node.args[1], node.args[2:]
     return node.target, node.args
-
-
-def _name_of(node: fx.Node) -> str:
-    target = node.target
-    if not isinstance(target, _torch.ops.OpOverload) or target.namespace != "aten":
-        return ""
-    return str(target.overloadpacket.__name__)
 
 
 def _sizes_of(node: Any) -> list[int]:

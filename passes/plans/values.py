@@ -1,9 +1,11 @@
-"""Values of a graph's nodes: which own memory, and how many bytes."""
+"""Values of a graph's nodes: which of them own memory, their sizes, and what made them."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -43,10 +45,26 @@ def tensors_of(node: fx.Node) -> Sequence[Tensor]:
 
 def num_bytes_of(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`; a symbolic size counts as its hint."""
-    numel = 1
-    for size in tensor.shape:
-        numel *= hint_of(size)
-    return numel * tensor.dtype.itemsize
+    return numel_of(tensor) * tensor.dtype.itemsize
+
+
+def numel_of(tensor: Tensor) -> int:
+    """Elements of `tensor`; a symbolic size counts as its hint."""
+    return math.prod(map(hint_of, tensor.shape))
+
+
+def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the arguments of a call of torch's op `target`, by its schema; defaults are left out."""
+    names = [each.name for each in _torch.ops.schema_of(target).arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def name_of(node: fx.Node) -> str:
+    """Name of torch's op that `node` calls, "mm"; "" if it calls none."""
+    target = node.target
+    if not isinstance(target, _torch.ops.OpOverload) or target.namespace != "aten":
+        return ""
+    return str(target.overloadpacket.__name__)
 
 
 def hint_of(size: int | torch.SymInt) -> int:

@@ -261,6 +261,7 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_one_piece
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Hand on the reduced `grads` of shards, as DTensors, or put them in `.grad` itself.
 

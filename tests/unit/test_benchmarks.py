@@ -180,3 +180,21 @@ def test_faults_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({(phase, form, store) for _, phase, form, store in found}) == 9 * 3 * 2
     assert len({(kind, phase) for kind, phase, _, _ in found}) == 33  # of 36: few hang
     assert len(faults.draw(6, 0)) == 6
+
+
+def test_kinds_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is made of products; what Inductor generates has the names of what it replaces."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu_kernels = importlib.import_module("gpu_kernels")
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN": "products",
+        "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_bf16>": "products",
+        "void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>": "attention",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80": "attention",
+        "triton_red_fused__scaled_dot_product_flash_attention_mean_0": "others",
+        "void at::native::vectorized_elementwise_kernel<4>": "others",
+    }
+    assert {name: gpu_kernels.kind_of(name) for name in names} == names
+    table = gpu_kernels.table("a model", {"forward": 2.0}, {"forward": 3.0, "peak": 5.0})
+    assert table.splitlines()[1].split() == ["forward", "2.00", "3.00", "1.50"]
+    assert "5.00" in table

@@ -102,6 +102,20 @@ def test_a_sum_over_rows_is_a_kernel_of_its_own() -> None:
     assert _kernels(_traced(after, _x(WIDTH))[1]) == [(square, line), (square, square)]
 
 
+def test_dimensions_of_sums() -> None:
+    """All of them, the last by a negative number, or by a keyword: rows; the first: not."""
+    square, line = WIDTH * WIDTH * 2, WIDTH * 2
+    x = _x(WIDTH)
+    for function, size in (
+        (lambda x: (x.sum(), x * 2), 2),
+        (lambda x: (x.sum(-1), x * 2), line),
+        (lambda x: (x.float().var(dim=-1, correction=0).bfloat16(), x * 2), line),
+    ):
+        graph, fusion = _traced(function, x)
+        assert _kernels(fusion) == [(square, square + size)], graph
+    assert len(_kernels(_traced(lambda x: (x.sum(-2), x * 2), x)[1])) == 2
+
+
 def test_what_is_made_of_sums_is_a_part_of_their_kernel() -> None:
     def logs(x: Tensor) -> tuple[Tensor, Tensor]:
         sums = x.sum(1)

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.caches import fresh_graphs
+from support.faults_of_pages import CALLS, DEPTHS, faults, run_calls
 from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -336,3 +337,8 @@ def test_torch_names_no_rank(rank: int) -> None:
         assert "rank" not in str(raised.value)
     else:
         time.sleep(2.0)
+
+
+def test_python_maps_pages_again_and_again() -> None:
+    """Somewhere, each call of a loop maps a piece for its frames, and its return unmaps it."""
+    assert max(faults(run_calls, depth) for depth in DEPTHS) >= CALLS

@@ -241,6 +241,13 @@ def test_a_page_of_what_does_not_fit() -> None:
     assert found.tags.count("circle") == len(CONFIGURATIONS)
 
 
+def test_a_page_of_what_is_tight() -> None:
+    peak = report_of(stack(4)).estimates[0].memory.peak_bytes
+    for memory_bytes, is_tight in ((peak, True), (2 * peak, False)):
+        found = Reader(page(report_of(stack(4), memory_bytes=memory_bytes)))
+        assert any(each.startswith("tight: ") for each in found.texts["p"]) is is_tight
+
+
 # ---- the Pareto front
 
 

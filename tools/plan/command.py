@@ -86,15 +86,13 @@ def _without_collections() -> Iterator[None]:
     """Keep Python's garbage collector from running in this context, as this process soon ends.
 
     Traces are a million objects that live, and each collection looks at all of them: a sixth of the
-    time.
+    time. A compilation, in a process that goes on, only makes collections rare (`compilation.py`).
     """
     was_enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()  # torch collects once, where it forgets what was compiled
     try:
         yield
     finally:
-        gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -90,7 +90,7 @@ class Configuration:
 
 
 RESERVED = 1.2
-"""What torch's allocator reserves where memory is left, by what is allocated, at their peaks.
+"""Ratio of what torch's allocator reserves, where memory is left, to what is allocated, at peaks.
 
 Fitted by `benchmarks/published.py` on 30 rows that tell what was reserved.
 """
@@ -123,7 +123,7 @@ class MemoryEstimate:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator is likely to reserve where memory is left."""
+        """Bytes that torch's allocator is likely to reserve at the peak, where memory is left."""
         return round(RESERVED * self.peak_bytes)
 
     def first_beyond(self, limit: int) -> str | None:

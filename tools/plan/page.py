@@ -26,6 +26,7 @@ from autoshard.tools.plan.report import (
     model_line,
     ms,
     speeds,
+    tight_line,
     time_rows,
     verdict,
 )
@@ -144,7 +145,9 @@ def _memory(report: PlanReport) -> Iterator[str]:
     times = markup.table(time_rows(best), words={0, 5})
     memory = markup.table(memory_rows(best.memory, limit), words={0})
     yield f'<div class="columns">{times}{memory}</div>'
-    yield markup.tag("p", interval_line(report))
+    for line in (interval_line(report), tight_line(report)):
+        if line:
+            yield markup.tag("p", line)
 
 
 def _unit_of(num_bytes: int) -> str:

@@ -33,7 +33,8 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
         "",
     ]
     lines += [*_columns(memory_rows(best.memory, topology.memory_bytes)), ""]
-    lines += tight_lines(report)
+    tight = tight_line(report)
+    lines += [tight, ""] if tight else []
     lines += [*_columns(time_rows(best)), "", interval_line(report), *margin_lines(best)]
     if with_buckets:
         for kind, decision in best.decisions.items():
@@ -120,17 +121,16 @@ def memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
         yield name.replace("_bytes", ""), str(num_bytes), show_bytes(num_bytes), share
 
 
-def tight_lines(report: PlanReport) -> list[str]:
-    """Warn where the best fits, but not with what the allocator reserves; else nothing."""
+def tight_line(report: PlanReport) -> str:
+    """Warn where the best fits, but not with what the allocator reserves; else return ""."""
     memory, limit = report.estimates[0].memory, report.topology.memory_bytes
     if not memory.peak_bytes <= limit < memory.reserved_bytes:
-        return []
-    return [
+        return ""
+    return (
         f"tight: in published runs the allocator reserved {RESERVED} times what was allocated, "
         f"which would be {show_bytes(memory.reserved_bytes)}: it will give memory back and ask "
-        "again, which takes time. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps",
-        "",
-    ]
+        "again, which takes time. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
+    )
 
 
 def time_rows(best: Estimate) -> Iterator[Sequence[str]]:
