@@ -2,6 +2,7 @@
 
     python benchmarks/overlap.py                    # a CPU, or the GPU if there is one
     python benchmarks/overlap.py --trace FOLDER     # a profile of each, and predicted timelines
+    python benchmarks/overlap.py --regimes 1        # one link alone
     python benchmarks/overlap.py --check            # steps are an unsharded model's, bit for bit
 
 One process: rank 0 of an imagined world (`emulated_link`), so that everybody's collectives take as
@@ -325,14 +326,16 @@ def _tell(what: str) -> None:
 def run(
     bench: Bench,
     rivals: Sequence[str],
+    regimes: Sequence[float],
     latency_us: float,
     folder: Path,
     trace_folder: Path | None,
 ) -> None:
-    """Calibrate, then measure all contestants on a free link and on three others; print reports.
+    """Calibrate, then measure all contestants on a free link and on others; print reports.
 
     rivals: some of `RIVALS`.
-    latency_us: of the three links; their bandwidths follow from what computation takes.
+    regimes: for each link, what collectives alone take, of computation alone.
+    latency_us: of the links; their bandwidths follow from what computation takes.
     folder: for topologies. trace_folder: for profiles; None for none.
     """
     contestants = {ALONE: unsharded, **{name: CONTESTANTS[name] for name in rivals}}
@@ -370,7 +373,7 @@ def run(
     print(f"ops, timed one by one, add up to {1 / factor:.2f} of computation: made equal")
     num_bytes = sum(bucket.num_bytes for plan in plans for bucket in plan.buckets)
     sent = num_bytes * (bench.world - 1) / bench.world
-    for regime in REGIMES:
+    for regime in regimes:
         link = Link(f"link-{regime}", latency_us, sent / (regime * alone_us) / 1e3)
         measured(link, scaled(known, factor))
 
@@ -384,6 +387,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="samples; else as autoshard bench step has it")
     parser.add_argument("--layers", type=int, help="blocks; else as autoshard bench step has it")
     parser.add_argument("--rivals", nargs="*", default=RIVALS, choices=RIVALS)
+    parser.add_argument(
+        "--regimes",
+        type=float,
+        nargs="+",
+        default=REGIMES,
+        help="links: collectives alone, of computation alone",
+    )
     parser.add_argument("--dtype", default="bfloat16" if is_gpu else "float32")
     parser.add_argument("--world", type=int, default=8, help="ranks, of whom one is there")
     parser.add_argument("--latency-us", type=float, default=20.0 if is_gpu else 200.0)
@@ -427,7 +437,14 @@ def main() -> None:
         else:
             if arguments.trace is not None:
                 arguments.trace.mkdir(parents=True, exist_ok=True)
-            run(bench, arguments.rivals, arguments.latency_us, Path(folder), arguments.trace)
+            run(
+                bench,
+                arguments.rivals,
+                arguments.regimes,
+                arguments.latency_us,
+                Path(folder),
+                arguments.trace,
+            )
     dist.destroy_process_group()
 
 

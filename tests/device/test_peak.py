@@ -16,10 +16,10 @@ LIMITS = {"cuda": 0.95, "cpu": 1.0}
 """Of FSDP2's. On a CPU with the plain lowering, which fuses nothing."""
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @on_each_device
 @pytest.mark.parametrize("fake_world", [8], indirect=True)
 def test_peak(fake_world: None, device: str) -> None:
+    _peak_bytes(fsdp2, device)  # after it, there are the workspaces that libraries keep
     ours = _peak_bytes(autoshard_compiled, device)
     theirs = _peak_bytes(fsdp2, device)
     assert ours <= LIMITS[device] * theirs

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autoshard.integrations.transformers import attention_by_flag
 
 VOCABULARY = 256
+WIDEST_HEAD = 128  # of attention; FlashAttention is slower beyond, and takes none above 256
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,14 @@ def llama(sizes: Sizes) -> Workload:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     by_flag: dict[str, Any] = {"attn_implementation": attention_by_flag()}
+    heads = max(8, sizes.hidden // WIDEST_HEAD)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.hidden * 43 // 16,
         num_hidden_layers=sizes.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=sizes.length,
         use_cache=False,
         **by_flag,
