@@ -72,12 +72,13 @@ def kernel_of(node: fx.Node, fusion: Fusion | None, *, has_key: bool = True) -> 
     typed = results
     if attention is not None:  # results begin with a generator's state where it is computed again
         typed = [tensor for tensor in read if tensor.is_floating_point()]
+    product = _product_of(node)
     return Kernel(
         dtype=DTYPE_NAMES.get(typed[0].dtype, "") if typed else "",
         bytes=num_bytes,
-        product=_product_of(node),
+        product=product,
         attention=attention,
-        flops=num_flops(node),
+        flops=num_flops(node) if product is None and attention is None else 0,
         launches=launches,
         key=key,
     )
@@ -146,7 +147,10 @@ def op_key(target: object, arguments: object) -> str:
 
 
 def num_flops(node: fx.Node) -> int:
-    """Floating-point operations of `node`, by torch's `flop_registry`; 0 for an op not in it."""
+    """Floating-point operations of `node`, by torch's `flop_registry`; 0 for an op not in it.
+
+    Not for attention: torch 2.11's raises AssertionError where several heads share keys.
+    """
     packet = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(packet) if packet is not None else None
     if count is None:

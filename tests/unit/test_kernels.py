@@ -117,6 +117,20 @@ def test_kernels_of_nodes() -> None:
     assert all(each.is_causal for each in both)
 
 
+def test_attention_whose_heads_share_keys() -> None:
+    """It counts by its queries' heads; torch 2.11 has no count of such attention's operations."""
+    graph = fx.Graph()
+    query, key = (graph.placeholder(name) for name in ("query", "key"))
+    query.meta["val"] = torch.empty(2, 32, 128, 64, device="meta", dtype=torch.bfloat16)
+    key.meta["val"] = torch.empty(2, 8, 128, 64, device="meta", dtype=torch.bfloat16)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention.default
+    node = graph.call_function(attend, (query, key, key, 0.0, True))
+    node.meta["val"] = query.meta["val"]
+    kernel = kernel_of(node, None)
+    assert kernel is not None and kernel.attention is not None
+    assert (kernel.attention.heads, kernel.attention.is_causal) == (64, True)
+
+
 def test_attention_that_is_computed_again() -> None:
     """AOT wraps it, to keep the state of the generator: it counts in forward and in backward."""
     found: dict[str, list[fx.Node]] = {"forward": [], "backward": []}
