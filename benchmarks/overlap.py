@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoshard
+from autoshard import _torch
 from autoshard.passes.ir.layout import first_row
 from autoshard.passes.ir.plan import Plan
 from autoshard.passes.planner.topology import KINDS, Topology
@@ -51,6 +52,7 @@ from autoshard.tools.bench.contestants import (
     autoshard_compiled,
     autoshard_eager,
 )
+from autoshard.tools.bench.step import reason
 from autoshard.tools.bench.workloads import SIZES, Workload, read_workloads
 from autoshard.tools.device import current_device, synchronize
 
@@ -342,7 +344,10 @@ def run(
     models = {}
     for name, each in contestants.items():
         _tell(f"building {name}")
-        models[name] = bench.build(each)
+        try:
+            models[name] = bench.build(each)
+        except _torch.dynamo.BackendCompilerFailed as error:
+            print(f"{name} is left out, as this torch can't compile it: {reason(error)}")
     _tell("timing ops and collectives")
     plain = bench.work.build().to(bench.setting.device, bench.setting.dtype)
     known = calibrate(

@@ -41,6 +41,7 @@ def table(result: StepTimes, ranks: int) -> str:
             f"  {name:24} {peak.allocated / 1e6:9.1f} {peak.allocated / base:6.3f} "
             f"{peak.reserved / 1e6:9.1f} {kept / 1e6:9.1f}"
         )
+    lines += [f"  {name:24} can't be compiled: {why}" for name, why in result.failed.items()]
     return "\n".join(lines)
 
 

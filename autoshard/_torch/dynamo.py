@@ -15,6 +15,7 @@ import torch
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._dynamo import convert_frame as _convert_frame
 from torch._dynamo.eval_frame import skip_code as skip_code
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import (
     SkipFrame as SkipFrame,

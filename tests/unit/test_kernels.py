@@ -127,7 +127,8 @@ def test_attention_whose_heads_share_keys() -> None:
     node = graph.call_function(attend, (query, key, key, 0.0, True))
     node.meta["val"] = query.meta["val"]
     kernel = kernel_of(node, None)
-    assert kernel is not None and kernel.attention is not None
+    assert kernel is not None
+    assert kernel.attention is not None
     assert (kernel.attention.heads, kernel.attention.is_causal) == (64, True)
 
 

@@ -63,12 +63,14 @@ class StepTimes:
     entries: by contestant.
     collectives_ms: by round, of autoshard's own collectives of a step, one after another; empty
         without "autoshard, compiled".
+    failed: contestants that this torch can't compile for this model, and its message.
     """
 
     name: str
     tokens: int
     entries: dict[str, Entry]
     collectives_ms: list[float]
+    failed: dict[str, str] = field(default_factory=dict)
 
     def beyond_ms(self, name: str) -> float:
         """Median milliseconds of a contestant's forward and backward, less those of `ALONE`."""
@@ -107,6 +109,7 @@ class StepTimes:
                 f"{medians[name] / medians[best]:6.2f} {exposed} "
                 f"{self.tokens / medians[name] * 1e3:9.0f} {entry.first_s:7.1f}  {entry.peak}"
             )
+        lines += [f"  {name:24} can't be compiled: {why}" for name, why in self.failed.items()]
         if has_alone and OURS in self.entries:
             lines.append(
                 f"  forward and backward of {OURS}: {self.of_bound():.2f} of unsharded, "
@@ -126,7 +129,8 @@ def bench_step(
 ) -> list[StepTimes]:
     """Train each of `workloads`, models by name, with all contestants, and return measurements.
 
-    All ranks call this, in a process group. For each model, what torch has compiled is reset, and
+    A contestant that torch can't compile, on all ranks alike, is left out, but for our own. All
+    ranks call this, in a process group. For each model, what torch has compiled is reset, and
     its random generator is reseeded.
     rounds: steps of each contestant that are timed.
     dtype: of computation and gathers.
@@ -161,6 +165,7 @@ def _bench_model(
     setting = Setting(device, work.blocks, dtype, options)
     batch = {key: value.to(device) for key, value in work.batch(dist.get_rank()).items()}
     entries = {name: Entry() for name in contestants}
+    failed: dict[str, str] = {}
     models, optimizers = {}, {}
     torch.compiler.reset()
     # The models' classes are the same, so all that compile have their graphs in one cache.
@@ -170,14 +175,21 @@ def _bench_model(
             torch.manual_seed(0)
             model = contestants[contestant](work.build().to(device), setting)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            with _torch.inductor.fresh_cache():  # each compiles all of its kernels
-                entry.first_s = _timed(partial(_backward, model, batch)) / 1e3
+            try:
+                with _torch.inductor.fresh_cache():  # each compiles all of its kernels
+                    entry.first_s = _timed(partial(_backward, model, batch)) / 1e3
+            except _torch.dynamo.BackendCompilerFailed as error:
+                if contestant == OURS:
+                    raise
+                failed[contestant] = reason(error)
+                continue
             _step(optimizer)
             states = [state for each in optimizer.state.values() for state in each.values()]
             lasting = [each for each in states if isinstance(each, Tensor)]
             lasting += model.parameters()
             entry.kept = memory_now(device, lasting) - before
             models[contestant], optimizers[contestant] = model, optimizer
+        entries = {name: entry for name, entry in entries.items() if name in models}
         ours = models.get(OURS)
         send = _collectives_of(ours, dtype) if ours is not None else None
         collectives_ms: list[float] = []
@@ -198,7 +210,13 @@ def _bench_model(
                     entry.optimizer_ms.append(optimizer_ms)
     models.clear()
     gc.collect()
-    return StepTimes(name, work.tokens, entries, collectives_ms[WARM_UP:])
+    return StepTimes(name, work.tokens, entries, collectives_ms[WARM_UP:], failed)
+
+
+def reason(error: _torch.dynamo.BackendCompilerFailed) -> str:
+    """Return what a compiler failed with, in one line, without advice on how to debug it."""
+    inner = error.inner_exception
+    return f"{type(inner).__name__}: {inner}".partition("\n")[0]
 
 
 def _backward(model: Any, batch: dict[str, Tensor]) -> None:

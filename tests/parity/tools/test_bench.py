@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.ranks import on_ranks
+from torch import fx, nn
 
-from autoshard.tools.bench.contestants import CONTESTANTS, read_contestants
+from autoshard.tools.bench.contestants import CONTESTANTS, Setting, read_contestants
 from autoshard.tools.bench.step import StepTimes, bench_step
 from autoshard.tools.bench.workloads import SIZES, Sizes, read_workloads
 
@@ -20,14 +22,26 @@ NAMES = [
 ]
 
 
+def not_compiled(model: nn.Module, setting: Setting) -> nn.Module:
+    """Contestant that no torch can compile."""
+
+    def fail(gm: fx.GraphModule, inputs: object) -> None:
+        """Fail as a compiler does."""
+        raise AssertionError("no such kernel")
+
+    compiled: nn.Module = torch.compile(model, backend=fail)
+    return compiled
+
+
 @on_ranks(2)
 def test_a_table(rank: int) -> None:
+    """Contestants of all kinds; what can't be compiled is told, and the others are measured."""
     sizes, SIZES["cpu"]["gpt2"] = SIZES["cpu"]["gpt2"], Sizes(64, 1, 1, 8)
     told: list[StepTimes] = []
     try:
         (found,) = bench_step(
             read_workloads(["gpt2"], "cpu"),
-            contestants=read_contestants(NAMES),
+            contestants={"broken": not_compiled, **read_contestants(NAMES)},
             rounds=2,
             options={"lowering": "eager"},
             tell=told.append,
@@ -43,6 +57,8 @@ def test_a_table(rank: int) -> None:
     assert min(found.collectives_ms) > 0
     assert told == [found]
     assert all(f"  {name} " in found.text() for name in NAMES)
+    assert found.failed == {"broken": "AssertionError: no such kernel"}
+    assert "  broken                   can't be compiled: AssertionError" in found.text()
 
 
 def test_names() -> None:
