@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -204,16 +205,40 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Check a step of `optimizer` before it begins, as torch's hook before all optimizers' steps.
 
-    Returns the arguments (args, kwargs) that run it on a stand-in, see `local_step.py`; None to
-    run it as it is: if it is given a closure or other arguments, or if there is no stand-in.
+    Returns the arguments (args, kwargs) that run it on a stand-in, see `local_step.py`, or with a
+    closure that is checked after its first call: the backward in it may be the one that reduces.
+    None to run the step as it is: if it is given other arguments, or if there is no stand-in.
     Raises as `_check_before_step`.
     """
-    _check_before_step(optimizer)
     _, *given = args
+    closure = given[0] if given else kwargs.get("closure")
+    if callable(closure):
+        checked = _checked_after(closure, optimizer)
+        if given:
+            return (optimizer, checked, *given[1:]), kwargs
+        return args, {**kwargs, "closure": checked}
+    _check_before_step(optimizer)
     if any(value is not None for value in (*given, *kwargs.values())):
-        return None  # a closure, which goes by the optimizer's own parameters
+        return None
     stand_in = stand_in_of(optimizer)
     return None if stand_in is None else ((stand_in, *given), kwargs)
+
+
+def _checked_after(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
+    """Return `closure` with a check of the step of `optimizer` after its first call."""
+    is_checked = False
+
+    @functools.wraps(closure)
+    def call() -> Any:
+        """Run the closure; the first time, check the step that goes on after it."""
+        nonlocal is_checked
+        loss = closure()
+        if not is_checked:
+            is_checked = True
+            _check_before_step(optimizer)
+        return loss
+
+    return call
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer) -> None:

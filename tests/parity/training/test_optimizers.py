@@ -1,5 +1,6 @@
 """torch's optimizers and its gradient scaler train sharded parameters as they do whole ones."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -206,3 +207,41 @@ def test_lbfgs_shards_in_its_first_closure(rank: int, kind: str) -> None:
     assert history[kind] == history["replicated"]
     assert history[kind][1] > 1
     assert_same(trained[kind], trained["replicated"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@on_ranks(2)
+def test_closures_that_run_the_last_microbatch(rank: int, kind: str) -> None:
+    """Gradients of the one before wait when the step begins, and not after the closure."""
+    trained = {}
+    for each in ("replicated", kind):
+        model, call = built(each)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(0, 6, 2):
+            with model.no_sync() if each != "replicated" else contextlib.nullcontext():
+                net_loss(call, rank, step).backward()
+
+            def closure(call: Callable[..., Tensor] = call, step: int = step) -> Tensor:
+                loss = net_loss(call, rank, step + 1)
+                loss.backward()
+                return loss
+
+            if each == "replicated":
+                closure()
+                average_gradients(model)
+                optimizer.step()
+            else:
+                optimizer.step(closure)
+            optimizer.zero_grad()
+        trained[each] = model
+    assert_same(trained[kind], trained["replicated"])
+
+    def waiting() -> Tensor:
+        """Closure that reduces nothing."""
+        with trained[kind].no_sync():
+            loss = net_loss(trained[kind], rank, 0)
+            loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="still waiting to be reduced"):
+        torch.optim.SGD(trained[kind].parameters(), lr=0.1).step(closure=waiting)
