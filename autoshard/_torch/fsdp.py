@@ -5,10 +5,12 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+import torch.distributed.fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 DATA_PARALLEL = ("fully_shard", "replicate")
@@ -62,6 +64,32 @@ def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) ->
     states = module.__dict__.setdefault(STATE_KEY, {})
     # A decorator of torch's has put it there, which its types don't say.
     states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+
+
+_Register = Callable[[torch.nn.Module, str], None]
+
+
+def share_register_forward_method(
+    is_ours: Callable[[torch.nn.Module], bool], ours: _Register
+) -> None:
+    """Have torch's `register_fsdp_forward_method` call `ours` for modules that are ours.
+
+    What has imported it by name before keeps torch's, whose methods fail with our modules.
+
+    Patched: `torch.distributed.fsdp.register_fsdp_forward_method`, for good.
+    Why:     it takes every `FSDPModule` for one of torch's own, and transformers' Trainer gives it
+             the model's `generate`.
+    Tests:   `test_forward_methods_ask_for_the_state_of_fsdp2`, needed; in
+             tests/parity/sharding/test_methods.py `test_methods_other_than_forward`, works.
+    """
+    original = torch.distributed.fsdp.register_fsdp_forward_method
+
+    @functools.wraps(original)
+    def register(module: torch.nn.Module, method_name: str) -> None:
+        """Register a method as FSDP2 does, or as autoshard does."""
+        (ours if is_ours(module) else original)(module, method_name)
+
+    torch.distributed.fsdp.register_fsdp_forward_method = register
 
 
 def overlap_gathers(module: torch.nn.Module) -> None:

@@ -472,6 +472,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     module.__dict__[name] = call
 
 
+_torch.fsdp.share_register_forward_method(
+    lambda module: unit_of(module) is not None or module in sharded_by_first_call,
+    register_forward_method,
+)
+
+
 def _refuse_training(module: nn.Module) -> None:
     """Raise RuntimeError if a forward of `module` inside `full_params()` would make gradients."""
     if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):

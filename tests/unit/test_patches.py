@@ -32,6 +32,7 @@ from torch.distributed import pipelining
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import (
     DTensor,
     Placement,
@@ -270,6 +271,27 @@ def test_pipelines_look_for_the_state_of_fsdp2() -> None:
     assert _version(oldest.removeprefix("torch>=")) < (2, 14)
     asked = "fully_shard.state(" in inspect.getsource(pipelining.stage)
     assert asked == (_version(torch.__version__) < (2, 14))
+
+
+def test_forward_methods_ask_for_the_state_of_fsdp2() -> None:
+    """Needed: `fsdp.share_register_forward_method`, as torch's own asks any FSDPModule for it."""
+    asked: list[str] = []
+
+    class Unit(FSDPModule, nn.Module):
+        def __new__(cls) -> Any:
+            return object.__new__(cls)
+
+        def _get_fsdp_state(self) -> Any:
+            asked.append("state")
+            raise NotImplementedError
+
+        def embed(self) -> None: ...
+
+    unit = Unit()
+    inspect.unwrap(torch.distributed.fsdp.register_fsdp_forward_method)(unit, "embed")
+    with pytest.raises(NotImplementedError):
+        unit.embed()
+    assert asked == ["state"]
 
 
 def _version(text: str) -> tuple[int, ...]:

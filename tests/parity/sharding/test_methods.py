@@ -28,6 +28,7 @@ from support.training import (
     train,
 )
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -293,21 +294,28 @@ class Generates(Net):
         return self.head(self.embed(ids))
 
 
+@pytest.mark.parametrize("of", ["autoshard", "torch"])
 @on_ranks(2)
-def test_methods_other_than_forward(rank: int) -> None:
-    """B.1, D-28."""
+def test_methods_other_than_forward(rank: int, of: str) -> None:
+    """B.1, D-28; registered by torch's own function, too, as hosts do for FSDP2."""
+    ours = of == "autoshard"
+    register = register_forward_method if ours else fsdp.register_fsdp_forward_method
     torch.manual_seed(0)
     want = Generates()
     torch.manual_seed(0)
     model = autoshard.shard(Generates())
     ids = torch.tensor([1, 2, 3])
-    register_forward_method(model, "generate")
+    register(model, "generate")
     assert torch.equal(model.generate(ids, times=2), want.generate(ids, times=2))
     model.generate(ids).sum().backward()
     assert model.head.weight.grad is not None
     with pytest.raises(ValueError, match="Generates does not have a method 'sample'"):
-        register_forward_method(model, "sample")
-    register_forward_method(nn.Linear(2, 2), "sample")  # no unit: nothing to do
+        register(model, "sample")
+    register(nn.Linear(2, 2), "sample")  # no unit: nothing to do
+    torch.manual_seed(0)
+    theirs = fsdp.fully_shard(Generates())
+    fsdp.register_fsdp_forward_method(theirs, "generate")
+    assert torch.equal(theirs.generate(ids), want.generate(ids))
 
 
 @on_ranks(2)
