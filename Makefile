@@ -48,4 +48,16 @@ null-cuda:  ## run tests/device on a CUDA device that does nothing but count
 	LD_LIBRARY_PATH=$(NULL)/device LD_PRELOAD=$$library OMP_NUM_THREADS=1 \
 		$(NULL)/bin/python -m pytest -rs tests/device
 
-.PHONY: help demo test lint features goldens null-cuda
+# The libraries that train, in an environment of their own.
+HOSTS := $(CURDIR)/.hosts
+
+$(HOSTS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(HOSTS)
+	$(HOSTS)/bin/pip install -q -c constraints.txt torch numpy
+	$(HOSTS)/bin/pip install -q -c constraints.txt -e '.[test,hosts]'
+	touch $@
+
+hosts: $(HOSTS)/.installed  ## run tests/integrations with the real Accelerate, TRL, PEFT, Lightning
+	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -rs -n $(WORKERS) tests/integrations
+
+.PHONY: help demo test lint features goldens null-cuda hosts

@@ -1,0 +1,145 @@
+"""Hugging Face Accelerate: what `prepare` is given is sharded and compiled by autoshard."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    extract_model_from_parallel,
+)
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard.integrations.compiled import compile_and_shard
+from autoshard.options import CompileOptions
+from autoshard.runtime.unit.unit import unit_of
+
+_Accelerator = TypeVar("_Accelerator", bound=Accelerator)
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+_REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def with_autoshard(accelerator: _Accelerator, **options: Any) -> _Accelerator:
+    """Have `accelerator` shard and compile models with autoshard; return it.
+
+        accelerator = with_autoshard(Accelerator(mixed_precision="bf16"), bucketing="auto")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    It is Accelerate's FSDP2 from then on, on GPUs and on CPUs, in which autoshard does the work:
+    `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `get_state_dict` and `save_model`
+    are Accelerate's own for it. Settings of an `fsdp_plugin` with `fsdp_version=2` count:
+    `reshard_after_forward`, `mixed_precision_policy`, `cpu_offload`, `state_dict_type`. Without
+    one, mixed precision means gathers and computation in that dtype, reductions in float32, and
+    outputs as the model makes them; shards are checkpointed by each rank. Trainable parameters
+    become float32 first, as there.
+
+    options: of `torch.compile(..., backend="autoshard")`, arguments of `autoshard.shard` among
+        them; they go before those of the plugin.
+
+    Raises ValueError for a wrong option, and for what can't be had together with autoshard: another
+    engine, FSDP1, a backend in Accelerate's dynamo settings, activation checkpointing by the
+    plugin, or models that are prepared already.
+    """
+    state = accelerator.state
+    plugin = getattr(state, "fsdp_plugin", None)
+    if state.distributed_type in _REFUSED:
+        raise ValueError(f"autoshard is no part of {state.distributed_type.value}: use one of them")
+    if accelerator._models:
+        raise ValueError("call with_autoshard() before accelerator.prepare(), not after it")
+    if state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError(
+            f"autoshard compiles the model: leave dynamo_backend out, which is "
+            f"{state.dynamo_plugin.backend.value}, and ACCELERATE_DYNAMO_BACKEND"
+        )
+    if plugin is None:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT"
+        )
+        if state.mixed_precision != "no":
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=_DTYPES[state.mixed_precision], reduce_dtype=torch.float32
+            )
+    if plugin.fsdp_version != 2:
+        raise ValueError("autoshard stands in for FSDP2: give fsdp_version=2 to the fsdp_plugin")
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "the plugin's activation_checkpointing wraps modules: call "
+            "model.gradient_checkpointing_enable() in its place"
+        )
+    given = {**_settings_of(plugin), **options}
+    CompileOptions.read(given)
+    state.fsdp_plugin = plugin
+    for each in (state, PartialState()):  # the first is made of the second again and again
+        each.distributed_type = DistributedType.FSDP
+    original = type(accelerator)
+    accelerator.__class__ = type(original.__name__, (_Sharding, original), {})
+    accelerator._autoshard_options = given
+    return accelerator
+
+
+def _settings_of(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+    """Return the options that say what `plugin` does."""
+    keeps = plugin.reshard_after_forward is False
+    return {
+        "strategy": "shard_grad_op" if keeps else "full_shard",
+        "mp_policy": plugin.mixed_precision_policy,
+        "offload_policy": plugin.cpu_offload or None,
+    }
+
+
+class _Sharding(Accelerator):
+    """Accelerator that shards models, with its `_autoshard_options`, before it prepares them."""
+
+    _autoshard_options: dict[str, Any]
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Shard and compile models, and prepare all as Accelerate does.
+
+        A model needs no optimizer beside it, as it does with FSDP2.
+        """
+        models = [each for each in args if isinstance(each, nn.Module)]
+        for model in models:
+            self._shard(model)
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        if models and not optimizers:
+            prepared = tuple(
+                self.prepare_model(each)
+                if isinstance(each, nn.Module)
+                else super(_Sharding, self).prepare(each)
+                for each in args
+            )
+            return prepared if len(prepared) > 1 else prepared[0]
+        # Accelerate knows parameters by their addresses, and those of shards without rows are one.
+        groups = [group for each in optimizers for group in each.param_groups]
+        held = [list(group["params"]) for group in groups]
+        result = super().prepare(*args, device_placement=device_placement)
+        for group, params in zip(groups, held, strict=True):
+            group["params"] = params
+        return result
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Shard and compile a model, and prepare it as Accelerate does for evaluation."""
+        self._shard(model)
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return prepared
+
+    def _shard(self, given: nn.Module) -> None:
+        """Compile the module in `given` with autoshard and shard it, unless that is done."""
+        module = extract_model_from_parallel(given)
+        is_new = unit_of(module) is None
+        if is_new and self.state.mixed_precision != "no":
+            for param in module.parameters():
+                if param.requires_grad:
+                    param.data = param.data.float()
+        compile_and_shard(module, self._autoshard_options)

@@ -1,0 +1,179 @@
+"""Hugging Face Accelerate, with its real package: DDP's loop trains the same with autoshard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hosts import lasting_bytes, launched, llama, loader
+from support.ranks import on_ranks
+
+pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install '.[hosts]'")
+
+FORMS: dict[str, dict[str, Any]] = {"eager": {"lowering": "eager"}, "compiled": {}}
+
+
+class Run:
+    """A loop as Accelerate's guide has it, of a small Llama; under DDP without `options`."""
+
+    def __init__(self, options: dict[str, Any] | None, **settings: Any) -> None:
+        from accelerate import Accelerator
+
+        from autoshard.integrations.accelerate import with_autoshard
+
+        accelerator = Accelerator(gradient_accumulation_steps=2, **settings)
+        if options is not None:
+            accelerator = with_autoshard(accelerator, **options)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 4)
+        self.accelerator = accelerator
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            model, optimizer, loader(32), scheduler
+        )
+
+    def train(self, first: int, last: int) -> list[tuple[float, ...]]:
+        """Train on some of the batches: mean losses, and norms where there are steps."""
+        found: list[tuple[float, ...]] = []
+        for number, ids in enumerate(self.loader):
+            if not first <= number < last:
+                continue
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(input_ids=ids, labels=ids).loss
+                self.accelerator.backward(loss)
+                norm = ()
+                if self.accelerator.sync_gradients:
+                    clipped = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    norm = (float(clipped),)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            mean = self.accelerator.gather(loss.detach()).mean().item()
+            found.append((mean, *norm))
+        return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_a_loop(rank: int, form: str) -> None:
+    """Accumulated, clipped, scheduled: losses, norms and weights are DDP's, for half the memory."""
+    with launched(rank):
+        ddp = Run(None)
+        want = ddp.train(0, 8)
+        whole = ddp.accelerator.get_state_dict(ddp.model)
+        memory = lasting_bytes(ddp.model, ddp.optimizer)
+    with launched(rank):
+        ours = Run(FORMS[form])
+        found = ours.train(0, 8)
+        state = ours.accelerator.get_state_dict(ours.model)
+    rounding = 1e-6 if form == "eager" else 1e-4  # norms are summed in another order
+    for each, wanted in zip(found, want, strict=True):
+        assert each == pytest.approx(wanted, rel=rounding)
+    assert lasting_bytes(ours.model, ours.optimizer) <= (1 / 2 + 0.1) * memory
+    if rank == 0:
+        assert state.keys() == whole.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, whole[name], rtol=0, atol=30 * rounding)
+
+
+@on_ranks(2)
+def test_states(rank: int, tmp_path: Path) -> None:
+    """What `save_state` has written is loaded into another run, which goes on as the first did."""
+    options = FORMS["eager"]
+    with launched(rank):
+        first = Run(options)
+        first.train(0, 4)
+        first.accelerator.save_state(str(tmp_path))
+        want = first.train(4, 8)
+    with launched(rank):
+        second = Run(options)
+        second.accelerator.load_state(str(tmp_path))
+        assert second.train(4, 8) == want
+
+
+@on_ranks(2)
+def test_models_that_are_saved(rank: int, tmp_path: Path) -> None:
+    """`save_model` and `save_pretrained` write what transformers loads, on Accelerate's lines."""
+    from transformers import LlamaForCausalLM
+
+    with launched(rank):
+        run = Run(FORMS["eager"])
+        run.train(0, 2)
+        accelerator = run.accelerator
+        state = accelerator.get_state_dict(run.model)
+        accelerator.save_model(run.model, str(tmp_path / "model"))
+        accelerator.unwrap_model(run.model).save_pretrained(
+            tmp_path / "pretrained",
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=dict(state),  # transformers empties it
+        )
+        accelerator.wait_for_everyone()
+        assert (tmp_path / "model" / "model.safetensors").is_file()
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "pretrained")
+        if rank == 0:
+            for name, value in loaded.state_dict().items():
+                assert torch.equal(value, state[name])
+
+
+@on_ranks(2)
+def test_mixed_precision(rank: int) -> None:
+    """Gathered and computed in bf16, kept and reduced in float32; losses are float32."""
+    with launched(rank):
+        run = Run(FORMS["eager"], mixed_precision="bf16")
+        found = run.train(0, 2)
+        assert {param.dtype for param in run.model.parameters()} == {torch.float32}
+    with launched(rank):
+        plain = Run(None, mixed_precision="bf16").train(0, 2)
+    assert [each[0] for each in found] == pytest.approx([each[0] for each in plain], rel=2e-3)
+
+
+@on_ranks(2)
+def test_models_without_optimizers(rank: int) -> None:
+    """A model is prepared for evaluation as well; prepared again, it is the one that it was."""
+    with launched(rank):
+        run = Run(FORMS["eager"])
+        alone = run.accelerator.prepare(llama())
+        ids = next(iter(loader(2)))
+        with torch.no_grad():
+            want = llama()(input_ids=ids, labels=ids).loss
+            assert torch.equal(alone(input_ids=ids, labels=ids).loss, want)
+        assert run.accelerator.prepare_model(run.model) is run.model
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    def refused(match: str, options: dict[str, Any] | None = None, **settings: Any) -> None:
+        """Check the message for an accelerator of `settings`."""
+        with launched(rank):
+            accelerator = Accelerator(**settings)
+            plugin = settings.get("fsdp_plugin")
+            if plugin is not None:  # Accelerate leaves it out on a CPU
+                accelerator.state.fsdp_plugin = plugin
+            with pytest.raises(ValueError, match=match):
+                with_autoshard(accelerator, **(options or {}))
+
+    refused("leave dynamo_backend out", dynamo_backend="inductor")
+    refused("bucketting", {"bucketting": "auto"})
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    refused("fsdp_version=2", fsdp_plugin=plugin)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    refused("gradient_checkpointing_enable", fsdp_plugin=plugin)
+    with launched(rank):
+        run = Run(None)
+        with pytest.raises(ValueError, match=r"before accelerator\.prepare\(\)"):
+            with_autoshard(run.accelerator)
+    with launched(rank):
+        accelerator = with_autoshard(Accelerator())
+        model = llama()
+        model.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="is compiled with another backend"):
+            accelerator.prepare(model, optimizer)
