@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from autoshard import _torch
 from autoshard.runtime.sharding.first_call import shard_as_compiled
 from autoshard.runtime.unit.unit import unit_of
 
@@ -21,7 +22,7 @@ def compile_and_shard(module: nn.Module, options: Mapping[str, Any]) -> None:
     """
     if unit_of(module) is not None:
         return
-    if module._compiled_call_impl is None:
+    if _torch.dynamo.compiled_module(module) is None:
         module.compile(backend="autoshard", options=dict(options))
     if not shard_as_compiled(module):
         raise ValueError(

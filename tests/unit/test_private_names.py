@@ -31,6 +31,7 @@ ALLOWED = {
     "_getframe": "Python's: sys._getframe",
     "_current_frames": "Python's: sys._current_frames",
     "_exit": "Python's: os._exit",
+    "_models": "Accelerate's: whether anything is prepared yet, which has no public name",
     "_fields": "Python's: of named tuples",
     "_wrap_overrides": "the user's, as FullyShardedDataParallel's wrap() reads it",
     **dict.fromkeys(
