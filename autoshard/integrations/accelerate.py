@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, TypeVar
 
 import torch
@@ -44,12 +45,20 @@ def with_autoshard(accelerator: _Accelerator, **options: Any) -> _Accelerator:
 
     Raises ValueError for a wrong option, and for what can't be had together with autoshard: another
     engine, FSDP1, a backend in Accelerate's dynamo settings, activation checkpointing by the
-    plugin, or models that are prepared already.
+    plugin, or models that are prepared already; also if Accelerate takes each of several processes
+    for the only one, as it does on CPUs unless it is told.
     """
     state = accelerator.state
     plugin = getattr(state, "fsdp_plugin", None)
     if state.distributed_type in _REFUSED:
         raise ValueError(f"autoshard is no part of {state.distributed_type.value}: use one of them")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"{started} processes were started, and Accelerate takes them for "
+            f"{accelerator.num_processes}: on CPUs give Accelerator(cpu=True), or "
+            "TrainingArguments(use_cpu=True)"
+        )
     if accelerator._models:
         raise ValueError("call with_autoshard() before accelerator.prepare(), not after it")
     if state.dynamo_plugin.backend != DynamoBackend.NO:

@@ -166,6 +166,11 @@ def test_what_is_refused(rank: int) -> None:
     refused("fsdp_version=2", fsdp_plugin=plugin)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
     refused("gradient_checkpointing_enable", fsdp_plugin=plugin)
+    with launched(rank), pytest.MonkeyPatch.context() as patched:
+        patched.delenv("ACCELERATE_USE_CPU")
+        accelerator = Accelerator()
+        with pytest.raises(ValueError, match=r"2 processes .* takes them for 1: .*cpu=True"):
+            with_autoshard(accelerator)
     with launched(rank):
         run = Run(None)
         with pytest.raises(ValueError, match=r"before accelerator\.prepare\(\)"):
