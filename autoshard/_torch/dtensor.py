@@ -53,6 +53,27 @@ def local_box(
     return compute_local_shape_and_global_offset(size, mesh, placements)
 
 
+def write_assigned_data(write: Callable[[DTensor, object], bool]) -> None:
+    """Have `param.data = value` of a DTensor call `write(param, value)`, from now on.
+
+    If that returns False the assignment is torch's.
+
+    Patched: the attribute `data` of the class `DTensor`.
+    Why:     torch takes over the other's sizes and dtype, and leaves its values: the part on this
+             rank stays as it was, in silence. PEFT merges DoRA adapters so.
+    Tests:   `test_data_assigned_to_a_dtensor_is_lost`, needed; in
+             tests/parity/sharding/test_fsdp2_surface.py `test_data_that_is_assigned`, works.
+    """
+    original: Any = torch.Tensor.data  # a descriptor, which its type doesn't say
+
+    def assign(tensor: DTensor, value: object) -> None:
+        """Assign as `write` does, or else as torch."""
+        if not write(tensor, value):
+            original.__set__(tensor, value)
+
+    DTensor.data = property(original.__get__, assign)  # type: ignore[assignment, method-assign]
+
+
 def distribute_also(kind: type[Placement], cut: Callable[..., DTensor]) -> None:
     """Have torch cut placements of `kind` by `cut`, where it distributes tensors, from now on.
 

@@ -122,6 +122,11 @@ def original_class(module: nn.Module) -> type:
     return original
 
 
+def mix_in(module: nn.Module, mixin: type) -> None:
+    """Put the methods of `mixin` before those of `module`, which is in a sharded model."""
+    _set_class(module, (mixin, *type(module).__dict__.get("_autoshard_mixins", ())))
+
+
 def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
     """Give `module` the subclass with a property for each parameter that is bound to it.
 

@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.runtime.eager import access
 from autoshard.runtime.sharding.sharded_module import ShardedModule
 from autoshard.runtime.training.checkpoint.on_ranks import this_rank
+from autoshard.runtime.training.full_params import full_params
 from autoshard.runtime.weights import hugging_face
 from autoshard.runtime.weights.full_state import full_state_dict
 from autoshard.runtime.weights.save import save_pretrained
@@ -21,8 +23,8 @@ _OURS = {"max_shard_size", "is_main_process", "safe_serialization", "save_functi
 """Arguments with which a save is one of ours: they say nothing, or what ours knows."""
 
 
-class SelfSavingModule(ShardedModule):
-    """`ShardedModule` of a class that has `save_pretrained`."""
+class SavesItself:
+    """Mixin for modules of sharded models, in place of their own `save_pretrained`."""
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
@@ -49,8 +51,22 @@ class SelfSavingModule(ShardedModule):
         if is_theirs:
             kwargs["state_dict"] = full_state_dict(model, cpu_offload=True, rank0_only=True)
             return own(save_directory, *args, **kwargs) if this_rank() == 0 else None
-        with self.full_params(writeback=False):
+        with full_params(model, writeback=False):
             return own(save_directory, *args, **kwargs) if this_rank() == 0 else None
+
+
+class SelfSavingModule(SavesItself, ShardedModule):
+    """`ShardedModule` of a class that has `save_pretrained`."""
+
+
+def offer_saving(model: nn.Module) -> None:
+    """Give the models of transformers inside `model` a `save_pretrained` that knows of shards.
+
+    PEFT has one inside its own, which is what is left once adapters are merged into it.
+    """
+    for inner in model.modules():
+        if hugging_face.is_pretrained(inner) and not isinstance(inner, SavesItself):
+            access.mix_in(inner, SavesItself)
 
 
 def methods_for(module: nn.Module) -> type[ShardedModule]:

@@ -37,7 +37,7 @@ from autoshard.runtime.sharding.find_units import (
 )
 from autoshard.runtime.sharding.materialize import Ignored
 from autoshard.runtime.sharding.placements import AUTO, Placing, check_placing, placement_dim
-from autoshard.runtime.sharding.saves_itself import methods_for
+from autoshard.runtime.sharding.saves_itself import methods_for, offer_saving
 from autoshard.runtime.sharding.wrap_policies import Overrides, Policy
 from autoshard.runtime.training.optimizers import watch_optimizers
 from autoshard.runtime.unit.param import IGNORED, ShardedParam, find, is_ignored, shard_parameter
@@ -515,6 +515,7 @@ def _make_unit(
     _take_parameters(unit, placing)
     for each in modules:
         access.head(each, unit, methods_for(each))
+        offer_saving(each)
     _name_everything(modules)
     watch_optimizers()
     return unit

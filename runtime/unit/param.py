@@ -593,3 +593,27 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{type(value.data).__name__} of size {list(value.shape)}"
     return type(value).__name__
+
+
+def _write_data(param: DTensor, value: object) -> bool:
+    """Write `value`, assigned to `param.data`, to this rank's part; tell whether `param` is ours.
+
+    A DTensor of other placements is redistributed, for which ranks wait for each other. Raises
+    RuntimeError for a value of another size or dtype, and for one that is no DTensor.
+    """
+    sharded = find(param)
+    if sharded is None or id(sharded.param) != id(param):
+        return False
+    if not isinstance(value, DTensor) or value.shape != param.shape or value.dtype != param.dtype:
+        what = f" {list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
+        raise RuntimeError(
+            f"{sharded.name}.data was assigned {type(value).__name__}{what}: a sharded parameter "
+            f"stays a DTensor of {list(param.shape)}, {param.dtype}. Convert the model before it "
+            "is sharded, and write whole values inside full_params()"
+        )
+    with torch.no_grad():
+        param.copy_(value)
+    return True
+
+
+_torch.dtensor.write_assigned_data(_write_data)

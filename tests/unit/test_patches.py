@@ -273,6 +273,14 @@ def test_pipelines_look_for_the_state_of_fsdp2() -> None:
     assert asked == (_version(torch.__version__) < (2, 14))
 
 
+def test_data_assigned_to_a_dtensor_is_lost(group_of_one: str) -> None:
+    """Needed: `dtensor.write_assigned_data`."""
+    mesh = init_device_mesh("cpu", (1,))
+    tensor, other = (distribute_tensor(torch.full((2,), value), mesh) for value in (1.0, 2.0))
+    torch.Tensor.data.__set__(tensor, other)
+    assert tensor.to_local().tolist() == [1.0, 1.0]
+
+
 def test_forward_methods_ask_for_the_state_of_fsdp2() -> None:
     """Needed: `fsdp.share_register_forward_method`, as torch's own asks any FSDPModule for it."""
     asked: list[str] = []

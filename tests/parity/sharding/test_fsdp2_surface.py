@@ -37,9 +37,13 @@ from autoshard.runtime.eager.saved import Held
 from autoshard.runtime.eager.unit_steps import steps_of
 
 
-def build(**arguments: Any) -> Any:
+def whole_net() -> nn.Module:
     torch.manual_seed(0)
-    return autoshard.shard(SmallNet(tied=False), **arguments)
+    return SmallNet(tied=False)
+
+
+def build(**arguments: Any) -> Any:
+    return autoshard.shard(whole_net(), **arguments)
 
 
 @on_ranks(2)
@@ -313,6 +317,28 @@ def test_fsdp_module(rank: int, form: str) -> None:
     assert chain[:2][0] is chain[0]
     with pytest.raises(NotImplementedError, match="keeps none of the state that FSDP2 keeps"):
         model._set_unshard_async_op(True)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_data_that_is_assigned(rank: int, form: str) -> None:
+    """It is written to this rank's part, which torch's DTensors leave as it was, or refused."""
+    model, want = in_form(build(), form), whole_net()
+    net_loss(model, rank, 0).backward()  # what is gathered from now on has the new values
+    model.zero_grad()
+    for ours, theirs in zip(model.parameters(), want.parameters(), strict=True):
+        ours.data = 2 * ours.data + 1
+        theirs.data = 2 * theirs.data + 1
+    for ours, theirs in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs)
+        ours.data = DTensor.from_local(theirs.detach(), ours.device_mesh)  # replicated
+        assert torch.equal(ours.full_tensor(), theirs)
+    assert torch.equal(net_loss(model, rank, 0), net_loss(want, rank, 0))
+    param = model.head.weight
+    with pytest.raises(RuntimeError, match=r"head\.weight\.data was assigned DTensor .*bfloat16"):
+        param.data = param.data.bfloat16()
+    with pytest.raises(RuntimeError, match=r"was assigned Tensor \[2\].*inside full_params"):
+        param.data = torch.zeros(2)
 
 
 @in_both_forms
