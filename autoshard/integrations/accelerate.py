@@ -125,11 +125,11 @@ class _Sharding(Accelerator):
             )
             return prepared if len(prepared) > 1 else prepared[0]
         # Accelerate knows parameters by their addresses, and those of shards without rows are one.
-        groups = [group for each in optimizers for group in each.param_groups]
-        held = [list(group["params"]) for group in groups]
+        held = [[list(group["params"]) for group in each.param_groups] for each in optimizers]
         result = super().prepare(*args, device_placement=device_placement)
-        for group, params in zip(groups, held, strict=True):
-            group["params"] = params
+        for each, params in zip(optimizers, held, strict=True):
+            for group, of_group in zip(each.param_groups, params, strict=True):
+                group["params"] = of_group
         return result
 
     def prepare_model(

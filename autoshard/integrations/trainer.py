@@ -33,7 +33,16 @@ class AutoshardMixin(Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, and have it shard with autoshard."""
+        """Make the accelerator, and have it shard with autoshard.
+
+        Raises ValueError for `save_only_model` with `load_best_model_at_end`, as with FSDP2: the
+        best model is loaded from shards, which are not written then.
+        """
+        if self.args.save_only_model and self.args.load_best_model_at_end:
+            raise ValueError(
+                "autoshard can't load the best model of checkpoints by save_only_model: leave "
+                "save_only_model or load_best_model_at_end out"
+            )
         super().create_accelerator_and_postprocess()
         with_autoshard(self.accelerator, **self._autoshard_options)
         self.is_fsdp_enabled = True
@@ -41,9 +50,10 @@ class AutoshardMixin(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`, with its tokenizer and the arguments.
 
-        All ranks call this. For a checkpoint the Trainer has shards written, and nothing here.
+        All ranks call this. For a checkpoint the Trainer has shards written, and nothing here,
+        unless there is to be nothing but the model.
         """
-        is_checkpoint = _internal_call and output_dir is not None
+        is_checkpoint = _internal_call and output_dir is not None and not self.args.save_only_model
         if is_checkpoint or "FULL_STATE_DICT" in str(
             self.accelerator.state.fsdp_plugin.state_dict_type
         ):

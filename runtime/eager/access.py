@@ -127,6 +127,11 @@ def mix_in(module: nn.Module, mixin: type) -> None:
     _set_class(module, (mixin, *type(module).__dict__.get("_autoshard_mixins", ())))
 
 
+def is_mixed_in(module: nn.Module) -> bool:
+    """Tell whether sharding has given `module` methods, as the head of a unit or inside of one."""
+    return bool(type(module).__dict__.get("_autoshard_mixins"))
+
+
 def _set_class(module: nn.Module, mixins: tuple[type, ...]) -> None:
     """Give `module` the subclass with a property for each parameter that is bound to it.
 

@@ -146,12 +146,12 @@ def _offer_methods(module: nn.Module, arguments: dict[str, Any]) -> None:
     Its class is replaced by a subclass with those of them that `nn.Module` lacks. The first call of
     one shards it, and so does that of a method given to `register_forward_method`; for the call of
     the module itself its caller sees to that. A method raises RuntimeError if a part of `module`
-    was sharded before it. Does nothing if `module` heads a unit or has a sharded parameter of its
-    own already.
+    was sharded before it. Does nothing if `module` heads a unit, or has a sharded parameter of its
+    own or methods by sharding already.
 
     arguments: of `shard()`.
     """
-    if access.PARAMS in module.__dict__ or unit_of(module) is not None:
+    if access.PARAMS in module.__dict__ or access.is_mixed_in(module):
         return  # it is sharded, or a part of what is
     _arguments[module] = arguments
     access.sharded_by_first_call[module] = functools.partial(_shard, weakref.ref(module))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.hosts import lasting_bytes, launched, llama, loader
 from support.ranks import on_ranks
+from torch import nn
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install '.[hosts]'")
 
@@ -128,6 +129,35 @@ def test_mixed_precision(rank: int) -> None:
     with launched(rank):
         plain = Run(None, mixed_precision="bf16").train(0, 2)
     assert [each[0] for each in found] == pytest.approx([each[0] for each in plain], rel=2e-3)
+
+
+@on_ranks(2)
+def test_parameters_of_one_row(rank: int) -> None:
+    """Rank 1 has no rows of them, and no addresses to tell them apart: the optimizer has all."""
+    from accelerate import Accelerator
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    def train(accelerator: Any) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1), nn.Linear(1, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+        for step in range(3):
+            accelerator.backward(model(torch.full((2, 4), rank + step + 1.0)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        whole: nn.Module = accelerator.unwrap_model(model)
+        return whole
+
+    with launched(rank):
+        theirs = train(Accelerator())
+    with launched(rank):
+        ours = train(with_autoshard(Accelerator(), lowering="eager"))
+    for mine, want in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), want)
 
 
 @on_ranks(2)

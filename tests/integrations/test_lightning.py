@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.hosts import WORDS, lasting_bytes, launched, llama, loader
 from support.ranks import on_ranks
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 lightning = pytest.importorskip(
     "lightning", reason="Lightning is not installed: pip install '.[hosts]'"
@@ -84,6 +85,10 @@ def test_a_module(rank: int, tmp_path: Path) -> None:
     assert ours.losses == pytest.approx(ddp.losses, rel=1e-4)  # Inductor rounds in another order
     assert found == pytest.approx(want, rel=1e-4)
     assert lasting_bytes(ours, trainer.optimizers[0]) <= (1 / 2 + 0.1) * memory
+    ours.model.save_pretrained(tmp_path / "model")  # by all ranks, each its part
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    for name, param in ours.model.named_parameters():
+        assert torch.equal(param.full_tensor(), loaded[name])
 
 
 @pytest.mark.parametrize("form", ["a file for each rank", "one file"])

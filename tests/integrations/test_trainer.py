@@ -112,6 +112,11 @@ def test_saved(rank: int, tmp_path: Path) -> None:
         assert all(torch.equal(value, state[name]) for name, value in loaded.items())
         assert (tmp_path / "final" / "training_args.bin").is_file()
     assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    with launched(rank):
+        trainer(tmp_path / "only", EAGER, save_only_model=True).train()
+    assert (tmp_path / "only" / "checkpoint-4" / "model.safetensors").is_file()
+    with launched(rank), pytest.raises(ValueError, match="leave save_only_model or"):
+        trainer(tmp_path, EAGER, save_only_model=True, load_best_model_at_end=True)
 
 
 def tuner(folder: Path, options: dict[str, Any] | None, adapters: str) -> Any:
