@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,32 @@ def test_models_without_optimizers(rank: int) -> None:
             want = llama()(input_ids=ids, labels=ids).loss
             assert torch.equal(alone(input_ids=ids, labels=ids).loss, want)
         assert run.accelerator.prepare_model(run.model) is run.model
+
+
+LAUNCHED = """
+import torch
+from accelerate import Accelerator
+
+from autoshard.integrations.accelerate import with_autoshard
+
+accelerator = with_autoshard(Accelerator(), lowering="eager")
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+accelerator.print(type(model.weight).__name__, accelerator.num_processes)
+"""
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """Accelerate's launcher, which starts one process where there are no GPUs, starts a script."""
+    program = tmp_path / "launched.py"
+    program.write_text(LAUNCHED)
+    settings = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", *settings]
+    one = [*launch, "--num_processes", "1", str(program)]
+    done = subprocess.run(one, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "DTensor 1", done.stderr
 
 
 @on_ranks(2)

@@ -120,6 +120,8 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
     """Accumulated, clipped, saved and loaded: losses are DDP's."""
     from autoshard.integrations.lightning import AutoshardFabricStrategy
 
+    kept = {}
+
     def train(strategy: Any, first: int, last: int, saved: Path | None = None) -> list[float]:
         fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
@@ -142,6 +144,7 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
             losses.append(fabric.all_reduce(loss.detach()).item())
             if number == 3 and strategy != "ddp":
                 fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+        kept[type(strategy)] = lasting_bytes(model, optimizer)
         return losses
 
     with launched(rank):
@@ -149,6 +152,7 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
     with launched(rank):
         found = train(AutoshardFabricStrategy(**EAGER), 0, 8)
     assert found == pytest.approx(want, rel=1e-6)
+    assert kept[AutoshardFabricStrategy] <= (1 / 2 + 0.1) * kept[str]
     with launched(rank):
         rest = train(AutoshardFabricStrategy(**EAGER), 4, 8, tmp_path / "saved")
     assert rest == found[4:]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hosts import launched, llama, texts
+from support.hosts import launched, llama, num_bytes, texts
 from support.ranks import on_ranks
 
 import autoshard
@@ -62,6 +62,7 @@ def test_adapters(rank: int, kind: str, form: str, tmp_path: Path) -> None:
         theirs, ours = adapted(kind), autoshard.shard(adapted(kind))
         if form == "compiled":
             ours.compile(backend="autoshard", options={"lowering": "eager"})
+        assert num_bytes(ours.parameters()) <= (1 / 2 + 0.1) * num_bytes(theirs.parameters())
         assert train(ours) == pytest.approx(train(theirs), rel=1e-6)
         autoshard.register_forward_method(ours, "generate")
         check(ours, theirs)

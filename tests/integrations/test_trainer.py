@@ -152,10 +152,12 @@ def test_fine_tuning(rank: int, adapters: str, tmp_path: Path) -> None:
     with launched(rank):
         ddp = tuner(tmp_path / "ddp", None, adapters)
         ddp.train()
+        memory = lasting_bytes(ddp.model, ddp.optimizer)
         want = answer(ddp.accelerator.unwrap_model(ddp.model), ids)
     with launched(rank):
         ours = tuner(tmp_path / "ours", EAGER, adapters)
         ours.train()
+        assert lasting_bytes(ours.model, ours.optimizer) <= (1 / 2 + 0.1) * memory
         ours.save_model(str(tmp_path / "final"))
         assert answer(ours.accelerator.unwrap_model(ours.model), ids) == want
         with torch.no_grad():
