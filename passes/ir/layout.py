@@ -135,9 +135,9 @@ class Member:
         return (*self.size[: self.dim], rows, *self.size[self.dim + 1 :])
 
 
-LEAST_SHARE, LEAST_ELEMENTS = 0.01, 64
-"""Padding a rank that rows are put up with for: a hundredth of the shard, so that all of a model
-stays within two, or so few elements."""
+LEAST_PART, LEAST_ELEMENTS = 100, 64
+"""Padding a rank that rows are put up with for: a hundredth part of the shard, so that all of a
+model stays within two, or so few elements."""
 
 
 def dim_with_little_padding(size: tuple[int, ...], world: int) -> int:
@@ -150,9 +150,9 @@ def dim_with_little_padding(size: tuple[int, ...], world: int) -> int:
     """
     if len(size) < 2:
         return 0
-    share = math.prod(size) / world
-    padding = chunk_rows(size[0], world) * math.prod(size[1:]) - share
-    return 0 if padding <= max(LEAST_SHARE * share, LEAST_ELEMENTS) else FLAT
+    numel = math.prod(size)
+    padding = world * chunk_rows(size[0], world) * math.prod(size[1:]) - numel  # of all ranks
+    return 0 if padding <= max(numel // LEAST_PART, LEAST_ELEMENTS * world) else FLAT
 
 
 def part_of(whole: Tensor, member: Member, world: int, rank: int) -> Tensor:
