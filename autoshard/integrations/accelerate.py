@@ -51,7 +51,10 @@ def with_autoshard(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     state = accelerator.state
     plugin = getattr(state, "fsdp_plugin", None)
     if state.distributed_type in _REFUSED:
-        raise ValueError(f"autoshard is no part of {state.distributed_type.value}: use one of them")
+        raise ValueError(
+            f"Accelerate is set up for {state.distributed_type.value}, which distributes the model "
+            "itself: configure it without, to have autoshard shard the model"
+        )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != accelerator.num_processes:
         raise ValueError(

@@ -204,7 +204,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_what_is_refused(rank: int) -> None:
     from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     from autoshard.integrations.accelerate import with_autoshard
 
@@ -224,6 +224,11 @@ def test_what_is_refused(rank: int) -> None:
     refused("fsdp_version=2", fsdp_plugin=plugin)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
     refused("gradient_checkpointing_enable", fsdp_plugin=plugin)
+    with launched(rank):
+        accelerator = Accelerator()
+        accelerator.state.distributed_type = DistributedType.DEEPSPEED
+        with pytest.raises(ValueError, match=r"set up for DEEPSPEED.*configure it without"):
+            with_autoshard(accelerator)
     with launched(rank), pytest.MonkeyPatch.context() as patched:
         patched.delenv("ACCELERATE_USE_CPU")
         accelerator = Accelerator()
