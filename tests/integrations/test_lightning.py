@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.hosts import WORDS, lasting_bytes, launched, llama, loader
 from support.ranks import on_ranks
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 lightning = pytest.importorskip(
@@ -22,13 +23,18 @@ EAGER = {"lowering": "eager"}
 
 
 class Module(lightning.LightningModule):
-    """Small Llama with a schedule, and a metric of torchmetrics; it notes its losses."""
+    """Small Llama with a schedule and a metric; notes losses, and which backwards reduced."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = llama()
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(WORDS, average="micro")
         self.losses: list[float] = []
+        self.reduced: list[bool] = []
+
+    def on_after_backward(self) -> None:
+        grad = self.model.lm_head.weight.grad  # zeros while it waits to be reduced
+        self.reduced.append(bool((grad.to_local() if isinstance(grad, DTensor) else grad).any()))
 
     def training_step(self, ids: Tensor, number: int) -> Tensor:
         loss: Tensor = self.model(input_ids=ids, labels=ids).loss
@@ -82,6 +88,7 @@ def test_a_module(rank: int, tmp_path: Path) -> None:
         memory = lasting_bytes(ddp, trainer.optimizers[0])
     with launched(rank):
         ours, found, trainer = fit("autoshard", tmp_path, 1)
+    assert ours.reduced == [False, True] * 4  # of two microbatches the second
     assert ours.losses == pytest.approx(ddp.losses, rel=1e-4)  # Inductor rounds in another order
     assert found == pytest.approx(want, rel=1e-4)
     assert lasting_bytes(ours, trainer.optimizers[0]) <= (1 / 2 + 0.1) * memory
