@@ -71,6 +71,7 @@ def write_assigned_data(write: Callable[[DTensor, object], bool]) -> None:
         if not write(tensor, value):
             original.__set__(tensor, value)
 
+    # The ignores: to type checkers `data` is a tensor, and not to be replaced on the class.
     DTensor.data = property(original.__get__, assign)  # type: ignore[assignment, method-assign]
 
 

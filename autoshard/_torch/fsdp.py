@@ -66,11 +66,8 @@ def stand_in_for_fsdp2(module: torch.nn.Module, finish: Callable[[], object]) ->
     states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
-_Register = Callable[[torch.nn.Module, str], None]
-
-
 def share_register_forward_method(
-    is_ours: Callable[[torch.nn.Module], bool], ours: _Register
+    is_ours: Callable[[torch.nn.Module], bool], ours: Callable[[torch.nn.Module, str], None]
 ) -> None:
     """Have torch's `register_fsdp_forward_method` call `ours` for modules that are ours.
 

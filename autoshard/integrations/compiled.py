@@ -1,4 +1,4 @@
-"""What all hosts do with a model: compile it with autoshard, and shard it before its first call."""
+"""Compiling a model with autoshard and sharding it before its first call, for all hosts."""
 
 from __future__ import annotations
 

@@ -12,6 +12,9 @@ import torch
 from support.hosts import lasting_bytes, launched, llama, loader
 from support.ranks import on_ranks
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import autoshard
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install '.[hosts]'")
 
@@ -131,6 +134,41 @@ def test_mixed_precision(rank: int) -> None:
     with launched(rank):
         plain = Run(None, mixed_precision="bf16").train(0, 2)
     assert [each[0] for each in found] == pytest.approx([each[0] for each in plain], rel=2e-3)
+
+
+@on_ranks(2)
+def test_settings_of_a_plugin(rank: int) -> None:
+    """They count, and options before them."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    def gathers(reshard: bool, **options: Any) -> tuple[int, torch.dtype]:
+        """Gathers of a step after the first, and the dtype of the output."""
+        with launched(rank):
+            accelerator = Accelerator()
+            accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                reshard_after_forward=reshard,
+                mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            )
+            with_autoshard(accelerator, lowering="eager", bucketing="per_unit", **options)
+            model = llama()
+            model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            ids = next(iter(loader(2)))
+            out = model(input_ids=ids, labels=ids)
+            out.loss.backward()
+            plans = autoshard.plans(model)
+            return sum(each.kind == "gather" for plan in plans for each in plan.buckets), (
+                out.logits.dtype
+            )
+
+    again, dtype = gathers(True)
+    once, _ = gathers(False)
+    assert dtype == torch.bfloat16
+    assert once < again
+    assert gathers(False, strategy="full_shard")[0] == again
 
 
 @on_ranks(2)

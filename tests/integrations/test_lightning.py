@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 lightning = pytest.importorskip(
     "lightning", reason="Lightning is not installed: pip install '.[hosts]'"
 )
-import torchmetrics  # noqa: E402  # Lightning comes with it
+import torchmetrics  # noqa: E402  # it comes with Lightning, without which all is skipped
 
 EAGER = {"lowering": "eager"}
 

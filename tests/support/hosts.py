@@ -82,6 +82,7 @@ def texts(number: int) -> list[Tensor]:
 
 def loader(number: int) -> DataLoader[Tensor]:
     """Make a loader of `texts`, in order."""
+    # The ignore: a list does for a dataset, which the type doesn't say.
     return DataLoader(texts(number), batch_size=BATCH)  # type: ignore[arg-type]
 
 
