@@ -1,0 +1,153 @@
+"""Every block of code of the README and of the pages in docs/ runs.
+
+Files and commands of a page run in a folder of the page's own, on at most two ranks. A fragment runs
+on two ranks, in names that `names()` in tests/docs/names/<page>.py makes anew for each, and,
+after the line `<!-- goes on -->`, in those of the fragment before. What commands take for granted
+is in tests/docs/files/<page>/.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.pages import DOCS, ROOT, Block, blocks, commands
+from support.ranks import on_ranks
+
+LIMIT_S = 300
+NAMES = Path(__file__).resolve().parent / "names"
+FILES = Path(__file__).resolve().parent / "files"
+LOG = DOCS / "LOG.md"  # what was tried, not a page for users
+
+# Commands that are not run here, by how they begin, and why.
+ELSEWHERE = {
+    "python -m venv": "these tests run in one",
+    "pip install": "what it installs is there; nothing is fetched",
+    "git clone": "this is the clone",
+    "make ": "continuous integration calls it",
+    "autoshard parity --": "continuous integration calls it, with more samples than there is time for",
+}
+
+
+@functools.cache
+def pages() -> dict[str, Path]:
+    found = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")) if path != LOG}
+    return {"README.md": ROOT / "README.md", **found}
+
+
+# Fragments that another test runs.
+FRAGMENTS_ELSEWHERE = {"hosts.md": "tests/integrations/test_page.py"}
+
+
+def of_kind(*kinds: str) -> list[str]:
+    return [name for name, path in pages().items() if {b.kind for b in blocks(path)} & {*kinds}]
+
+
+@pytest.mark.parametrize("name", pages())
+def test_a_page_has_no_other_code(name: str) -> None:
+    """Code is in fences that say what it is."""
+    fenced = False
+    before = ""
+    for number, line in enumerate(pages()[name].read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        in_list = before.lstrip().startswith(("- ", "* ", "1. ")) or before.startswith("  ")
+        is_code = line.startswith("    ") and not fenced and not before.strip() and not in_list
+        assert not is_code, f"{name}, line {number}: code that is indented is not run"
+        before = line if line.strip() or not before.startswith(("- ", "  ", "1. ")) else before
+    assert not fenced
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("name", of_kind("file", "commands"))
+def test_files_and_commands(name: str, tmp_path: Path) -> None:
+    """Commands of a page succeed, after the files above them are written; each file is run."""
+    given = FILES / Path(name).with_suffix("")
+    if given.exists():
+        shutil.copytree(given, tmp_path, dirs_exist_ok=True)
+    not_run = set()
+    for block in blocks(pages()[name]):
+        if block.kind == "file":
+            (tmp_path / block.name).write_text(block.text)
+            not_run.add(block.name)
+        elif block.kind == "commands":
+            for command in commands(block):
+                if not command.startswith(tuple(ELSEWHERE)):
+                    run(command, tmp_path, f"{name}, line {block.line}")
+                    not_run = {file for file in not_run if file not in command}
+    assert not not_run, f"{name}: no command runs {sorted(not_run)}"
+
+
+def run(command: str, folder: Path, where: str) -> None:
+    """Run a command with the programs of this environment. Fails with its errors, and the line."""
+    programs = str(Path(sys.executable).parent)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", command.replace(".venv/bin/", "")],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{where}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def names_of(name: str) -> dict[str, Any]:
+    """Make what fragments of a page take for granted."""
+    file = NAMES / Path(name).with_suffix(".py")
+    if not file.exists():
+        return {}
+    spec = importlib.util.spec_from_file_location(f"names_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    given: dict[str, Any] = module.names()
+    return given
+
+
+@pytest.mark.parametrize("name", sorted({*of_kind("fragment")} - {*FRAGMENTS_ELSEWHERE}))
+def test_fragments(name: str, tmp_path: Path) -> None:
+    needs = NAMES / Path(name).with_suffix(".py")
+    for package in packages(needs):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[hosts]'")
+    run_fragments(name=name, tmp_path=tmp_path)
+
+
+def packages(file: Path) -> list[str]:
+    """List the packages that the fragments need, as the first line of the names' file says."""
+    first = file.read_text().partition("\n")[0] if file.exists() else ""
+    return first.removeprefix("# needs ").split(", ") if first.startswith("# needs ") else []
+
+
+@on_ranks(2)
+def run_fragments(rank: int, name: str, tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path)
+        for block in blocks(pages()[name]):
+            if block.kind == "fragment":
+                names = names if block.goes_on else names_of(name)
+                execute(block, name, names)
+    dist.barrier()
+
+
+def execute(block: Block, name: str, names: dict[str, Any]) -> None:
+    """Run a fragment; lines of errors are the page's."""
+    code = compile("\n" * (block.line - 1) + block.text, str(pages()[name]), "exec")
+    exec(code, names)
