@@ -18,15 +18,20 @@ demo: .venv/.installed  ## train a small Llama on two ranks, then check parity
 test: .venv/.installed  ## run the whole test suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-lint: .venv/.installed  ## ruff, mypy --strict, codespell, and that docs/features.md is true
+lint: .venv/.installed  ## ruff, mypy --strict, codespell; that docs/features.md and CHANGELOG.md are true
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
 	$(BIN)/python -m autoshard.tools.features --check
+	$(BIN)/python -m autoshard.tools.changelog --check
 
-features: .venv/.installed  ## write docs/features.md anew from the tests
+site: .venv/.installed  ## build the documentation, into .site; a warning is an error
+	PATH="$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+features: .venv/.installed  ## write docs/features.md anew from the tests, and CHANGELOG.md from changelog.d
 	$(BIN)/python -m autoshard.tools.features
+	$(BIN)/python -m autoshard.tools.changelog
 
 goldens: .venv/.installed  ## write the golden files anew; read the diff
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/golden
@@ -60,4 +65,4 @@ $(HOSTS)/.installed: pyproject.toml constraints.txt
 hosts: $(HOSTS)/.installed  ## run tests/integrations with the real Accelerate, TRL, PEFT, Lightning
 	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -rs -n $(WORKERS) tests/integrations
 
-.PHONY: help demo test lint features goldens null-cuda hosts
+.PHONY: help demo test lint site features goldens null-cuda hosts

@@ -23,6 +23,7 @@ default_store: Callable[[], Any] = _c10d._get_default_store
 default_group: Callable[[], dist.ProcessGroup] = _c10d._get_default_group
 resolve_group: Callable[[Any], dist.ProcessGroup] = _c10d._resolve_process_group  # type: ignore[attr-defined]
 HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]
+TCPStore: Callable[..., Any] = dist.TCPStore  # type: ignore[attr-defined]
 
 # 2.13 renamed both and left the old spellings as deprecated wrappers; 2.11 has only the old ones.
 all_gather_flat: Callable[..., Any] = (

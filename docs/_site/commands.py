@@ -1,4 +1,4 @@
-"""Hook of mkdocs: help of the commands, as the program itself prints it, for docs/reference/commands.md."""
+"""Hook of mkdocs that puts the help of commands into a page, as the program prints it."""
 
 from __future__ import annotations
 

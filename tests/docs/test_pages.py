@@ -1,24 +1,26 @@
 """Every block of code of the README and of the pages in docs/ runs.
 
-Files and commands of a page run in a folder of the page's own, on at most two ranks. A fragment runs
-on two ranks, in names that `names()` in tests/docs/names/<page>.py makes anew for each, and,
-after the line `<!-- goes on -->`, in those of the fragment before. What commands take for granted
-is in tests/docs/files/<page>/.
+Files and commands of a page run in a folder of the page's own, on at most two ranks; what they
+take for granted is in tests/docs/files/<page>/. A fragment runs on two ranks, in names that
+`names()` in tests/docs/names/<page>.py makes anew for each, and, after the line
+`<!-- goes on -->`, in those of the fragment before.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
 import shutil
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support import warm
 from support.pages import DOCS, ROOT, Block, blocks, commands
 from support.ranks import on_ranks
 
@@ -33,13 +35,15 @@ ELSEWHERE = {
     "pip install": "what it installs is there; nothing is fetched",
     "git clone": "this is the clone",
     "make ": "continuous integration calls it",
-    "autoshard parity --": "continuous integration calls it, with more samples than there is time for",
+    "autoshard parity --": "continuous integration calls it",
 }
 
 
 @functools.cache
 def pages() -> dict[str, Path]:
-    found = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")) if path != LOG}
+    found = {
+        str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")) if path != LOG
+    }
     return {"README.md": ROOT / "README.md", **found}
 
 
@@ -87,12 +91,11 @@ def test_files_and_commands(name: str, tmp_path: Path) -> None:
 
 
 def run(command: str, folder: Path, where: str) -> None:
-    """Run a command with the programs of this environment. Fails with its errors, and the line."""
-    programs = str(Path(sys.executable).parent)
+    """Run a command. Fails with its errors, and the line of the page."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PATH": f"{programs()}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
     }
@@ -105,6 +108,23 @@ def run(command: str, folder: Path, where: str) -> None:
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, f"{where}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@functools.cache
+def programs() -> str:
+    """Make a folder of the programs that commands begin with; they have imported torch already."""
+    folder = tempfile.TemporaryDirectory(prefix="programs")
+    atexit.register(folder.cleanup)
+    modules = {
+        "python": "",
+        "torchrun": " -m torch.distributed.run",
+        "autoshard": " -m autoshard.tools.cli",
+    }
+    for name, module in modules.items():
+        program = Path(folder.name, name)
+        program.write_text(f'#!/bin/sh\nexec {warm.python()}{module} "$@"\n')
+        program.chmod(0o700)
+    return folder.name
 
 
 def names_of(name: str) -> dict[str, Any]:

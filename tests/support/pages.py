@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(
-    r"^(?P<before>[^\n]*)\n(?:\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    r"^(?P<before>[^\n]*)\n\n?(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
+    r"(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
 _FILE = re.compile(r"# (?P<name>\w+\.py)\n")
@@ -36,7 +37,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Find the blocks of a page. Raises ValueError for one of a language that says not what it is."""
+    """Find the blocks of a page. Raises ValueError for one of another language."""
     return list(_blocks(page.read_text(), page.name))
 
 
@@ -55,7 +56,9 @@ def _blocks(text: str, page: str) -> Iterator[Block]:
             else:
                 yield Block("fragment", code, line, goes_on=_GOES_ON in found["before"])
         else:
-            raise ValueError(f"{page}, line {line}: a block of {language!r}; say python, bash or text")
+            raise ValueError(
+                f"{page}, line {line}: a block of {language!r}; say python, bash or text"
+            )
 
 
 def _without(indent: str, text: str) -> str:

@@ -12,7 +12,7 @@ from support import warm
 
 from autoshard import _torch
 from autoshard.tools.cli import main
-from autoshard.tools.doctor import checks
+from autoshard.tools.doctor import checks, forks
 
 
 def amiss() -> dict[str, str]:
@@ -98,6 +98,27 @@ def test_a_group_that_works() -> None:
         names = [line.split()[1] for line in lines]
         assert names == ["store", "gather", "reduce", "speed", "step"]
         assert "compiled = replicated bitwise" in lines[-1]
+
+
+def test_ranks_that_the_command_forks() -> None:
+    """In a process of its own, as this one may have threads."""
+    command = [warm.python(), "-m", "autoshard.tools.cli", "doctor", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [line.split()[1] for line in done.stdout.splitlines()]
+    assert names[0] == "versions"
+    assert names[-5:] == ["store", "gather", "reduce", "speed", "step"]
+
+
+def test_a_rank_that_ends_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end() -> list[checks.Finding]:
+        os._exit(7)
+
+    monkeypatch.setattr(forks, "self_test", end)
+    with forks.forked(2) as tested:
+        found = tested()
+    assert [each.level for each in found] == ["FAIL", "FAIL"]
+    assert "rank 1 ended" in found[1].text
 
 
 @pytest.mark.timeout(100)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from autoshard.tools.arguments import add_command
-from autoshard.tools.ranks import launch
 
 EXAMPLE = """\
 examples, with two ranks of this machine, and with those of a cluster:
@@ -40,27 +41,33 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run `autoshard doctor`: print findings on this process, then on tests that all ranks take.
 
-    Unless torchrun has started the ranks, the tests are run by `--ranks` processes started here.
+    Unless torchrun has started the ranks, the tests are run by `--ranks` processes forked here.
     Rank 0 prints all findings, the others what fails in the tests. `--only` leaves out one half.
     arguments: the command line; not used.
-    Returns the exit status: 1 if a finding is a "FAIL", which a "warn" is not, or if the processes
-    started here fail. Sets what `self_test` sets for this process, if the tests run in it.
+    Returns the exit status: 1 if a finding is a "FAIL", which a "warn" is not. Sets what
+    `self_test` sets for this process, if the tests run in it, and leaves garbage uncollected.
     """
-    from autoshard.tools.doctor.checks import checkup, self_test
+    gc.disable()  # a second of what is to take five goes into looking for garbage that imports lack
+    from autoshard.tools.doctor.checks import Finding, checkup, self_test
 
     rank = int(os.environ.get("RANK", "0"))
-    findings = []
-    if options.only != "group" and rank == 0:
-        for finding in checkup():
+    findings: list[Finding] = []
+
+    def show(found: Iterable[Finding]) -> None:
+        for finding in found:
             print(finding, flush=True)
             findings.append(finding)
-    if options.only != "here":
-        if "RANK" not in os.environ:
-            launched = launch(["doctor", "--only", "group"], options.ranks)
-            return 1 if launched or any(each.level == "FAIL" for each in findings) else 0
-        tested = self_test()
-        findings += tested
-        shown = [each for each in tested if rank == 0 or each.level == "FAIL"]
-        for finding in shown:
-            print(finding, flush=True)
+
+    here = () if options.only == "group" or rank > 0 else checkup()  # looks when it is gone through
+    if options.only == "here":
+        show(here)
+    elif "RANK" in os.environ:
+        show(here)
+        show(each for each in self_test() if rank == 0 or each.level == "FAIL")
+    else:
+        from autoshard.tools.doctor.forks import forked
+
+        with forked(options.ranks) as tested:
+            show(here)
+            show(tested())
     return 1 if any(each.level == "FAIL" for each in findings) else 0
