@@ -5,6 +5,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class Fsdp2Unit:
     """Settings of `modules` that FSDP2's `fully_shard` was given, and their parameters.
 
     mesh: None if it has no parameters of its own.
+    told: what its modules were told beside that: names of FSDP2's methods, and arguments.
     unusual: settings that are not read here, and are set.
     """
 
@@ -39,8 +41,8 @@ class Fsdp2Unit:
     reshard_after_forward: bool | int | None
     mp_policy: Any
     offload_policy: Any
-    divide_factor: float | None
     params: tuple[Managed, ...]
+    told: tuple[tuple[str, Any], ...]
     unusual: tuple[str, ...]
 
 
@@ -60,7 +62,9 @@ def _read(state: Any) -> Fsdp2Unit:
         groups = [each for each in (state._fsdp_param_group,) if each is not None]
     modules, reshard = tuple(state._modules), getattr(state, "_auto_reshard_after_forward", False)
     if not groups:
-        return Fsdp2Unit(modules, None, None, state._mp_policy, None, None, (), ())
+        return Fsdp2Unit(
+            modules, None, None, state._mp_policy, None, (), tuple(_told(state, None)), ()
+        )
     group = groups[0]
     unusual = ["parameters on several meshes"] if len(groups) > 1 else []
     if group._all_reduce_hook is not None:
@@ -74,21 +78,50 @@ def _read(state: Any) -> Fsdp2Unit:
     if len(policies) > 1:
         unusual.append("an mp_policy that differs by parameter")
     after = group.post_forward_mesh_info
-    told: bool | int | None = None
+    reshards: bool | int | None = None
     if not reshard:
-        told = after is not None
+        reshards = after is not None
         if after is not None and after is not group.mesh_info:
-            told = int(after.shard_mesh_size)
+            reshards = int(after.shard_mesh_size)
     return Fsdp2Unit(
         modules=modules,
         mesh=group.mesh_info.mesh,
-        reshard_after_forward=told,
+        reshard_after_forward=reshards,
         mp_policy=policy,
         offload_policy=group.offload_policy,
-        divide_factor=group.gradient_divide_factor,
         params=tuple(map(_managed, group.fsdp_params)),
+        told=tuple(_told(state, group)),
         unusual=tuple(unusual),
     )
+
+
+# By a group's attribute: the method that sets it, and what it is otherwise.
+_TOLD_OF_GROUPS: dict[str, tuple[str, Any]] = {
+    "gradient_divide_factor": ("set_gradient_divide_factor", None),
+    "reduce_grads": ("set_requires_gradient_sync", True),
+    "reshard_after_backward": ("set_reshard_after_backward", True),
+    "unshard_in_backward": ("set_unshard_in_backward", True),
+    "force_sum_reduction_for_comms": ("set_force_sum_reduction_for_comms", False),
+    "reduce_scatter_unused_params": ("set_reduce_scatter_unused_params", False),  # since 2.13
+}
+
+
+def _told(state: Any, group: Any) -> Iterator[tuple[str, Any]]:
+    """Yield methods, and arguments, that have made `state`, and `group` of it, what they are."""
+    for attribute, (method, otherwise) in _TOLD_OF_GROUPS.items():
+        value = getattr(group, attribute, otherwise)
+        if value != otherwise:
+            yield method, value
+    if group is not None and group.reduce_grads and not group.all_reduce_grads:
+        yield "set_requires_all_reduce", False
+    if not state._state_ctx.is_last_backward:
+        yield "set_is_last_backward", False
+    for method, states in (
+        ("set_modules_to_forward_prefetch", state._states_to_forward_prefetch),
+        ("set_modules_to_backward_prefetch", state._states_to_backward_prefetch),
+    ):
+        if states:
+            yield method, [each._modules[0] for each in states]
 
 
 def _managed(its: Any) -> Managed:

@@ -58,6 +58,8 @@ def convert(model: nn.Module, arguments: dict[str, Any]) -> bool:
             assert sharded is not None
             _give(sharded, each.param)
             moved[each.param] = sharded
+    for unit in units:
+        _tell(unit)
     move_to_shards(optimizers, moved)
     return True
 
@@ -121,9 +123,14 @@ def _shard(unit: Any, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
         offload_policy=unit.offload_policy,
         ignored_params=plain,
     )
-    if unit.divide_factor is not None:
-        for module in unit.modules:
-            module.set_gradient_divide_factor(unit.divide_factor)
+
+
+def _tell(unit: Any) -> None:
+    """Tell a unit of ours what FSDP2's was told; all units are ours by now."""
+    for method, argument in unit.told:
+        call = getattr(unit.modules[0], method)
+        alone = {"recurse": False} if "recurse" in inspect.signature(call).parameters else {}
+        call(argument, **alone)
 
 
 def _give(sharded: ShardedParam, before: nn.Parameter) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
+from autoshard.runtime.eager.unit_steps import steps_of
 
 OPTIONS = {"lowering": "eager", "strict": True}
 
@@ -104,6 +105,71 @@ def test_a_divisor_is_kept(rank: int) -> None:
         net_loss(model, rank, 0).backward()
         gradients.append([param.grad.to_local() for param in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+def tell_all(model: Any) -> None:
+    """Tell some units what their defaults are not."""
+    first, last = model.layers[0], model.layers[-1]
+    model.set_modules_to_forward_prefetch([last])
+    last.set_modules_to_backward_prefetch([first])
+    first.set_unshard_in_backward(False)
+    last.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False, recurse=False)
+    first.set_requires_all_reduce(False, recurse=False)
+    first.set_force_sum_reduction_for_comms(True)
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        last.set_reduce_scatter_unused_params(True, recurse=False)
+    model.set_is_last_backward(False)
+
+
+@on_ranks(2)
+def test_what_units_were_told_is_kept(rank: int) -> None:
+    found = []
+    for apply in (by_ours, by_fsdp2):
+        torch.manual_seed(0)
+        model = apply(Net())
+        tell_all(model)
+        model.compile(backend="autoshard", options=OPTIONS)
+        model(torch.randint(0, 11, (2, 6)))
+        found.append([told(unit) for unit in units(model)])
+    assert found[0] == found[1]
+    assert len({str(each) for each in found[0]}) == len(found[0])
+
+
+def told(unit: Any) -> list[Any]:
+    reducer, settings = unit.reducer, unit.settings
+    return [
+        *(
+            ahead and [each.name for each in ahead]
+            for ahead in (settings.next_in_forward, settings.next_in_backward)
+        ),
+        (settings.unshard_in_backward, settings.reshard_after_backward),
+        (reducer.syncs, reducer.all_reduces, reducer.only_sums, reducer.sends_unused),
+        steps_of(unit).is_last_backward,
+    ]
+
+
+@on_ranks(2)
+def test_a_microbatch_that_waits(rank: int) -> None:
+    """What FSDP2 was told not to reduce, before the first call, waits; in a step it is summed."""
+    losses = []
+    for apply in (by_ours, by_fsdp2):
+        torch.manual_seed(0)
+        model = apply(Net())
+        optimizer = adamw(model)
+        options = {**OPTIONS, "bucketing": "per_unit"}
+        gradients = []
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            if microbatch == 0:
+                model.compile(backend="autoshard", options=options)
+            net_loss(model, rank, microbatch).backward()
+            gradients.append([param.grad is None for param in model.parameters()])
+        whole = [param.grad.to_local() for param in model.parameters()]
+        optimizer.step()
+        losses.append((gradients, whole))
+    assert losses[0][0] == losses[1][0]
+    assert all(map(torch.equal, losses[0][1], losses[1][1]))
 
 
 @on_ranks(4)
