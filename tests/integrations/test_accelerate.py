@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.hosts import lasting_bytes, launched, llama, loader
+from support.hosts import launched, llama, loader, training_bytes
 from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
+from autoshard.runtime.unit.unit import unit_of
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install '.[hosts]'")
 
@@ -65,19 +66,19 @@ class Run:
 @on_ranks(2)
 def test_a_loop(rank: int, form: str) -> None:
     """Accumulated, clipped, scheduled: losses, norms and weights are DDP's, for half the memory."""
-    with launched(rank):
+    with launched(rank) as gradients:
         ddp = Run(None)
         want = ddp.train(0, 8)
         whole = ddp.accelerator.get_state_dict(ddp.model)
-        memory = lasting_bytes(ddp.model, ddp.optimizer)
-    with launched(rank):
+        memory = training_bytes(ddp.model, ddp.optimizer, gradients)
+    with launched(rank) as gradients:
         ours = Run(FORMS[form])
         found = ours.train(0, 8)
         state = ours.accelerator.get_state_dict(ours.model)
     rounding = 1e-6 if form == "eager" else 1e-4  # norms are summed in another order
     for each, wanted in zip(found, want, strict=True):
         assert each == pytest.approx(wanted, rel=rounding)
-    assert lasting_bytes(ours.model, ours.optimizer) <= (1 / 2 + 0.1) * memory
+    assert training_bytes(ours.model, ours.optimizer, gradients) <= (1 / 2 + 0.1) * memory
     if rank == 0:
         assert state.keys() == whole.keys()
         for name, value in state.items():
@@ -169,6 +170,38 @@ def test_settings_of_a_plugin(rank: int) -> None:
     assert dtype == torch.bfloat16
     assert once < again
     assert gathers(False, strategy="full_shard")[0] == again
+
+
+@on_ranks(2)
+def test_a_plugin_that_offloads(rank: int) -> None:
+    """Shards are on the host, as the plugin says, and train as they do without."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    def losses(**settings: Any) -> list[float]:
+        with launched(rank):
+            accelerator = Accelerator()
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **settings)
+            accelerator.state.fsdp_plugin = plugin
+            with_autoshard(accelerator, lowering="eager")
+            model = llama()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            model, optimizer, batches = accelerator.prepare(model, optimizer, loader(8))
+            unit = unit_of(model)
+            assert unit is not None
+            assert isinstance(unit.settings.offload, autoshard.CPUOffloadPolicy) == bool(settings)
+            found = []
+            for ids in batches:
+                loss = model(input_ids=ids, labels=ids).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            return found
+
+    assert losses(cpu_offload=True) == losses()
 
 
 @on_ranks(2)

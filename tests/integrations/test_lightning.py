@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.hosts import WORDS, lasting_bytes, launched, llama, loader
+from support.hosts import WORDS, launched, llama, loader, training_bytes
 from support.ranks import on_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -83,15 +83,15 @@ def test_a_module(rank: int, tmp_path: Path) -> None:
     """Trained by its name: losses and metrics are DDP's, for half the memory."""
     import autoshard.integrations.lightning  # noqa: F401  # registers the name
 
-    with launched(rank):
+    with launched(rank) as gradients:
         ddp, want, trainer = fit("ddp", tmp_path, 1)
-        memory = lasting_bytes(ddp, trainer.optimizers[0])
-    with launched(rank):
+        memory = training_bytes(ddp, trainer.optimizers[0], gradients)
+    with launched(rank) as gradients:
         ours, found, trainer = fit("autoshard", tmp_path, 1)
     assert ours.reduced == [False, True] * 4  # of two microbatches the second
     assert ours.losses == pytest.approx(ddp.losses, rel=1e-4)  # Inductor rounds in another order
     assert found == pytest.approx(want, rel=1e-4)
-    assert lasting_bytes(ours, trainer.optimizers[0]) <= (1 / 2 + 0.1) * memory
+    assert training_bytes(ours, trainer.optimizers[0], gradients) <= (1 / 2 + 0.1) * memory
     ours.model.save_pretrained(tmp_path / "model")  # by all ranks, each its part
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     for name, param in ours.model.named_parameters():
@@ -127,9 +127,9 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
     """Accumulated, clipped, saved and loaded: losses are DDP's."""
     from autoshard.integrations.lightning import AutoshardFabricStrategy
 
-    kept = {}
-
-    def train(strategy: Any, first: int, last: int, saved: Path | None = None) -> list[float]:
+    def train(
+        strategy: Any, first: int, last: int, saved: Path | None = None
+    ) -> tuple[list[float], int]:
         fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
         model = fabric.setup_module(llama())
@@ -151,15 +151,14 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
             losses.append(fabric.all_reduce(loss.detach()).item())
             if number == 3 and strategy != "ddp":
                 fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
-        kept[type(strategy)] = lasting_bytes(model, optimizer)
-        return losses
+        return losses, training_bytes(model, optimizer, gradients)
 
-    with launched(rank):
-        want = train("ddp", 0, 8)
-    with launched(rank):
-        found = train(AutoshardFabricStrategy(**EAGER), 0, 8)
+    with launched(rank) as gradients:
+        want, whole = train("ddp", 0, 8)
+    with launched(rank) as gradients:
+        found, part = train(AutoshardFabricStrategy(**EAGER), 0, 8)
     assert found == pytest.approx(want, rel=1e-6)
-    assert kept[AutoshardFabricStrategy] <= (1 / 2 + 0.1) * kept[str]
-    with launched(rank):
-        rest = train(AutoshardFabricStrategy(**EAGER), 4, 8, tmp_path / "saved")
+    assert part <= (1 / 2 + 0.1) * whole
+    with launched(rank) as gradients:
+        rest, _ = train(AutoshardFabricStrategy(**EAGER), 4, 8, tmp_path / "saved")
     assert rest == found[4:]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.hosts import lasting_bytes, launched, lines, llama, num_bytes, texts, tokenizer
+from support.hosts import launched, lines, llama, num_bytes, texts, tokenizer, training_bytes
 from support.ranks import on_ranks
 
 REASON = "{} is not installed: pip install '.[hosts]'"
@@ -58,12 +58,12 @@ def losses(trained: Any) -> list[float]:
 @on_ranks(2)
 def test_train_evaluate_and_predict(rank: int, tmp_path: Path) -> None:
     """Losses, the best checkpoint and predictions are DDP's, for half the memory."""
-    with launched(rank):
+    with launched(rank) as gradients:
         ddp = trainer(tmp_path / "ddp", None, load_best_model_at_end=True)
         ddp.train()
-        memory = lasting_bytes(ddp.model, ddp.optimizer)
+        memory = training_bytes(ddp.model, ddp.optimizer, gradients)
         want = ddp.predict(ddp.eval_dataset)
-    with launched(rank):
+    with launched(rank) as gradients:
         ours = trainer(tmp_path / "ours", EAGER, load_best_model_at_end=True)
         ours.train()
         found = ours.predict(ours.eval_dataset)
@@ -72,7 +72,7 @@ def test_train_evaluate_and_predict(rank: int, tmp_path: Path) -> None:
     assert ours.state.best_global_step == ddp.state.best_global_step
     assert again == pytest.approx(ours.state.best_metric, rel=1e-6)  # the best model is loaded
     assert torch.tensor(found.predictions).allclose(torch.tensor(want.predictions), atol=1e-5)
-    assert lasting_bytes(ours.model, ours.optimizer) <= (1 / 2 + 0.1) * memory
+    assert training_bytes(ours.model, ours.optimizer, gradients) <= (1 / 2 + 0.1) * memory
 
 
 @on_ranks(2)
@@ -148,15 +148,15 @@ def test_fine_tuning(rank: int, adapters: str, tmp_path: Path) -> None:
     """TRL, and PEFT with it: losses are DDP's; resumed; saved, loaded, merged; and it generates."""
     pytest.importorskip("trl", reason=REASON.format("TRL"))
     ids = texts(1)[0][None]
-    with launched(rank):
+    with launched(rank) as gradients:
         ddp = tuner(tmp_path / "ddp", None, adapters)
         ddp.train()
-        memory = lasting_bytes(ddp.model, ddp.optimizer)
+        memory = training_bytes(ddp.model, ddp.optimizer, gradients)
         want = answer(ddp.accelerator.unwrap_model(ddp.model), ids)
-    with launched(rank):
+    with launched(rank) as gradients:
         ours = tuner(tmp_path / "ours", EAGER, adapters)
         ours.train()
-        assert lasting_bytes(ours.model, ours.optimizer) <= (1 / 2 + 0.1) * memory
+        assert training_bytes(ours.model, ours.optimizer, gradients) <= (1 / 2 + 0.1) * memory
         ours.save_model(str(tmp_path / "final"))
         assert answer(ours.accelerator.unwrap_model(ours.model), ids) == want
         with torch.no_grad():

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,8 +22,11 @@ WORDS, LENGTH, BATCH = 64, 16, 2
 
 
 @contextmanager
-def launched(rank: int) -> Iterator[None]:
-    """Environment of torchrun, for what is called inside; Accelerate's state is new, and ends."""
+def launched(rank: int) -> Iterator[list[int]]:
+    """Environment of torchrun, for what is called inside; Accelerate's state is new, and ends.
+
+    Gives a list that gets, for each step of an optimizer, the bytes of this rank's gradients.
+    """
     from accelerate.state import AcceleratorState
 
     world = str(dist.get_world_size())
@@ -42,10 +46,18 @@ def launched(rank: int) -> Iterator[None]:
     AcceleratorState._reset_state(True)
     torch._dynamo.reset()
     seed()
+    gradients: list[int] = []
+
+    def count(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        gradients.append(num_bytes(param.grad for param in params))
+
+    counting = register_optimizer_step_pre_hook(count)
     with mock.patch.dict(os.environ, environment):
         try:
-            yield
+            yield gradients
         finally:
+            counting.remove()
             AcceleratorState._reset_state(True)
 
 
@@ -117,7 +129,8 @@ def num_bytes(tensors: Any) -> int:
     return sum(each.nbytes for each in local if isinstance(each, Tensor))
 
 
-def lasting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that this rank keeps between steps: parameters and optimizer states."""
+def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: list[int]) -> int:
+    """Bytes of this rank's parameters, optimizer states and gradients, these where most."""
+    assert max(gradients) > 0
     states = [value for state in optimizer.state.values() for value in state.values()]
-    return num_bytes([*model.parameters(), *states])
+    return num_bytes([*model.parameters(), *states]) + max(gradients)
