@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import json
 import logging
 import mmap
 import re
@@ -510,6 +511,16 @@ def broken(folder: Path) -> None:
     autoshard.load_checkpoint(folder / "run", model, optimizer)
 
 
+def too_new(folder: Path) -> None:
+    model, optimizer = saved(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = next((folder / "run").rglob("complete.json"))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    dist.barrier()
+    autoshard.load_checkpoint(folder / "run", model, optimizer)
+
+
 def other_model(folder: Path) -> None:
     saved(folder)
     autoshard.load_checkpoint(folder / "run", autoshard.shard(nn.Linear(3, 3)))
@@ -551,6 +562,12 @@ def state_of_paths(folder: Path) -> None:
 def prefixed(folder: Path) -> None:
     model = autoshard.shard(Model())
     model.load_state_dict({f"module.{name}": each for name, each in model.state_dict().items()})
+
+
+def by_safetensors(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(autoshard.shard(Model()).state_dict(), folder / "model.safetensors")
 
 
 def no_header(folder: Path) -> None:
@@ -679,12 +696,14 @@ PROVOKED: dict[str, Mistake] = {
     "is predicted to need more memory than option 'memory_budget' allows": over_budget,
     "could not be written to": no_room,
     "can't be loaded as complete checkpoints, and there is no other one": broken,
+    "and this version of autoshard reads": too_new,
     "it is of another model": other_model,
     "the optimizer's parameters are grouped otherwise": other_groups,
     "has checkpoints of another run, which stay": another_run,
     "is not there: do all ranks share it?": not_shared,
     "have objects that could not be loaded as weights only": state_of_paths,
     "Missing key(s) in state_dict": prefixed,
+    "Attempted to access the data pointer on an invalid python storage": by_safetensors,
     "there is no folder ...: give one with": (
         lambda folder: autoshard.load_pretrained(Model(), folder / "nowhere")
     ),
