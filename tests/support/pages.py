@@ -66,6 +66,9 @@ def _without(indent: str, text: str) -> str:
 
 
 def commands(block: Block) -> list[str]:
-    """Split a block for bash into its commands: lines that end in a backslash go on."""
-    lines = block.text.replace("\\\n", " ").splitlines()
+    """Split a block for bash into its commands: lines that end in a backslash go on.
+
+    Programs of an environment in .venv are those of this one.
+    """
+    lines = block.text.replace("\\\n", " ").replace(".venv/bin/", "").splitlines()
     return [line.split(" #")[0].strip() for line in lines if line.strip() and line[0] != "#"]
