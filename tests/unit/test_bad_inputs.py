@@ -409,7 +409,7 @@ BAD_INPUTS: dict[str, tuple[Mistake, list[str]]] = {
     ),
     "checkpoint: truncated": (
         spoiled(truncate),
-        ["rank", "step_00000005", "complete", "Move them away to begin anew"],
+        ["rank", "step_00000005", "complete", "To begin anew, move them away"],
     ),
     "checkpoint: no index": (spoiled(no_index), ["step_00000005", "complete"]),
     "checkpoint: a garbage index": (spoiled(garbage_index), ["step_00000005", "complete"]),

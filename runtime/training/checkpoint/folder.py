@@ -155,7 +155,7 @@ def choose(root: Path, step: int | None) -> tuple[str, Manifest] | None:
     if broken and not saved:
         raise OSError(
             f"{list(broken)} can't be loaded as complete checkpoints, and there is no other one: "
-            f"{next(iter(broken.values()))}. Move them away to begin anew"
+            f"{next(iter(broken.values()))}. To begin anew, move them away"
         )
     if broken:
         said = "; ".join(f"{name}: {why}" for name, why in broken.items())

@@ -67,7 +67,10 @@ def read(folder: Path) -> Manifest:
         if found["format"] == OLDEST:
             files = {name: File(int(size), None) for name, size in found["files"].items()}
         elif isinstance(found["format"], int) and found["format"] > FORMAT:
-            raise TooNew(f"format {found['format']}, and this version of autoshard reads {FORMAT}")
+            raise TooNew(
+                f"format {found['format']}, and this version of autoshard reads {FORMAT}: install "
+                "the version that saved it, or a later one"
+            )
         elif _text({key: found[key] for key in _KEYS}) != text:
             raise ValueError("its digest is another")
         else:
