@@ -1,4 +1,4 @@
-"""Small model that fragments of docs/guides take for granted, and batches of a rank's own."""
+"""What the fragments of docs/guides take for granted: a model, and batches of a rank's own."""
 
 from __future__ import annotations
 
