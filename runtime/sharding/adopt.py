@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -30,11 +31,12 @@ from torch.distributed.tensor import DTensor
 from autoshard import _torch
 from autoshard.runtime.eager import access, methods
 from autoshard.runtime.sharding import from_fsdp2
-from autoshard.runtime.sharding.shard import shard
+from autoshard.runtime.sharding.shard import shard, told
 from autoshard.runtime.training.checkpoint.on_ranks import this_rank
 from autoshard.runtime.training.optimizers import check_owners, live_optimizers, rebind_optimizers
 from autoshard.runtime.unit.param import ShardedParam, find, is_ignored
 from autoshard.runtime.unit.reduce import Reduction
+from autoshard.runtime.unit.unit import Unit, root_unit
 
 
 def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
@@ -85,10 +87,13 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     `from_fsdp2.py`.
 
     shard_arguments: of `shard()`.
-    Raises as `shard()`, and RuntimeError, before anything is sharded, as `check_owners`.
+    Raises as `shard()`, and, before anything is sharded, RuntimeError as `check_owners`, and
+    ValueError for arguments that say how to shard what is sharded already, otherwise.
     """
     root = _torch.ddp.inside(root)
-    if access.unit_of(root) is not None:  # also one without parameters
+    unit = access.unit_of(root)
+    if unit is not None:  # also one without parameters
+        _check_told(root, unit, shard_arguments)
         return False
     if from_fsdp2.convert(root, shard_arguments):
         return True
@@ -100,6 +105,7 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     check_owners(root, before, optimizers)
     _check_shells(shells, root)
     shard(root, **shard_arguments)
+    _adopted[root] = shard_arguments
     _take_off(shells, root)
     found = {param: find(param) for param in before.values()}  # None: it is ignored
     moved = {param: sharded for param, sharded in found.items() if sharded is not None}
@@ -110,6 +116,23 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
         for old in moved:
             old.__class__ = _StaleParameter
     return True
+
+
+_adopted: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Arguments of `shard()` for each module that was sharded by them here."""
+
+
+def _check_told(module: nn.Module, unit: Unit, arguments: dict[str, Any]) -> None:
+    """Raise ValueError if `arguments` are not those by which the model of `module` was sharded.
+
+    Arguments that are defaults say nothing.
+    """
+    names = told(arguments)
+    if names and _adopted.get(root_unit(unit).modules[0]) != arguments:
+        raise ValueError(
+            f"{type(module).__name__} is sharded already, and options {names} of the backend say "
+            "how to shard it: give them to autoshard.shard(), or leave that out"
+        )
 
 
 def _check_shells(shells: list[Any], root: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autoshard import _torch
 from autoshard.errors import UnsupportedError
 from autoshard.runtime.eager import access
-from autoshard.runtime.sharding.shard import fully_shard, shard
+from autoshard.runtime.sharding.shard import fully_shard, told
 from autoshard.runtime.training.optimizers import live_optimizers, move_to_shards
 from autoshard.runtime.unit.param import ShardedParam, find
 
@@ -68,12 +68,11 @@ def _check(model: nn.Module, units: list[Any], arguments: dict[str, Any]) -> Non
     """Raise as `convert`."""
     what, rank = type(model).__name__, dist.get_rank()
     remedy = "use autoshard.fully_shard in place of torch's: it takes the same arguments"
-    known = inspect.signature(shard).parameters
-    told = sorted(name for name, value in arguments.items() if value != known[name].default)
-    if told:
+    names = told(arguments)
+    if names:
         raise ValueError(
             f"{what} was sharded by torch's fully_shard, whose settings are kept, and options "
-            f"{told} say how to shard it: leave these out, or torch's fully_shard"
+            f"{names} say how to shard it: leave these out, or torch's fully_shard"
         )
     if all(model not in unit.modules for unit in units):
         raise ValueError(

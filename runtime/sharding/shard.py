@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -403,6 +404,12 @@ _FORWARD = "an int, True or False"
 _BACKWARD = 'an int, "pre", "post" or None'
 
 
+def told(arguments: Mapping[str, Any]) -> list[str]:
+    """List the names, sorted, of those `arguments` of `shard()` that are not its defaults."""
+    known = inspect.signature(shard).parameters
+    return sorted(name for name, value in arguments.items() if value != known[name].default)
+
+
 def _prefetch(forward: bool | int, backward: str | int | None) -> dict[str, int]:
     """Translate `forward_prefetch` and `backward_prefetch` of `shard()` to `UnitSettings` by name.
 
@@ -544,7 +551,8 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
 
     what: the public function that was given it, for messages.
     Raises TypeError for what is no module; ValueError for an empty list, a ModuleList or
-    ModuleDict without forward, a module that heads a unit, or as `_check_contracts`.
+    ModuleDict without forward, a module that heads a unit, or as `_check_contracts` and
+    `_check_around`.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     if not modules:
@@ -567,7 +575,20 @@ def _check_modules(module: nn.Module | list[nn.Module], what: str) -> tuple[nn.M
                 f"{type(each).__name__} (unit {unit.name!r}) is {how} already: call fully_shard or "
                 "replicate once for each module, children first"
             )
+        _check_around(each, what)
     return modules
+
+
+def _check_around(module: nn.Module, what: str) -> None:
+    """Raise UsageError if `module` is in a unit that has taken its parameters already."""
+    inside = set(module.modules())
+    for unit in {sharded.unit for sharded in _params_below(inside)}:
+        around = [head for head in unit.modules if head not in inside and module in head.modules()]
+        if around:
+            raise UsageError(
+                f"{what} got {type(module).__name__}, whose parameters are in the unit of "
+                f"{type(around[0]).__name__} around it: call it for modules inside first"
+            )
 
 
 def _check_contracts(top: nn.Module, what: str) -> None:

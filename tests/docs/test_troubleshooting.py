@@ -249,6 +249,17 @@ def sharded_twice(folder: Path) -> None:
     autoshard.fully_shard(model.head)
 
 
+def root_first(folder: Path) -> None:
+    model = autoshard.fully_shard(Model())
+    autoshard.fully_shard(model.head)
+
+
+def told_again(folder: Path) -> None:
+    model = autoshard.shard(Model())
+    model.compile(backend="autoshard", options={"strategy": "no_shard"})
+    model(torch.zeros(2, 3, dtype=torch.long))
+
+
 def mesh_of_three(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
     autoshard.fully_shard(Model(), mesh=mesh)
@@ -636,6 +647,9 @@ PROVOKED: dict[str, Mistake] = {
         lambda folder: autoshard.fully_shard(Model().layers)
     ),
     "already: call fully_shard or replicate once for each module, children first": sharded_twice,
+    "whose parameters are in the unit of ... around it: call it for modules inside "
+    "first": root_first,
+    "is sharded already, and options ... of the backend say how to shard it": told_again,
     "expects a 1D or 2D DeviceMesh but got a ...D mesh": mesh_of_three,
     "ranks: only dim 0 may be uneven; give it Shard(0) or FlatShard()": uneven_dim,
     "it renormalises in forward the rows that a rank has looked up": (

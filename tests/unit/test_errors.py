@@ -54,6 +54,12 @@ def container() -> None:
     fully_shard(Net().layers)
 
 
+def the_root_first() -> None:
+    model = Net()
+    fully_shard(model)
+    fully_shard(model.layers[1])
+
+
 def sharded_twice() -> None:
     model = Net()
     fully_shard(model.layers[1])
@@ -216,6 +222,7 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (meta_at_first_forward, ["embed.weight", "layers.0.up.weight", "to_empty"]),
     (container, ["ModuleList", "forward", "0, 1, 2"]),
     (sharded_twice, ["layers.1", "sharded already", "once"]),
+    (the_root_first, ["in the unit of Net around it", "modules inside first"]),
     (no_module, ["nn.Module", "Tensor"]),
     (wrong_reshard, ["reshard_after_forward", "'yes'", "True, False, None or"]),
     (unknown_strategy, ["zero3", "full_shard"]),

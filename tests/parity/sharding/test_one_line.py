@@ -9,9 +9,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from support import warm
 from support.ranks import on_ranks
+from torch import nn
 from torch.distributed.tensor import DTensor
+
+import autoshard
 
 SCRIPT = """
 import os, torch, torch.distributed as dist
@@ -102,3 +107,24 @@ def test_the_script_of_the_readme(rank: int) -> None:
     exec(script, names)
     assert math.isfinite(names["loss"].item())
     assert all(isinstance(param, DTensor) for param in names["model"].parameters())
+
+
+@pytest.mark.parametrize("by", ["shard", "another option", "the same option"])
+@on_ranks(2)
+def test_options_for_a_model_that_is_sharded(rank: int, by: str) -> None:
+    """Options that say how to shard it are an error, unless it was sharded by the same ones."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options: dict[str, Any] = {"lowering": "eager"}
+    told = {**options, "mp_policy": autoshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    if by == "shard":
+        autoshard.shard(model)
+    else:
+        first = told if by == "the same option" else {**options, "strategy": "shard_grad_op"}
+        torch.compile(model, backend="autoshard", options=first)(torch.ones(2, 4))
+    call = torch.compile(model, backend="autoshard", options=told)
+    if by == "the same option":
+        assert call(torch.ones(2, 4)).dtype == torch.bfloat16
+        return
+    with pytest.raises(ValueError, match=r"sharded already, and options \['mp_policy'\]"):
+        call(torch.ones(2, 4))
+    torch.compile(model, backend="autoshard", options=options)(torch.ones(2, 4))
