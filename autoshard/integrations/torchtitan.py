@@ -10,7 +10,6 @@ function of one's own calls `with_autoshard`, which also takes options.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -110,15 +109,28 @@ def _check(parallelism: Any, training: Any, compile_config: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Return torchtitan's config function called `name`, with autoshard in what it returns."""
+    """Return torchtitan's config function called `name`, with autoshard in what it returns.
+
+    Raises AttributeError if there is none, ImportError if it may be one of a model that could not
+    be imported.
+    """
     if name.startswith("_"):
         raise AttributeError(name)
     from torchtitan import models
 
+    failed: list[str] = []
     for package in pkgutil.iter_modules(models.__path__):
-        with contextlib.suppress(ImportError):  # a model may want packages that are not there
-            registry = importlib.import_module(f"{models.__name__}.{package.name}.config_registry")
-            function: Any = getattr(registry, name, None)
-            if getattr(function, "__module__", None) == registry.__name__:  # it is no import
-                return lambda: with_autoshard(function())
-    raise AttributeError(f"torchtitan {models.__name__} has no config function {name!r}")
+        where = f"{models.__name__}.{package.name}.config_registry"
+        try:
+            registry = importlib.import_module(where)
+        except ImportError as error:
+            if error.name != where:  # it has one, which wants a package that is not there
+                failed.append(f"{package.name} ({error})")
+            continue
+        function: Any = getattr(registry, name, None)
+        if getattr(function, "__module__", None) == where:  # it is no import
+            return lambda: with_autoshard(function())
+    what = f"no model of torchtitan's that could be imported has a config function {name!r}"
+    if failed:
+        raise ImportError(f"{what}; these could not be: {', '.join(failed)}")
+    raise AttributeError(what)

@@ -23,7 +23,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "hosts.md"
 BLOCKS = dict(
     re.findall(r"## ([^\n]*)\n(?:(?!## ).)*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 )
-BLOCKS["Fabric"] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[-1]
+(BLOCKS["Fabric"],) = re.findall(
+    r"```python\n((?:(?!```).)*Fabric\(.*?)```", PAGE.read_text(), re.DOTALL
+)
 
 
 def given() -> dict[str, Any]:

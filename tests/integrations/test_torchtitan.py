@@ -194,7 +194,7 @@ def test_what_is_refused(rank: int, folder: Path) -> None:
                 given(folder, *arguments)
         with pytest.raises(ValueError, match="bucketting"):
             with_autoshard(titan.config(folder, THEIRS), bucketting="auto")
-        with pytest.raises(ValueError, match="'llama4_8b' not found"):
+        with pytest.raises((ValueError, ImportError), match="'llama4_8b'"):
             ConfigManager().parse_args(["--module", OURS, "--config", "llama4_8b"])
 
 
