@@ -60,10 +60,10 @@ HOSTS := $(CURDIR)/.hosts
 $(HOSTS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/pip install -q -c constraints.txt torch numpy
-	$(HOSTS)/bin/pip install -q -c constraints.txt -e '.[test,hosts]'
+	$(HOSTS)/bin/pip install -q -c constraints.txt -e '.[test,hosts,torchtitan]'
 	touch $@
 
-hosts: $(HOSTS)/.installed  ## run tests/integrations with the real Accelerate, TRL, PEFT, Lightning
+hosts: $(HOSTS)/.installed  ## run tests/integrations with the real Accelerate, TRL, PEFT, Lightning, torchtitan
 	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -rs -n $(WORKERS) tests/integrations
 
 .PHONY: help demo test lint docs features goldens null-cuda hosts

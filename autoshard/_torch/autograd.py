@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._C import _autograd
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _python_dispatch, checkpoint
 
 push_saved_tensors_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # What graphs call to begin and end a part without gradients.
 set_grad_enabled: Any = torch._C._set_grad_enabled
 is_profiled: Callable[[], bool] = _autograd._profiler_enabled  # in this thread, or in all
+
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _APPLY_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
@@ -147,3 +150,33 @@ def outside_functorch() -> contextlib.AbstractContextManager[Any]:
     """
     context: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
     return context
+
+
+def in_selective_checkpoint() -> bool:
+    """Tell whether a checkpoint that saves some results runs its forward, the first or again."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _SELECTIVE) for mode in modes)
+
+
+@contextlib.contextmanager
+def outside_selective_checkpoint() -> Iterator[None]:
+    """Hide what is done in this context from checkpoints that save some results.
+
+    They count the ops of each kind, and want as many where forward runs again. Other modes see
+    what is done.
+    """
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    first = next(place for place, mode in enumerate(modes) if isinstance(mode, _SELECTIVE))
+    inner = [_python_dispatch._pop_mode() for _ in modes[first:]][::-1]
+    others = [mode for mode in inner if not isinstance(mode, _SELECTIVE)]
+    for mode in others:
+        _python_dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _python_dispatch._pop_mode()
+        for mode in inner:
+            _python_dispatch._push_mode(mode)

@@ -297,7 +297,13 @@ def _read_with_care(param: DTensor, sharded: ShardedParam) -> Any:
 
 @_torch.dynamo.disable
 def _read_eagerly(module: nn.Module, name: str) -> Any:
-    """Read parameter `name` of `module` as `_read` does, hidden from transforms of torch.func."""
+    """Read parameter `name` of `module` as `_read` does, hidden from what would follow the gather.
+
+    These are transforms of torch.func, and checkpoints that save some results.
+    """
+    if _torch.autograd.in_selective_checkpoint():
+        with _torch.autograd.outside_selective_checkpoint():
+            return _read_eagerly(module, name)
     if _torch.autograd.in_functorch():
         with _torch.autograd.outside_functorch():
             return _read(module, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.hosts import launched, lines, llama, loader, texts, tokenizer
 from support.ranks import on_ranks
+from support.titan import on_cpu
 from torch import Tensor
 
 for _name in ("accelerate", "lightning", "peft", "trl"):
@@ -20,7 +23,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "hosts.md"
 BLOCKS = dict(
     re.findall(r"## ([^\n]*)\n(?:(?!## ).)*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 )
-BLOCKS["Fabric"] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[-1]
+(BLOCKS["Fabric"],) = re.findall(
+    r"```python\n((?:(?!```).)*Fabric\(.*?)```", PAGE.read_text(), re.DOTALL
+)
 
 
 def given() -> dict[str, Any]:
@@ -58,12 +63,20 @@ def test_all_blocks_are_found() -> None:
     assert len(BLOCKS) == PAGE.read_text().count("```python")
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+HAS_TITAN = all(map(importlib.util.find_spec, ("torchtitan", "triton")))
+NO_TITAN = pytest.mark.skipif(not HAS_TITAN, reason="torchtitan or triton is not installed")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(each, marks=NO_TITAN if each == "torchtitan" else ()) for each in BLOCKS],
+)
 @on_ranks(2)
 def test_a_block(rank: int, block: str, tmp_path: Path) -> None:
     from lightning import fabric, pytorch
 
-    with launched(rank), pytest.MonkeyPatch.context() as patched:
+    cpus = on_cpu() if block == "torchtitan" else contextlib.nullcontext()
+    with launched(rank), cpus, pytest.MonkeyPatch.context() as patched:
         patched.chdir(tmp_path)
         for each in (fabric, pytorch):  # as many as there are GPUs, which a page need not say
             accelerator = each.accelerators.CPUAccelerator

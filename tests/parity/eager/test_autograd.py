@@ -15,7 +15,7 @@ from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import adamw, assert_same, in_both_forms, in_form, replicated, train
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoshard
 from autoshard import CPUOffloadPolicy, fully_shard
@@ -182,6 +182,37 @@ def test_nested_units_checkpointed_twice_forward(rank: int, reentrant: bool, for
         optimizer.step()
         optimizer.zero_grad()
     assert_same(model, want, rtol=1e-4)  # each forward is reduced by itself
+
+
+def save_products() -> Any:
+    """Make the contexts of a checkpoint that saves products of matrices."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+class Selective(Nested):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(
+            self.outer, self.start(x), use_reentrant=False, context_fn=save_products
+        )
+        return made
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@in_both_forms
+@on_ranks(2)
+def test_selective_checkpoints(rank: int, form: str, strategy: str) -> None:
+    """D-20: they count ops by kind, and a gather in the first forward is one less in the second."""
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return model(torch.randn(2, 6, generator=generator)).square().sum()
+
+    want, losses = replicated(lambda: Selective(False), loss)
+    torch.manual_seed(0)
+    policy = CustomPolicy(lambda module: isinstance(module, Block | nn.Sequential))
+    model = autoshard.shard(Selective(False), policy=policy, strategy=strategy)
+    assert train(in_form(model, form), loss, adamw(model)) == losses
+    assert_same(model, want)
 
 
 @on_ranks(2)
