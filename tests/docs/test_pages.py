@@ -43,6 +43,11 @@ ELSEWHERE = {
 OF_PAGES = {  # likewise, of one page
     "planning.md": {"autoshard explain": "guides/overlap.md has traces for it"},
     "start.md": {"torchrun": "tests/integrations/test_examples.py follows this page"},
+    "hosts.md": {"torchrun": "tests/integrations/test_torchtitan.py trains with torchtitan"},
+    **{
+        f"migrate/{page}.md": {"torchrun": "test_migrations.py runs both scripts"}
+        for page in ("accelerate", "ddp", "deepspeed", "fsdp1", "fsdp2")
+    },
 }
 MEASURING = re.compile(r"(OMP_NUM_THREADS=1 )?(python|torchrun .*) benchmarks/")  # for minutes
 
