@@ -43,6 +43,10 @@ ELSEWHERE = {
 OF_PAGES = {  # likewise, of one page
     "planning.md": {"autoshard explain": "guides/overlap.md has traces for it"},
     "start.md": {"torchrun": "tests/integrations/test_examples.py follows this page"},
+    **{
+        f"migrate/{page}.md": {"torchrun": "test_migrations.py runs both scripts, and compares"}
+        for page in ("accelerate", "ddp", "deepspeed", "fsdp1", "fsdp2")
+    },
 }
 MEASURING = re.compile(r"(OMP_NUM_THREADS=1 )?(python|torchrun .*) benchmarks/")  # for minutes
 
