@@ -45,7 +45,7 @@ OF_PAGES = {  # likewise, of one page
     "start.md": {"torchrun": "tests/integrations/test_examples.py follows this page"},
     "hosts.md": {"torchrun": "tests/integrations/test_torchtitan.py trains with torchtitan"},
     **{
-        f"migrate/{page}.md": {"torchrun": "test_migrations.py runs both scripts"}
+        f"migrate/{page}.md": {"torchrun": "test_migrations.py runs both scripts, and compares"}
         for page in ("accelerate", "ddp", "deepspeed", "fsdp1", "fsdp2")
     },
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 WORDS, WIDTH, STEPS = 32, 16, 3
+
+on_gpu = torch.cuda.is_available()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -57,7 +61,7 @@ class Checkpointed(Model):
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__()
-        self.to(device())
+        self.to(device)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -66,17 +70,47 @@ class Checkpointed(Model):
         return self.head(x)
 
 
-def device() -> torch.device:
-    """Return this rank's device."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+def initialize(module: nn.Module) -> None:
+    """Fill a module that was on meta."""
+    module.to_empty(device=device, recurse=False)
+    for param in module.parameters(recurse=False):
+        nn.init.constant_(param, 0.1)
+
+
+def scatter(state: None, grad: Tensor, part: Tensor) -> None:
+    """Average gradients, as FSDP1's communication hooks do."""
+    grad.div_(2)
+    dist.reduce_scatter_tensor(part, grad)
+
+
+class Event:
+    """Event that has happened."""
+
+    def wait(self, stream: object = None) -> None:
+        return None
+
+
+class Gather:
+    """All-gather of one's own, as FSDP2 takes it."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+class Scatter(Gather):
+    """Reduce-scatter of one's own, as FSDP2 takes it."""
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
 def build() -> Model:
     """Make the model; its values are always the same."""
     torch.manual_seed(0)
-    return Model().to(device())
+    return Model().to(device)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -86,7 +120,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def data(step: int) -> Tensor:
     """Make the ids of a step, other ones on each rank."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    return torch.randint(WORDS, (4, 8), generator=generator).to(device())
+    return torch.randint(WORDS, (4, 8), generator=generator).to(device)
 
 
 def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
@@ -131,5 +165,5 @@ def run(lines: ModuleType, only: list[str]) -> bool:
             failed = True
             print(f"{name} on rank {dist.get_rank()}", traceback.format_exc(), file=sys.stderr)
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(found), flush=True)
     return not failed

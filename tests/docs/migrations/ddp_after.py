@@ -81,12 +81,13 @@ def first_values() -> list[float]:
 def group_of_ranks() -> list[float]:
     group = dist.new_group([0, 1])
     model = build()
-    autoshard.shard(model, mesh=DeviceMesh.from_group(group, device().type))
+    autoshard.shard(model, mesh=DeviceMesh.from_group(group, device.type))
     return train(model)
 
 
 def accumulation() -> list[float]:
-    model = torch.compile(build(), backend="autoshard")
+    model = build()
+    model = torch.compile(model, backend="autoshard")
     optimizer = adamw(model)
     for step in range(STEPS):
         with model.no_sync():
@@ -141,7 +142,7 @@ def autocast() -> list[float]:
     optimizer = adamw(model)
     losses = []
     for step in range(STEPS):
-        with torch.autocast(device().type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_of(model, step)
         loss.backward()
         optimizer.step()
@@ -161,7 +162,7 @@ def scaler() -> list[float]:
     model = build()
     autoshard.shard(model)
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler(device().type)
+    scaler = torch.amp.GradScaler(device.type)
     for step in range(STEPS):
         scaler.scale(loss_of(model, step)).backward()
         scaler.unscale_(optimizer)
@@ -232,7 +233,7 @@ def saved() -> list[float]:
 def loaded() -> list[float]:
     dist.barrier()
     model = build()
-    model.load_state_dict(torch.load("model.pt", map_location=device()))
+    model.load_state_dict(torch.load("model.pt", map_location=device))
     autoshard.shard(model)
     return train(model)
 

@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def replicas() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     return train(model)
 
 
 def buckets() -> list[float]:
-    model = DDP(build(), bucket_cap_mb=1)
+    model = build()
+    model = DDP(model, bucket_cap_mb=1)
     return train(model)
 
 
@@ -35,7 +37,7 @@ class _WithSpare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = build()
-        self.spare = nn.Linear(2, 2, device=device())
+        self.spare = nn.Linear(2, 2, device=device)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.model(ids)
@@ -77,7 +79,7 @@ class _Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(32, device=device())
+        self.norm = nn.BatchNorm1d(32, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x.flatten(0, 1)).view_as(x)
@@ -106,7 +108,8 @@ def group_of_ranks() -> list[float]:
 
 
 def accumulation() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     optimizer = adamw(model)
     for step in range(STEPS):
         with model.no_sync():
@@ -118,14 +121,16 @@ def accumulation() -> list[float]:
 
 
 def clipping() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     loss_of(model, 0).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return [float(norm)]
 
 
 def clipping_by_value() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     optimizer = adamw(model)
     loss_of(model, 0).backward()
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
@@ -134,11 +139,12 @@ def clipping_by_value() -> list[float]:
 
 
 def autocast() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     optimizer = adamw(model)
     losses = []
     for step in range(STEPS):
-        with torch.autocast(device().type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_of(model, step)
         loss.backward()
         optimizer.step()
@@ -148,9 +154,10 @@ def autocast() -> list[float]:
 
 
 def scaler() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler(device().type)
+    scaler = torch.amp.GradScaler(device.type)
     for step in range(STEPS):
         scaler.scale(loss_of(model, step)).backward()
         scaler.unscale_(optimizer)
@@ -162,13 +169,15 @@ def scaler() -> list[float]:
 
 
 def reductions_in_fp16() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     model.register_comm_hook(None, fp16_compress_hook)
     return train(model)
 
 
 def own_hook() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     group = dist.group.WORLD
 
     def hook(state, bucket):
@@ -180,7 +189,8 @@ def own_hook() -> list[float]:
 
 
 def sharded_states() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     return train(model, optimizer)
 
@@ -209,7 +219,8 @@ def hooks() -> list[float]:
 
 
 def saved() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     train(model)
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "model.pt")
@@ -219,38 +230,42 @@ def saved() -> list[float]:
 def loaded() -> list[float]:
     dist.barrier()
     model = build()
-    model.load_state_dict(torch.load("model.pt", map_location=device()))
+    model.load_state_dict(torch.load("model.pt", map_location=device))
     model = DDP(model)
     return train(model)
 
 
 def loaded_later() -> list[float]:
-    model = DDP(build())
-    model.module.load_state_dict(torch.load("model.pt", map_location=device()))
+    model = build()
+    model = DDP(model)
+    model.module.load_state_dict(torch.load("model.pt", map_location=device))
     return train(model)
 
 
 def states_of_the_optimizer() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     optimizer = adamw(model)
     train(model, optimizer)
     state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
     if dist.get_rank() == 0:
         torch.save(state, "checkpoint.pt")
     dist.barrier()
-    state = torch.load("checkpoint.pt", map_location=device())
+    state = torch.load("checkpoint.pt", map_location=device)
     model.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return train(model, optimizer)
 
 
 def activation_checkpoints() -> list[float]:
-    model = DDP(Checkpointed())
+    model = Checkpointed()
+    model = DDP(model)
     return train(model)
 
 
 def compiled() -> list[float]:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     model = torch.compile(model)
     return train(model)
 
@@ -271,7 +286,8 @@ def samplers() -> list[float]:
 
 
 def uneven_inputs() -> None:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     optimizer = adamw(model)
     with Join([model]):
         for step in range(1 + dist.get_rank()):
@@ -280,6 +296,7 @@ def uneven_inputs() -> None:
 
 
 def what_it_did() -> None:
-    model = DDP(build())
+    model = build()
+    model = DDP(model)
     train(model)
     model._get_ddp_logging_data()

@@ -93,14 +93,16 @@ def clipping() -> list[float]:
 
 def bf16() -> list[float]:
     policy = autoshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return _train(_shard(mp_policy=policy))
+    model = build().bfloat16().float()  # DeepSpeed rounds the first values
+    autoshard.shard(model, mp_policy=policy)
+    return _train(model)
 
 
 def fp16() -> list[float]:
     policy = autoshard.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
     model = _shard(mp_policy=policy)
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler(device().type, init_scale=2**8)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2**8)
     losses = []
     for step in range(STEPS):
         loss = loss_of(model, step)
@@ -119,7 +121,7 @@ def autocast() -> list[float]:
     optimizer = adamw(model)
     losses = []
     for step in range(STEPS):
-        with torch.autocast(device().type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_of(model, step)
         loss.backward()
         model.clip_grad_norm_(1.0)
@@ -266,7 +268,7 @@ def leaves() -> list[float]:
 
 def activation_checkpoints() -> list[float]:
     model = _shard()
-    x = torch.ones(2, 16, device=device(), requires_grad=True)
+    x = torch.ones(2, 16, device=device, requires_grad=True)
     y = checkpoint(model.layers[0], x, use_reentrant=False)
     return [y.sum().item()]
 

@@ -8,7 +8,7 @@ import copy
 import deepspeed
 import torch
 import torch.distributed as dist
-from common import STEPS, Block, build, device, loss_of, numbers
+from common import STEPS, Block, build, device, loss_of, numbers, on_gpu
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -19,9 +19,12 @@ from deepspeed.utils import (
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
+# By default DeepSpeed rounds a linear layer's product before it adds the bias, and so do all
+# linear layers of a process from then on.
+ZERO = {"memory_efficient_linear": False}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
-    "zero_optimization": {"stage": 3},
+    "zero_optimization": {**ZERO, "stage": 3},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
 }
 
@@ -29,7 +32,7 @@ CONFIG = {
 def _engine(entries=None, zero=None, model=None, **arguments):
     """Make an engine with some more entries, and some more of `zero_optimization`."""
     config = {**copy.deepcopy(CONFIG), **(entries or {})}
-    config["zero_optimization"] |= zero or {}
+    config["zero_optimization"] |= {**ZERO, **(zero or {})}
     if "optimizer" in arguments:
         del config["optimizer"]
     engine, _, _, _ = deepspeed.initialize(model=model or build(), config=config, **arguments)
@@ -48,7 +51,7 @@ def _train(engine, steps: int = STEPS) -> list[float]:
 
 
 def started() -> list[float]:
-    deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo")
     engine, _, _, _ = deepspeed.initialize(model=build(), config=CONFIG)
     return _train(engine)
 
@@ -94,7 +97,7 @@ def bf16() -> list[float]:
 
 def fp16() -> list[float] | None:
     entries = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-    if not torch.cuda.is_available():  # DeepSpeed asks the CPU for it
+    if not on_gpu:  # DeepSpeed asks the CPU whether it can compute in it
         with contextlib.suppress(ValueError):
             _engine(entries)
         return None
@@ -255,7 +258,7 @@ def leaves() -> list[float]:
 def activation_checkpoints() -> list[float]:
     model = build()
     engine = _engine(model=model)
-    x = torch.ones(2, 16, device=device(), requires_grad=True)
+    x = torch.ones(2, 16, device=device, requires_grad=True)
     deepspeed.checkpointing.configure(None, deepspeed_config=None)
     y = deepspeed.checkpointing.checkpoint(model.layers[0], x)
     del engine

@@ -7,8 +7,19 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import STEPS, Block, Checkpointed, adamw, build, device, loss_of, numbers, train
-from fsdp1_before import _fill, _scatter
+from common import (
+    STEPS,
+    Block,
+    Checkpointed,
+    adamw,
+    build,
+    device,
+    initialize,
+    loss_of,
+    numbers,
+    scatter,
+    train,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -100,7 +111,7 @@ def no_shard() -> list[float]:
 
 
 def hybrid_shard() -> list[float]:
-    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (1, 2), mesh_dim_names=("replicate", "shard"))
     return train(_shard(strategy="hybrid_shard", mesh=mesh))
 
 
@@ -109,13 +120,13 @@ def hybrid_shard_zero2() -> list[float]:
 
 
 def mesh() -> list[float]:
-    mesh = init_device_mesh(device().type, (2,))
+    mesh = init_device_mesh(device.type, (2,))
     return train(_shard(mesh=mesh))
 
 
 def group_of_ranks() -> list[float]:
     group = dist.new_group([0, 1])
-    return train(_shard(mesh=DeviceMesh.from_group(group, device().type)))
+    return train(_shard(mesh=DeviceMesh.from_group(group, device.type)))
 
 
 def precision() -> list[float]:
@@ -189,8 +200,8 @@ def first_values() -> list[float]:
 def on_meta() -> list[float]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    autoshard.shard(model, param_init_fn=_fill)
-    return [model(torch.ones(2, 8, device=device())).sum().item()]
+    autoshard.shard(model, param_init_fn=initialize)
+    return [model(torch.ones(2, 8, device=device)).sum().item()]
 
 
 def frozen() -> list[float]:
@@ -222,7 +233,7 @@ def clipping() -> list[float]:
 def scaler() -> list[float]:
     model = _shard()
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler(device().type)
+    scaler = torch.amp.GradScaler(device.type)
     for step in range(STEPS):
         scaler.scale(loss_of(model, step)).backward()
         scaler.unscale_(optimizer)
@@ -297,7 +308,7 @@ def units() -> list[float]:
 
 def own_hook() -> list[float]:
     model = _shard()
-    model.register_comm_hook(None, _scatter)
+    model.register_comm_hook(None, scatter)
     return train(model)
 
 

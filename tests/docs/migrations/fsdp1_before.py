@@ -8,7 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import STEPS, Block, Checkpointed, adamw, build, device, loss_of, numbers, train
+from common import (
+    STEPS,
+    Block,
+    Checkpointed,
+    adamw,
+    build,
+    device,
+    initialize,
+    loss_of,
+    numbers,
+    on_gpu,
+    scatter,
+    train,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -37,18 +50,17 @@ from torch.distributed.fsdp.wrap import (
 )
 
 policy = ModuleWrapPolicy({Block})
-on_gpu = torch.cuda.is_available()
 
 
 def _fsdp(**arguments):
     """Shard the model, with a unit for each block."""
     arguments = {"auto_wrap_policy": policy, "use_orig_params": True, **arguments}
-    return FSDP(build(), device_id=device(), **arguments)
+    return FSDP(build(), device_id=device, **arguments)
 
 
 def by_classes() -> list[float]:
     model = build()
-    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device)
     return train(model)
 
 
@@ -83,16 +95,16 @@ def custom() -> list[float]:
 def by_hand() -> list[float]:
     model = build()
     for index, block in enumerate(model.layers):
-        model.layers[index] = FSDP(block, device_id=device())
-    model = FSDP(model, device_id=device())
+        model.layers[index] = FSDP(block, device_id=device)
+    model = FSDP(model, device_id=device)
     return train(model)
 
 
 def while_it_is_built() -> list[float]:
     model = build()
-    with enable_wrap(wrapper_cls=FSDP, device_id=device()):
+    with enable_wrap(wrapper_cls=FSDP, device_id=device):
         model.head = wrap(model.head)
-    model = FSDP(model, device_id=device())
+    model = FSDP(model, device_id=device)
     return train(model)
 
 
@@ -109,17 +121,17 @@ def no_shard() -> list[float]:
 
 
 def hybrid_shard() -> list[float]:
-    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (1, 2), mesh_dim_names=("replicate", "shard"))
     return train(_fsdp(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh))
 
 
 def hybrid_shard_zero2() -> list[float]:
-    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (1, 2), mesh_dim_names=("replicate", "shard"))
     return train(_fsdp(sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2, device_mesh=mesh))
 
 
 def mesh() -> list[float]:
-    mesh = init_device_mesh(device().type, (2,))
+    mesh = init_device_mesh(device.type, (2,))
     return train(_fsdp(device_mesh=mesh))
 
 
@@ -178,14 +190,14 @@ def no_prefetch() -> list[float]:
 def ignored() -> list[float]:
     model = build()
     model.head.requires_grad_(False)
-    model = FSDP(model, ignored_modules=[model.head], device_id=device())
+    model = FSDP(model, ignored_modules=[model.head], device_id=device)
     return train(model)
 
 
 def ignored_states() -> list[float]:
     model = build()
     model.head.requires_grad_(False)
-    model = FSDP(model, ignored_states=list(model.head.parameters()), device_id=device())
+    model = FSDP(model, ignored_states=list(model.head.parameters()), device_id=device)
     return train(model)
 
 
@@ -200,23 +212,17 @@ def first_values() -> list[float] | None:
     return train(FSDP(model, sync_module_states=True))
 
 
-def _fill(module: nn.Module) -> None:
-    module.to_empty(device=device(), recurse=False)
-    for param in module.parameters(recurse=False):
-        nn.init.constant_(param, 0.1)
-
-
 def on_meta() -> list[float]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    model = FSDP(model, param_init_fn=_fill, device_id=device())
-    return [model(torch.ones(2, 8, device=device())).sum().item()]
+    model = FSDP(model, param_init_fn=initialize, device_id=device)
+    return [model(torch.ones(2, 8, device=device)).sum().item()]
 
 
 def frozen() -> list[float]:
     model = build()
     model.embed.requires_grad_(False)
-    model = FSDP(model, use_orig_params=True, device_id=device())
+    model = FSDP(model, use_orig_params=True, device_id=device)
     return train(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
 
 
@@ -242,7 +248,7 @@ def clipping() -> list[float]:
 def scaler() -> list[float]:
     model = _fsdp()
     optimizer = adamw(model)
-    scaler = ShardedGradScaler(device().type)
+    scaler = ShardedGradScaler(device.type)
     for step in range(STEPS):
         scaler.scale(loss_of(model, step)).backward()
         scaler.unscale_(optimizer)
@@ -260,13 +266,13 @@ def activation_checkpoints() -> list[float]:
         checkpoint_wrapper_fn=checkpoint_wrapper,
         check_fn=lambda module: isinstance(module, Block),
     )
-    model = FSDP(model, auto_wrap_policy=policy, device_id=device())
+    model = FSDP(model, auto_wrap_policy=policy, device_id=device)
     return train(model)
 
 
 def checkpoints_in_forward() -> list[float]:
     model = Checkpointed()
-    model = FSDP(model, auto_wrap_policy=policy, device_id=device())
+    model = FSDP(model, auto_wrap_policy=policy, device_id=device)
     return train(model)
 
 
@@ -309,13 +315,8 @@ def units() -> list[float]:
 
 def own_hook() -> list[float]:
     model = _fsdp()
-    model.register_comm_hook(None, _scatter)
+    model.register_comm_hook(None, scatter)
     return train(model)
-
-
-def _scatter(state, grad, part) -> None:
-    grad.div_(2)
-    dist.reduce_scatter_tensor(part, grad)
 
 
 def full_state() -> list[float]:

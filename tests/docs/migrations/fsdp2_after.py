@@ -6,8 +6,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp
-from common import STEPS, Checkpointed, adamw, build, device, loss_of, numbers, train
-from fsdp2_before import _Event, _Gather, _Scatter
+from common import (
+    STEPS,
+    Checkpointed,
+    Event,
+    Gather,
+    Scatter,
+    adamw,
+    build,
+    device,
+    loss_of,
+    numbers,
+    on_gpu,
+    train,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,8 +42,6 @@ from autoshard import (
     register_forward_method,
     share_comm_ctx,
 )
-
-on_gpu = torch.cuda.is_available()
 
 
 def _sharded(**arguments):
@@ -66,21 +76,21 @@ def fewer_ranks() -> list[float]:
 
 
 def mesh() -> list[float]:
-    mesh = init_device_mesh(device().type, (2,))
+    mesh = init_device_mesh(device.type, (2,))
     return train(_sharded(mesh=mesh))
 
 
 def hybrid() -> list[float]:
-    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (1, 2), mesh_dim_names=("replicate", "shard"))
     return train(_sharded(mesh=mesh))
 
 
 def named_axes() -> list[float]:
-    mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
-    model = distribute_module(nn.Linear(4, 4).to(device()), mesh)
+    model = distribute_module(nn.Linear(4, 4).to(device), mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    ids = distribute_tensor(torch.ones(4, 4, device=device()), mesh, [Shard(0)])
+    ids = distribute_tensor(torch.ones(4, 4, device=device), mesh, [Shard(0)])
     loss = model(ids).square().sum().full_tensor()
     loss.backward()
     return [loss.item(), model.weight.grad.full_tensor().sum().item()]
@@ -122,10 +132,10 @@ def on_meta() -> list[float]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     fully_shard(model)
-    model.to_empty(device=device())
+    model.to_empty(device=device)
     for param in model.parameters():
         nn.init.constant_(param, 0.1)
-    return [model(torch.ones(2, 8, device=device())).sum().item()]
+    return [model(torch.ones(2, 8, device=device)).sum().item()]
 
 
 def frozen() -> list[float]:
@@ -160,7 +170,7 @@ def kept_between_microbatches() -> list[float]:
 
 
 def replicas_reduced_later() -> list[float]:
-    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
     model = _sharded(mesh=mesh)
     model.set_requires_all_reduce(False)
     loss_of(model, 0).backward()
@@ -190,7 +200,7 @@ def clipping() -> list[float]:
 def scaler() -> list[float]:
     model = _sharded()
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler(device().type)
+    scaler = torch.amp.GradScaler(device.type)
     for step in range(STEPS):
         scaler.scale(loss_of(model, step)).backward()
         scaler.unscale_(optimizer)
@@ -203,7 +213,7 @@ def scaler() -> list[float]:
 
 def autocast() -> list[float]:
     model = _sharded()
-    with torch.autocast(device().type, dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         loss = loss_of(model, 0)
     loss.backward()
     adamw(model).step()
@@ -265,8 +275,8 @@ def hooks() -> list[float]:
 
 def own_collectives() -> list[float]:
     model = _sharded()
-    model.set_custom_all_gather(_Gather())
-    model.set_custom_reduce_scatter(_Scatter())
+    model.set_custom_all_gather(Gather())
+    model.set_custom_reduce_scatter(Scatter())
     return train(model)
 
 
@@ -284,7 +294,7 @@ def symmetric_memory() -> None:
 
 def after_an_optimizer() -> list[float]:
     model = _sharded()
-    model.set_post_optim_event(_Event())
+    model.set_post_optim_event(Event())
     return train(model)
 
 
