@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     extract_model_from_parallel,
 )
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -35,10 +37,10 @@ def with_autoshard(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     It is Accelerate's FSDP2 from then on, on GPUs and on CPUs, in which autoshard does the work:
     `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `get_state_dict` and `save_model`
     are Accelerate's own for it. Settings of an `fsdp_plugin` with `fsdp_version=2` count:
-    `reshard_after_forward`, `mixed_precision_policy`, `cpu_offload`, `state_dict_type`. Without
-    one, mixed precision means gathers and computation in that dtype, reductions in float32, and
-    outputs as the model makes them; shards are checkpointed by each rank. Trainable parameters
-    become float32 first, as there.
+    `reshard_after_forward`, `mixed_precision_policy`, `cpu_offload`, `state_dict_type`, classes or
+    sizes to wrap, `ignored_modules`. Without one, mixed precision means gathers and computation in
+    that dtype, reductions in float32, and outputs as the model makes them; shards are checkpointed
+    by each rank. Trainable parameters become float32 first, as there.
 
     options: of `torch.compile(..., backend="autoshard")`, arguments of `autoshard.shard` among
         them; they go before those of the plugin.
@@ -105,6 +107,23 @@ def _settings_of(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
     }
 
 
+def _units_of(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dict[str, Any]:
+    """Return the options that say which modules of `model` are units, or ignored, by `plugin`.
+
+    Without names of classes or a size, units are found as `autoshard.shard` finds them.
+    """
+    found: dict[str, Any] = {}
+    if plugin.transformer_cls_names_to_wrap or plugin.min_num_params:
+        found["policy"] = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    ignored = plugin.ignored_modules
+    if isinstance(ignored, str):
+        named = model.named_modules()
+        ignored = [module for name, module in named if re.fullmatch(ignored, name)]
+    if ignored is not None:
+        found["ignored_modules"] = list(ignored)
+    return found
+
+
 class _Sharding(Accelerator):
     """Accelerator that shards models, with its `_autoshard_options`, before it prepares them."""
 
@@ -154,4 +173,5 @@ class _Sharding(Accelerator):
             for param in module.parameters():
                 if param.requires_grad:
                     param.data = param.data.float()
-        compile_and_shard(module, self._autoshard_options)
+        units = _units_of(self.state.fsdp_plugin, module)
+        compile_and_shard(module, {**units, **self._autoshard_options})

@@ -43,7 +43,6 @@ ELSEWHERE = {
 OF_PAGES = {  # likewise, of one page
     "planning.md": {"autoshard explain": "guides/overlap.md has traces for it"},
     "start.md": {"torchrun": "tests/integrations/test_examples.py follows this page"},
-    "hosts.md": {"torchrun": "tests/integrations/test_torchtitan.py trains with torchtitan"},
     **{
         f"migrate/{page}.md": {"torchrun": "test_migrations.py runs both scripts, and compares"}
         for page in ("accelerate", "ddp", "deepspeed", "fsdp1", "fsdp2")
@@ -60,8 +59,8 @@ def pages() -> dict[str, Path]:
     return {"README.md": ROOT / "README.md", **found}
 
 
-# Fragments that another test runs.
-FRAGMENTS_ELSEWHERE = {"hosts.md": "tests/integrations/test_page.py"}
+# Pages all of whose code another test runs, and which.
+PAGES_ELSEWHERE = {"hosts.md": "tests/integrations/test_page.py"}
 
 
 def of_kind(*kinds: str) -> list[str]:
@@ -84,7 +83,7 @@ def test_a_page_has_no_other_code(name: str) -> None:
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("name", of_kind("file", "commands"))
+@pytest.mark.parametrize("name", sorted({*of_kind("file", "commands")} - {*PAGES_ELSEWHERE}))
 def test_files_and_commands(name: str, tmp_path: Path) -> None:
     """Commands of a page succeed, after the files above them are written; each file is run."""
     given = FILES / Path(name).with_suffix("")
@@ -159,7 +158,7 @@ def names_of(name: str) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.parametrize("name", sorted({*of_kind("fragment")} - {*FRAGMENTS_ELSEWHERE}))
+@pytest.mark.parametrize("name", sorted({*of_kind("fragment")} - {*PAGES_ELSEWHERE}))
 def test_fragments(name: str, tmp_path: Path) -> None:
     needs = NAMES / Path(name).with_suffix(".py")
     for package in packages(needs):

@@ -13,6 +13,7 @@ from support.hosts import launched, llama, loader, training_bytes
 from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.runtime.unit.unit import unit_of
@@ -202,6 +203,39 @@ def test_a_plugin_that_offloads(rank: int) -> None:
             return found
 
     assert losses(cpu_offload=True) == losses()
+
+
+@on_ranks(2)
+def test_units_of_a_plugin(rank: int) -> None:
+    """Classes or a size to wrap, and modules to leave alone, are those that the plugin names."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    def units(**settings: Any) -> tuple[set[str], set[str]]:
+        """Names of modules that head units, and of parameters that are not sharded."""
+        with launched(rank):
+            accelerator = Accelerator()
+            accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, **settings
+            )
+            model = with_autoshard(accelerator, lowering="eager").prepare(llama())
+            heads = {name for name, each in model.named_modules() if unit_of(each) is not None}
+            params = model.named_parameters()
+            return heads, {name for name, each in params if not isinstance(each, DTensor)}
+
+    layers = {"", "model.layers.0", "model.layers.1"}
+    assert units() == (layers, set())
+    wrapped = {"auto_wrap_policy": "transformer_based_wrap"}
+    assert units(**wrapped) == (layers, set())
+    heads, _ = units(**wrapped, transformer_cls_names_to_wrap=["LlamaMLP"])
+    assert heads == {"", "model.layers.0.mlp", "model.layers.1.mlp"}
+    heads, _ = units(auto_wrap_policy="size_based_wrap", min_num_params=1500)
+    assert {"model.layers.0.mlp", "model.layers.1.mlp"} <= heads
+    _, plain = units(ignored_modules=r"model\.layers\.\d\.mlp")
+    assert len(plain) == 6
+    assert all(".mlp." in name for name in plain)
 
 
 @on_ranks(2)
