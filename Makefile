@@ -26,8 +26,10 @@ lint: .venv/.installed  ## ruff, mypy --strict, codespell; that docs/features.md
 	$(BIN)/python -m autoshard.tools.features --check
 	$(BIN)/python -m autoshard.tools.changelog --check
 
-docs: .venv/.installed  ## build the documentation into .site, and run all code in it; a warning is an error
+site: .venv/.installed  ## build the documentation into .site; a warning is an error
 	PATH="$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+docs: site  ## that, and run all code in it
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/docs
 
 features: .venv/.installed  ## write docs/features.md anew from the tests, and CHANGELOG.md from changelog.d
@@ -66,4 +68,4 @@ $(HOSTS)/.installed: pyproject.toml constraints.txt
 hosts: $(HOSTS)/.installed  ## run tests/integrations with the real Accelerate, TRL, PEFT, Lightning, torchtitan
 	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -rs -n $(WORKERS) tests/integrations
 
-.PHONY: help demo test lint docs features goldens null-cuda hosts
+.PHONY: help demo test lint site docs features goldens null-cuda hosts

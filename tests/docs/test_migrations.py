@@ -103,6 +103,7 @@ def test_all_pages_are_here() -> None:
     assert {each.stem for each in (DOCS / "migrate").glob("*.md")} == {*PAGES}
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("page", PAGES)
 def test_scripts_print_the_same_losses(page: str, tmp_path: Path) -> None:
@@ -119,6 +120,7 @@ def test_scripts_print_the_same_losses(page: str, tmp_path: Path) -> None:
     assert said["before"][4:6] == said["before"][6:]
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_return_the_same(page: str, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_page_has_no_other_code(name: str) -> None:
     assert not fenced
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("name", sorted({*of_kind("file", "commands")} - {*PAGES_ELSEWHERE}))
 def test_files_and_commands(name: str, tmp_path: Path) -> None:
