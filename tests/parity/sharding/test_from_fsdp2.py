@@ -11,7 +11,12 @@ from support.ranks import on_ranks
 from support.training import adamw, assert_same, replicated, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
@@ -117,7 +122,7 @@ def tell_all(model: Any) -> None:
     model.set_requires_gradient_sync(False, recurse=False)
     first.set_requires_all_reduce(False, recurse=False)
     first.set_force_sum_reduction_for_comms(True)
-    if hasattr(model, "set_reduce_scatter_unused_params"):
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # since 2.13
         last.set_reduce_scatter_unused_params(True, recurse=False)
     model.set_is_last_backward(False)
 
