@@ -100,6 +100,7 @@ assert module.double().weight.to_local().dtype == torch.float64
 """,
     "transformers-5.23.0-save-sharded": """
 import pathlib
+import accelerate
 import torch
 from support.hosts import llama, texts
 from transformers import Trainer, TrainingArguments
