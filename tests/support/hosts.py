@@ -129,8 +129,13 @@ def num_bytes(tensors: Any) -> int:
     return sum(each.nbytes for each in local if isinstance(each, Tensor))
 
 
+def lasting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that this rank keeps between steps: parameters and optimizer states."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return num_bytes([*model.parameters(), *states])
+
+
 def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: list[int]) -> int:
     """Bytes of this rank's parameters, optimizer states and gradients, these where most."""
     assert max(gradients) > 0
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return num_bytes([*model.parameters(), *states]) + max(gradients)
+    return lasting_bytes(model, optimizer) + max(gradients)
