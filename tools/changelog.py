@@ -1,7 +1,9 @@
 """Write CHANGELOG.md from changelog.d/, which has a file for each change that users see.
 
-python -m autoshard.tools.changelog          # write CHANGELOG.md
-python -m autoshard.tools.changelog --check  # fail if it would change
+With `--check` it writes nothing, and fails if it would change:
+
+    python -m autoshard.tools.changelog
+    python -m autoshard.tools.changelog --check
 """
 
 from __future__ import annotations

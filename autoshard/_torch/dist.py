@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as _c10d
 default_store: Callable[[], Any] = _c10d._get_default_store
 default_group: Callable[[], dist.ProcessGroup] = _c10d._get_default_group
 resolve_group: Callable[[Any], dist.ProcessGroup] = _c10d._resolve_process_group  # type: ignore[attr-defined]
+# The ignores: torch.distributed has these, and its types don't say so.
 HashStore: Callable[[], Any] = dist.HashStore  # type: ignore[attr-defined]
 TCPStore: Callable[..., Any] = dist.TCPStore  # type: ignore[attr-defined]
 

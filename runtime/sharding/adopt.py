@@ -98,7 +98,9 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     if from_fsdp2.convert(root, shard_arguments):
         return True
     before = dict(access.named_sharded(root))
-    if any(find(param) is not None for param in before.values()):
+    known = next(filter(None, map(find, before.values())), None)
+    if known is not None:
+        _check_told(root, known.unit, shard_arguments)
         return False
     optimizers = live_optimizers()
     shells = _torch.ddp.around(root)
@@ -123,16 +125,25 @@ _adopted: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKey
 
 
 def _check_told(module: nn.Module, unit: Unit, arguments: dict[str, Any]) -> None:
-    """Raise ValueError if `arguments` are not those by which the model of `module` was sharded.
+    """Raise ValueError if `arguments` are not those by which `unit`, of `module`, was sharded.
 
     Arguments that are defaults say nothing.
     """
     names = told(arguments)
-    if names and _adopted.get(root_unit(unit).modules[0]) != arguments:
+    before = _adopted.get(root_unit(unit).modules[0])
+    if names and (before is None or _compared(before) != _compared(arguments)):
         raise ValueError(
             f"{type(module).__name__} is sharded already, and options {names} of the backend say "
             "how to shard it: give them to autoshard.shard(), or leave that out"
         )
+
+
+def _compared(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return `arguments` with modules and parameters by identity, as tensors compare by value."""
+    return {
+        name: sorted(map(id, value)) if isinstance(value, (list, tuple, set)) else value
+        for name, value in arguments.items()
+    }
 
 
 def _check_shells(shells: list[Any], root: nn.Module) -> None:

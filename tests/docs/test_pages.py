@@ -1,9 +1,9 @@
 """Every block of code of the README and of the pages in docs/ runs.
 
 Files and commands of a page run in a folder of the page's own, on at most two ranks; what they
-take for granted is in tests/docs/files/<page>/. A fragment runs on two ranks, in names that
-`names()` in tests/docs/names/<page>.py makes anew for each, and, after the line
-`<!-- goes on -->`, in those of the fragment before.
+take for granted is in tests/docs/files/. A fragment runs on two ranks, in names that `names()` in
+tests/docs/names/<page>.py makes anew for each, or, for a guide without such a file, in
+tests/support/guides.py; after the line `<!-- goes on -->`, in those of the fragment before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support import warm
+from support import guides, warm
 from support.pages import DOCS, ROOT, Block, blocks, commands
 from support.ranks import on_ranks
 
@@ -48,6 +48,7 @@ OF_PAGES = {  # likewise, of one page
         for page in ("accelerate", "ddp", "deepspeed", "fsdp1", "fsdp2")
     },
 }
+PAGES_ELSEWHERE = {"hosts.md": "tests/integrations/test_page.py"}  # all of their code
 MEASURING = re.compile(r"(OMP_NUM_THREADS=1 )?(python|torchrun .*) benchmarks/")  # for minutes
 
 
@@ -57,10 +58,6 @@ def pages() -> dict[str, Path]:
         str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")) if path != LOG
     }
     return {"README.md": ROOT / "README.md", **found}
-
-
-# Pages all of whose code another test runs, and which.
-PAGES_ELSEWHERE = {"hosts.md": "tests/integrations/test_page.py"}
 
 
 def of_kind(*kinds: str) -> list[str]:
@@ -87,9 +84,7 @@ def test_a_page_has_no_other_code(name: str) -> None:
 @pytest.mark.parametrize("name", sorted({*of_kind("file", "commands")} - {*PAGES_ELSEWHERE}))
 def test_files_and_commands(name: str, tmp_path: Path) -> None:
     """Commands of a page succeed, after the files above them are written; each file is run."""
-    given = FILES / Path(name).with_suffix("")
-    if given.exists():
-        shutil.copytree(given, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(FILES, tmp_path, dirs_exist_ok=True)
     not_run = set()
     for block in blocks(pages()[name]):
         if block.kind == "file":
@@ -149,7 +144,7 @@ def names_of(name: str) -> dict[str, Any]:
     """Make what fragments of a page take for granted."""
     file = NAMES / Path(name).with_suffix(".py")
     if not file.exists():
-        return {}
+        return guides.names() if name.startswith("guides/") else {}
     spec = importlib.util.spec_from_file_location(f"names_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None

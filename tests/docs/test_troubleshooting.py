@@ -346,9 +346,11 @@ def long_compilation(folder: Path) -> None:
 
 
 def switched_off(folder: Path) -> None:
-    with mock.patch.dict("os.environ", TORCHDYNAMO_DISABLE="1"):  # noqa: SIM117
-        with mock.patch.object(first_call._torch.dynamo, "watch_compile"):
-            first_call.watch_first_calls(lambda options: {})
+    with (
+        mock.patch.dict("os.environ", TORCHDYNAMO_DISABLE="1"),
+        mock.patch.object(first_call._torch.dynamo, "watch_compile"),
+    ):
+        first_call.watch_first_calls(lambda options: {})
 
 
 def no_compiler(folder: Path) -> None:
@@ -748,19 +750,28 @@ def said_by(mistake: Mistake, folder: Path) -> list[tuple[set[str], str]]:
     return found + [({"Log line"}, line) for line in lines]
 
 
+class Lines(logging.Handler):
+    """Handler that keeps what is logged, as text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """Lines that torch and autoshard log meanwhile, from INFO on for the latter."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler = Lines()
     ours, theirs = logging.getLogger("autoshard"), logging.getLogger("torch._dynamo")
     level = ours.level
     ours.setLevel(logging.INFO)
     for each in (ours, theirs):
         each.addHandler(handler)
     try:
-        yield lines
+        yield handler.lines
     finally:
         ours.setLevel(level)
         for each in (ours, theirs):

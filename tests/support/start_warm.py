@@ -22,7 +22,10 @@ def main(server: str, arguments: list[str]) -> None:
     network = os.open("/proc/self/ns/net", os.O_RDONLY)
     socket.send_fds(connection, [len(text).to_bytes(4, "big")], [0, 1, 2, network])
     connection.sendall(text)
-    code = int.from_bytes(connection.recv(4), "big", signed=True)
+    answer = connection.recv(4)
+    if not answer:
+        sys.exit("the server that copies processes has ended; what it printed says why")
+    code = int.from_bytes(answer, "big", signed=True)
     if code < 0:  # a signal
         if -code in SIGNALS:
             signal.signal(-code, signal.SIG_DFL)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +14,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support import hosts
 from torch import nn
-
-WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
 
 
 @contextlib.contextmanager
@@ -59,19 +56,11 @@ def on_cpu() -> Iterator[None]:
 
 def write_data(folder: Path) -> None:
     """Write a tokenizer and random lines of text, always the same, to `folder`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
+    made = hosts.tokenizer()
+    made.bos_token = made.eos_token  # which texts of torchtitan's begin with
+    made.save_pretrained(folder)
     (folder / "data").mkdir()
-    known = {name: number for number, name in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    ends = {"bos_token": "<eos>", "eos_token": "<eos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
-    chosen = random.Random(0)
-    texts = (" ".join(chosen.choices(WORDS[3:], k=chosen.randint(6, 60))) for _ in range(200))
-    lines = "\n".join(json.dumps({"text": text}) for text in texts)
-    (folder / "data" / "train.json").write_text(lines)
+    hosts.lines(400).to_json(folder / "data" / "train.json")
 
 
 def config(folder: Path, module: str, *arguments: str, recomputed: str = "none") -> Any:

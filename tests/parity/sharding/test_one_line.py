@@ -109,22 +109,33 @@ def test_the_script_of_the_readme(rank: int) -> None:
     assert all(isinstance(param, DTensor) for param in names["model"].parameters())
 
 
-@pytest.mark.parametrize("by", ["shard", "another option", "the same option"])
+SHARDED_BY = ("shard", "a block", "another option", "other parameters", "the same")
+
+
+@pytest.mark.parametrize("by", SHARDED_BY)
 @on_ranks(2)
 def test_options_for_a_model_that_is_sharded(rank: int, by: str) -> None:
     """Options that say how to shard it are an error, unless it was sharded by the same ones."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     options: dict[str, Any] = {"lowering": "eager"}
-    told = {**options, "mp_policy": autoshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    told = {**options, "strategy": "shard_grad_op", "ignored_params": [model[0].bias]}
+    first = {
+        "another option": {**told, "strategy": "full_shard"},
+        "other parameters": {**told, "ignored_params": [model[1].bias]},
+        "the same": {**told, "ignored_params": [model[0].bias]},
+    }
     if by == "shard":
         autoshard.shard(model)
+    elif by == "a block":
+        autoshard.fully_shard(model[0])
     else:
-        first = told if by == "the same option" else {**options, "strategy": "shard_grad_op"}
-        torch.compile(model, backend="autoshard", options=first)(torch.ones(2, 4))
+        torch.compile(model, backend="autoshard", options=first[by])(torch.ones(2, 4))
     call = torch.compile(model, backend="autoshard", options=told)
-    if by == "the same option":
-        assert call(torch.ones(2, 4)).dtype == torch.bfloat16
-        return
-    with pytest.raises(ValueError, match=r"sharded already, and options \['mp_policy'\]"):
+    if by == "the same":
         call(torch.ones(2, 4))
-    torch.compile(model, backend="autoshard", options=options)(torch.ones(2, 4))
+        return
+    names = r"\['ignored_params', 'strategy'\]"
+    with pytest.raises(ValueError, match=rf"sharded already, and options {names}"):
+        call(torch.ones(2, 4))
+    if by != "a block":  # whose root is not sharded, of which is warned
+        torch.compile(model, backend="autoshard", options=options)(torch.ones(2, 4))

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from support import guides
 from torch import Tensor, nn
-
-pytest.importorskip("peft", reason="PEFT is not installed: pip install '.[hosts]'")
 
 
 class Adapted(nn.Module):
