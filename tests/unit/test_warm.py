@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -93,3 +94,21 @@ def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_server_that_ends(tmp_path: Path) -> None:
+    """Who asked it does not take that for success."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        command = [sys.executable, "-IS", str(warm._STARTER), str(tmp_path / "socket"), "-c", ""]
+        asked = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        server, _ = listener.accept()
+        request = warm._received(server)
+        assert request is not None
+        for file in request.files:
+            os.close(file)
+        server.close()
+        _, said = asked.communicate(timeout=30)
+    assert asked.returncode == 1
+    assert "has ended" in said
