@@ -38,7 +38,8 @@ def with_autoshard(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `get_state_dict` and `save_model`
     are Accelerate's own for it. Settings of an `fsdp_plugin` with `fsdp_version=2` count:
     `reshard_after_forward`, `mixed_precision_policy`, `cpu_offload`, `state_dict_type`, classes or
-    sizes to wrap, `ignored_modules`. Without one, mixed precision means gathers and computation in
+    sizes to wrap, `ignored_modules`; and the data-parallel sizes of a `parallelism_config`. Without
+    a plugin, mixed precision means gathers and computation in
     that dtype, reductions in float32, and outputs as the model makes them; shards are checkpointed
     by each rank. Trainable parameters become float32 first, as there.
 
@@ -47,8 +48,9 @@ def with_autoshard(accelerator: _Accelerator, **options: Any) -> _Accelerator:
 
     Raises ValueError for a wrong option, and for what can't be had together with autoshard: another
     engine, FSDP1, a backend in Accelerate's dynamo settings, activation checkpointing by the
-    plugin, or models that are prepared already; also if Accelerate takes each of several processes
-    for the only one, as it does on CPUs unless it is told.
+    plugin, tensor, context or sequence parallelism, or models that are prepared already; also if
+    Accelerate takes each of several processes for the only one, as it does on CPUs unless it is
+    told.
     """
     state = accelerator.state
     plugin = getattr(state, "fsdp_plugin", None)
@@ -86,7 +88,7 @@ def with_autoshard(accelerator: _Accelerator, **options: Any) -> _Accelerator:
             "the plugin's activation_checkpointing wraps modules: call "
             "model.gradient_checkpointing_enable() in its place"
         )
-    given = {**_settings_of(plugin), **options}
+    given = {**_settings_of(plugin), **_mesh_of(accelerator, plugin), **options}
     CompileOptions.read(given)
     state.fsdp_plugin = plugin
     for each in (state, PartialState()):  # the first is made of the second again and again
@@ -104,6 +106,32 @@ def _settings_of(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
         "strategy": "shard_grad_op" if keeps else "full_shard",
         "mp_policy": plugin.mixed_precision_policy,
         "offload_policy": plugin.cpu_offload or None,
+    }
+
+
+def _mesh_of(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+    """Return the options that say how many replicas there are, if a ParallelismConfig does.
+
+    Raises ValueError if it asks for more than data parallelism.
+    """
+    config = accelerator.parallelism_config
+    if config is None:
+        return {}
+    others = {name: getattr(config, f"{name}_size") for name in ("tp", "cp", "sp")}
+    others = {f"{name}_size": size for name, size in others.items() if size > 1}
+    if others:
+        raise ValueError(
+            f"autoshard shards data-parallel ranks alone, and the ParallelismConfig has {others}: "
+            "leave out all but dp_replicate_size and dp_shard_size"
+        )
+    if config.dp_replicate_size == 1:
+        return {}
+    if config.dp_shard_size == 1:
+        return {"strategy": "no_shard"}
+    keeps = plugin.reshard_after_forward is False
+    return {
+        "strategy": "hybrid_shard_zero2" if keeps else "hybrid_shard",
+        "mesh": accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)],
     }
 
 

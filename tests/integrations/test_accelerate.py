@@ -306,9 +306,45 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert done.stdout.strip() == "DTensor 1", done.stderr
 
 
+@on_ranks(4)
+def test_replicas_of_a_parallelism_config(rank: int) -> None:
+    """Shards are over as many ranks as it says, and the losses are DDP's."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    def losses(shards: int | None) -> list[float]:
+        with launched(rank):
+            accelerator = Accelerator()
+            if shards is not None:  # Accelerate takes it on GPUs only
+                config = ParallelismConfig(dp_replicate_size=4 // shards, dp_shard_size=shards)
+                accelerator.state.parallelism_config = config
+                accelerator.state.device_mesh = config.get_device_mesh("cpu")
+                with_autoshard(accelerator, lowering="eager")
+            model = llama()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, batches = accelerator.prepare(model, optimizer, loader(16))
+            found = []
+            for ids in batches:
+                loss = model(input_ids=ids, labels=ids).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            weight = next(iter(model.parameters()))
+            if isinstance(weight, DTensor):
+                rows = weight.to_local().shape[0]
+                assert rows * (shards or 1) == weight.shape[0]
+            return found
+
+    plain = losses(None)
+    for shards in (1, 2, 4):
+        assert losses(shards) == pytest.approx(plain, rel=1e-5)  # sums in another order
+
+
 @on_ranks(2)
 def test_what_is_refused(rank: int) -> None:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, ParallelismConfig
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     from autoshard.integrations.accelerate import with_autoshard
@@ -329,6 +365,11 @@ def test_what_is_refused(rank: int) -> None:
     refused("fsdp_version=2", fsdp_plugin=plugin)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
     refused("gradient_checkpointing_enable", fsdp_plugin=plugin)
+    with launched(rank):
+        accelerator = Accelerator()
+        accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+        with pytest.raises(ValueError, match=r"\{'tp_size': 2\}: leave out all but dp_replicate"):
+            with_autoshard(accelerator)
     with launched(rank):
         accelerator = Accelerator()
         accelerator.state.distributed_type = DistributedType.DEEPSPEED
