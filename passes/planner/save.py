@@ -1,0 +1,216 @@
+"""Choose values that forward saves for backward, and those that backward computes again.
+
+A block of the model is computed again from what its forward saves and from what stays in memory
+anyway. The choice for one price of memory, in nanoseconds a byte, is a minimum cut, as in
+AOTAutograd's partitioner, but with the time of ops in it:
+
+    source --inf--> there(v)    if backward reads v
+    there(v) --bytes--> again(v)    cut: v is saved
+    again(v) --time--> sink     cut: v is computed again, which needs its sources
+    again(v) --inf--> there(u)  for each source u of v
+
+Cuts for all prices are the corners of a convex curve of bytes and time, which no choice is below.
+Blocks are independent of each other, so a step goes along the curves of all of them, where a byte
+costs least, until enough is given up. That is best but for the last corner, and a bound for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+_NS = 1000  # of a microsecond: times are whole numbers, so that cuts are exact
+
+
+@dataclass(frozen=True)
+class Value:
+    """Value that forward computes, and that backward may need.
+
+    num_bytes: in memory.
+    op_us: microseconds of its op.
+    sources: numbers, in its block, of the values that the op reads. What is there in backward
+        anyway is left out.
+    is_read: whether backward reads it.
+    is_fixed: whether it can't be computed again; it is saved if it is needed.
+    """
+
+    num_bytes: int
+    op_us: float
+    sources: tuple[int, ...] = ()
+    is_read: bool = False
+    is_fixed: bool = False
+
+
+Block = tuple[Value, ...]
+"""Values of a block of the model, in program order."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do with the values of a block.
+
+    saved, again: numbers of those that forward saves, and of those that backward computes again.
+    num_bytes: of what is saved. again_us: microseconds of what is computed again.
+    """
+
+    saved: frozenset[int]
+    again: frozenset[int]
+    num_bytes: int
+    again_us: float
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that the first `blocks` blocks have to give up together, at one moment of a step."""
+
+    blocks: int
+    num_bytes: float
+
+
+def choices(block: Block) -> tuple[Choice, ...]:
+    """List the best choices for a block: from the least time to the fewest bytes saved.
+
+    From one to the next, a byte less costs more each time.
+    """
+    times = [round(value.op_us * _NS) for value in block]
+    dear = 1 + sum(value.num_bytes for value in block)
+    first = _cut(block, times, dear, 1)
+    last = _cut(block, times, 1, 1 + sum(times))
+    return (first, *_between(block, times, first, last))
+
+
+def allotted(curves: Sequence[Sequence[Choice]], needs: Sequence[Need]) -> tuple[int, ...]:
+    """Choose a corner of each block's curve, so that `needs` are met in the least time.
+
+    The result has the number of a choice for each block. Of blocks whose bytes cost the same, the
+    first gives up first: what it saves is in memory for longest. If `needs` can't be met, as much
+    is given up as there is.
+
+    curves: of each block, its `choices`.
+    """
+    taken = [0] * len(curves)
+    for need in sorted(needs, key=lambda need: need.blocks):
+        steps = [
+            (_ns_per_byte(curves[number], at), number, at)
+            for number, at in enumerate(taken[: need.blocks])
+            if at + 1 < len(curves[number])
+        ]
+        heapq.heapify(steps)
+        while steps and _freed(curves, taken, need.blocks) < need.num_bytes:
+            _, number, at = heapq.heappop(steps)
+            taken[number] = at + 1
+            if at + 2 < len(curves[number]):
+                step = (_ns_per_byte(curves[number], at + 1), number, at + 1)
+                heapq.heappush(steps, step)
+    while (spare := _spare(curves, taken, needs)) is not None:
+        taken[spare] -= 1
+    return tuple(taken)
+
+
+def least_us(curves: Sequence[Sequence[Choice]], needs: Sequence[Need]) -> float:
+    """Microseconds that no choice beats which meets `needs`; infinite if none does.
+
+    It is that of the need that costs most alone, if blocks could go a part of the way from one
+    corner of their curve to the next.
+    """
+    return max((_alone_us(curves[: need.blocks], need.num_bytes) for need in needs), default=0.0)
+
+
+def _alone_us(curves: Sequence[Sequence[Choice]], num_bytes: float) -> float:
+    """Least microseconds of giving up `num_bytes`, corners being no obstacle."""
+    steps = [(curve[at], curve[at + 1]) for curve in curves for at in range(len(curve) - 1)]
+    steps.sort(key=lambda step: _slope(*step))
+    time_us, left = 0.0, num_bytes
+    for now, then in steps:
+        if left <= 0:
+            break
+        freed = now.num_bytes - then.num_bytes
+        time_us += (then.again_us - now.again_us) * min(1.0, left / freed)
+        left -= freed
+    return time_us if left <= 0 else math.inf
+
+
+def _spare(
+    curves: Sequence[Sequence[Choice]], taken: Sequence[int], needs: Sequence[Need]
+) -> int | None:
+    """Return the block whose last step can be taken back for the most time; None if none can."""
+    room = [_freed(curves, taken, need.blocks) - need.num_bytes for need in needs]
+    found, most = None, 0.0
+    for number, at in enumerate(taken):
+        if at == 0:
+            continue
+        before, now = curves[number][at - 1], curves[number][at]
+        lost = before.num_bytes - now.num_bytes
+        fits = all(
+            lost <= left for need, left in zip(needs, room, strict=True) if number < need.blocks
+        )
+        if fits and now.again_us - before.again_us > most:
+            found, most = number, now.again_us - before.again_us
+    return found
+
+
+def _freed(curves: Sequence[Sequence[Choice]], taken: Sequence[int], blocks: int) -> int:
+    """Bytes that the first `blocks` blocks give up with the choices `taken`."""
+    return sum(
+        curve[0].num_bytes - curve[at].num_bytes
+        for curve, at in zip(curves[:blocks], taken, strict=False)
+    )
+
+
+def _ns_per_byte(curve: Sequence[Choice], at: int) -> float:
+    return _slope(curve[at], curve[at + 1])
+
+
+def _slope(now: Choice, then: Choice) -> float:
+    return (then.again_us - now.again_us) / (now.num_bytes - then.num_bytes) * _NS
+
+
+def _between(block: Block, times: Sequence[int], first: Choice, last: Choice) -> list[Choice]:
+    """List the corners after `first`, up to `last`, in order."""
+    fewer = first.num_bytes - last.num_bytes
+    if fewer <= 0:
+        return []
+    more = _ns(times, last) - _ns(times, first)
+    middle = _cut(block, times, fewer, more)
+
+    def cost(choice: Choice) -> int:
+        return fewer * _ns(times, choice) + more * choice.num_bytes
+
+    if cost(middle) >= cost(first) or not last.num_bytes < middle.num_bytes < first.num_bytes:
+        return [last]
+    before = _between(block, times, first, middle)
+    return [*before, *_between(block, times, middle, last)]
+
+
+def _ns(times: Sequence[int], choice: Choice) -> int:
+    return sum(times[number] for number in choice.again)
+
+
+def _cut(block: Block, times: Sequence[int], of_time: int, of_bytes: int) -> Choice:
+    """Find the choice of the least `of_time` * nanoseconds + `of_bytes` * bytes."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(("source", "sink"))
+    for number, value in enumerate(block):
+        there, again = ("there", number), ("again", number)
+        if value.is_read:
+            graph.add_edge("source", there)  # without a capacity: never cut
+        graph.add_edge(there, again, capacity=of_bytes * value.num_bytes)
+        if value.is_fixed:
+            graph.add_edge(again, "sink")
+        else:
+            graph.add_edge(again, "sink", capacity=of_time * times[number])
+        for source in value.sources:
+            graph.add_edge(again, ("there", source))
+    _, (needed, _) = nx.minimum_cut(graph, "source", "sink")
+    computed = {number for number in range(len(block)) if ("again", number) in needed}
+    saved = {number for number in range(len(block)) if ("there", number) in needed} - computed
+    return Choice(
+        frozenset(saved),
+        frozenset(computed),
+        sum(block[number].num_bytes for number in saved),
+        sum(block[number].op_us for number in computed),
+    )
