@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch
 from autoshard.compilation import Compilation, DryCompilation, has_backward
+from autoshard.handed import Handed
 from autoshard.options import CompileSettings
 from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.compiled.frame import make_frame
@@ -52,19 +53,19 @@ class Attempt:
         example_inputs: Sequence[Any],
         settings: CompileSettings,
         known: Sequence[Plan] = (),
-        kept: Collection[str] = (),
+        handed: Handed | None = None,
     ) -> None:
         """Compile the frame of Dynamo's `gm`; a failure is kept in `failure` and `reason`.
 
         Dynamo's RestartAnalysis is raised. `gm` is changed. There is a backward if gradients are
         enabled now. Plans are logged and dumped, but not recorded, nor compared with other ranks.
 
-        known, kept: as of `Compilation`.
+        known, handed: as of `Compilation`.
         """
         self.compared = settings.compared
         try:
             frame = make_frame(gm, example_inputs)
-            self.compilation = Compilation(frame, settings, known, kept)
+            self.compilation = Compilation(frame, settings, known, handed)
             self.compiled = self.compilation.compile()
             self.plans = tuple(self.compilation.plans)
         except _torch.dynamo.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
@@ -106,8 +107,8 @@ def agreed_attempt(
     later call on one rank alone. So plans that ranks have agreed on are kept for the frame, and
     later compilations follow them. If searches on ranks found different plans, all ranks trace the
     frame again and follow the first rank's plans. For a frame that is a whole step, under a memory
-    budget, the first rank chooses the parameters to keep unsharded for backward, once and before
-    anything else, by a dry compilation. Where something is new ranks wait for each other, at the
+    budget, the first rank chooses what forward hands to backward, once and before anything else, by
+    a dry compilation. Where something is new ranks wait for each other, at the
     first time for ten minutes, or the group's timeout if that is longer. `gm` is changed.
 
     params: the sharded parameters that the frame reads, one or more.
@@ -124,15 +125,15 @@ def agreed_attempt(
     key = f"{name} {settings.lowering} {topology} {settings.budget_bytes}"
     graphs = graphs_of(unit)
     known = graphs.known_plans.setdefault(key, [])
-    may_keep = settings.searches and settings.budget_bytes is not None
-    if may_keep and key not in graphs.kept_params and _is_whole_step(params, example_inputs):
-        worth = _worth_keeping(gm, example_inputs, settings)
-        worth = json.loads(share(name, json.dumps(worth), mesh, is_first=True))
-        log.info("%s keeps for backward: %s", code, ", ".join(worth) or "nothing")
-        graphs.kept_params[key] = frozenset(worth)
-        raise _torch.dynamo.TraceAgain(restart_reason="what to keep for backward was decided")
-    kept = graphs.kept_params.get(key, frozenset())
-    attempt = Attempt(gm, example_inputs, settings, known, kept)
+    decides = settings.searches and settings.budget_bytes is not None
+    if decides and key not in graphs.handed and _is_whole_step(params, example_inputs):
+        worth = _worth_handing(gm, example_inputs, settings)
+        graphs.handed[key] = text = share(name, worth.to_json(), mesh, is_first=True)
+        log.info("%s hands to backward: %s", code, text)
+        raise _torch.dynamo.TraceAgain(restart_reason="what to hand to backward was decided")
+    text = graphs.handed.get(key, "")
+    handed = Handed.from_json(text) if text else None
+    attempt = Attempt(gm, example_inputs, settings, known, handed)
     try:
         attempt.reason = agree(name, attempt.outcome, mesh, graphs.agreed)
     except PlansDiffer as error:
@@ -166,20 +167,18 @@ def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]
     return has_backward(example_inputs) and all(id(each) in own for each in sharded)
 
 
-def _worth_keeping(
+def _worth_handing(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileSettings
-) -> Sequence[str]:
-    """Return the names of the parameters that forward should keep unsharded for backward.
+) -> Handed:
+    """Decide what forward hands to backward.
 
-    Predicted by a dry compilation, for the sizes of this rank's batch, without other ranks; empty
-    if that fails. Dynamo's RestartAnalysis is raised. `gm` can't be compiled afterwards.
+    Predicted by a dry compilation, for the sizes of this rank's batch, without other ranks; nothing
+    is decided if that fails. Dynamo's RestartAnalysis is raised. `gm` can't be compiled afterwards.
     """
     drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:
-        draft = DryCompilation(make_frame(gm, example_inputs), drawn)
-        draft.compile()
-        return draft.worth_keeping()
+        return DryCompilation(make_frame(gm, example_inputs), drawn).worth_handing()
     except _torch.dynamo.RestartAnalysis:
         raise
     except Exception:  # the compilation will meet it, too, and tell all ranks
-        return ()
+        return Handed()

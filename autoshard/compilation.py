@@ -6,7 +6,7 @@ import contextlib
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import fx
 
 from autoshard import _torch, passes, plan_cache
+from autoshard.handed import Handed, Part, Parts, decide
 from autoshard.options import CompileSettings
 from autoshard.passes.dump import Dump
 from autoshard.passes.ir import groups
@@ -24,7 +25,7 @@ from autoshard.passes.ir.plan import Plan
 from autoshard.passes.ir.text import render
 from autoshard.passes.lowering.eager import lower_eagerly
 from autoshard.passes.lowering.inductor import lower_inductor
-from autoshard.passes.planner.keep import worth_keeping
+from autoshard.passes.pipeline import copied
 from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
 from autoshard.passes.plans.drafts import INNER
 from autoshard.passes.plans.prices import Prices
@@ -83,7 +84,7 @@ class Compilation:
     """Compilation of one frame: its graphs share a table of parameters and settings.
 
     known: plans that "auto" follows: each graph the first plan that fits it.
-    kept: names of parameters that are kept unsharded for backward, however their units reshard.
+    handed: what forward hands to backward.
     plans: of the graphs with collectives, in the order in which they were compiled.
     """
 
@@ -95,7 +96,7 @@ class Compilation:
         frame: Frame,
         settings: CompileSettings,
         known: Sequence[Plan] = (),
-        kept: Collection[str] = (),
+        handed: Handed | None = None,
     ) -> None:
         """Collect from `frame` what passes need: the table of parameters, axes, prices.
 
@@ -104,7 +105,7 @@ class Compilation:
         self.frame = frame
         self.settings = settings
         self.known = known
-        self.kept = kept
+        self.handed = handed or Handed()
         self.number = next(self._numbers)
         self.table = frame.table()
         pairs = list(zip(frame.params, self.table, strict=True))
@@ -259,7 +260,7 @@ class Compilation:
             (self.settings.lowering, self.settings.bucketing),
             sorted(self.settings.inductor.items()),
             self.table,
-            sorted(self.kept),
+            self.handed.to_json(),
             [plan.to_json() for plan in self.known],
             _torch.aot.ambient_dtypes(),
         ]
@@ -287,8 +288,9 @@ class Compilation:
         They run in place, as the partitioner's caller holds this very module.
         Raises PassError if a pass fails, or a gradient has no table of parameters.
         """
-        kept = {number for number, info in enumerate(self.table) if info.name in self.kept}
-        for transform in passes.joint(kept):
+        names = self.handed.params
+        kept = {number for number, info in enumerate(self.table) if info.name in names}
+        for transform in passes.joint(kept, self.handed.saved):
             gm = passes.run_one(gm, transform)
         without = [node.name for node in gm.graph.nodes if is_gradient(node) and not table_of(node)]
         if without:
@@ -371,18 +373,33 @@ class DryCompilation(Compilation):
 
     is_cached = False
 
-    def worth_keeping(self) -> tuple[str, ...]:
-        """Return the names of the parameters that are worth keeping unsharded for backward.
+    def worth_handing(self) -> Handed:
+        """Decide what forward hands to backward; see `handed.decide`.
 
-        Called after `compile`. Empty without a budget, without a backward, if backward gathers
-        nothing again, or if to keep none is predicted to be best.
+        Called in place of `compile`. Without a budget or a backward nothing is decided.
         """
-        forward, backward = self.priced.get("forward"), self.priced.get("backward")
-        if forward is None or backward is None or forward.budget_bytes is None:
-            return ()
-        return worth_keeping(
-            forward.problem, backward.problem, forward.candidates, forward.budget_bytes
-        )
+        found = Handed()
+
+        def take(joint: fx.GraphModule, partition: Partition) -> None:
+            nonlocal found
+            if self.prices is not None and self.prices.budget_bytes is not None:
+                prices = self.prices
+                found = decide(lambda each: self._parts(joint, partition, each, prices), prices)
+
+        self.partition(take)
+        return found
+
+    def _parts(
+        self, joint: fx.GraphModule, partition: Partition, handed: Handed, prices: Prices
+    ) -> Parts:
+        """Part a copy of `joint` as `handed` says, and price the parts."""
+        self.handed = handed
+        tried = copied(joint)
+        made = []
+        for kind, gm in zip(("forward", "backward"), partition(tried), strict=True):
+            graph = passes.run(gm, passes.preparation(self.table)).graph
+            made.append(Part(graph, PricedGraph(graph, kind, prices)))
+        return Parts(tried.graph, self.table, *made)
 
     def partition(self, take: Callable[[fx.GraphModule, Partition], None]) -> None:
         """Give `take` the frame's joint graph, and what parts such a graph; compile nothing.

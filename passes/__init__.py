@@ -27,17 +27,20 @@ from autoshard.passes.plan_buckets import Bucketing as Bucketing
 from autoshard.passes.plan_buckets import plan_buckets as plan_buckets
 from autoshard.passes.plans.prices import Prices as Prices
 from autoshard.passes.tag_recompute import tag_recompute as tag_recompute
+from autoshard.passes.tag_saved import tag_saved as tag_saved
 from autoshard.passes.use_kept import use_kept as use_kept
 
 
-def joint(kept: Collection[int] = ()) -> tuple[Pass, ...]:
+def joint(kept: Collection[int] = (), saved: Collection[str] | None = None) -> tuple[Pass, ...]:
     """List the passes over the joint graph, forward and backward in one, before it is partitioned.
 
     They merge markers, note what to keep for backward, and tag, last, what the partitioner is to
-    recompute.
+    save and to recompute.
 
     kept: numbers, in the table of parameters, of those to keep unsharded from forward to backward
         although their units reshard; `keep_gathered` says which of them can't be kept.
+    saved: nodes whose values forward saves for backward; see `tag_saved`. None leaves it to the
+        partitioner.
     """
     return (
         use_kept,  # what is there already is not gathered, nor recomputed
@@ -46,7 +49,8 @@ def joint(kept: Collection[int] = ()) -> tuple[Pass, ...]:
         cut_smaller,  # a tag below keeps what it cuts
         give_table,  # backward is to have it among its inputs
         note_outputs,  # partitioned, a graph does not tell
-        tag_recompute,  # last: what the partitioner, next in line, obeys
+        tag_recompute,  # what is computed from parameters alone, whatever is saved
+        partial(tag_saved, saved=saved),  # last: what the partitioner, next in line, obeys
     )
 
 

@@ -25,15 +25,11 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.ir import ops
 from autoshard.passes.ir.match import is_barrier, is_before_gather, is_unshard
 from autoshard.passes.ir.ops import Unshard
-
-REGION = 100_000
-"""The `ac_graph_id` of our tags, higher than that of any checkpointed region. The partitioner saves
-a value that a region with a higher id reads, and none has a higher id than ours."""
+from autoshard.passes.ir.recompute import must_recompute, must_save
 
 
 def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
@@ -54,23 +50,23 @@ def tag_recompute(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         if is_unshard(node):
             if Unshard.of(node).is_kept:
-                _tag(node, CheckpointPolicy.MUST_SAVE)
+                must_save(node)
             else:
                 freed.add(node)
-                _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+                must_recompute(node)
                 _tag_way_to(node)
         elif is_before_gather(node):
             readers = (user for got in node.users for user in got.users)
             if not any(Unshard.of(user).is_kept for user in readers if is_unshard(user)):
                 freed.add(node)
-                _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+                must_recompute(node)
         elif node.target is ops.cut:
-            _tag(node, CheckpointPolicy.MUST_SAVE)
+            must_save(node)
         elif node.all_input_nodes and all(n in freed for n in node.all_input_nodes):
             if _is_random(node) or is_barrier(node):  # ranks would meet once more in backward
                 continue
             freed.add(node)
-            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+            must_recompute(node)
     return gm
 
 
@@ -83,13 +79,8 @@ def _tag_way_to(marker: fx.Node) -> None:
     while isinstance(node, fx.Node) and node.op == "call_function" and node.all_input_nodes:
         if node.target is ops.cut:
             return
-        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+        must_recompute(node)
         node = node.all_input_nodes[0]
-
-
-def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
-    node.meta["recompute"] = policy
-    node.meta["ac_graph_id"] = REGION
 
 
 def _is_random(node: fx.Node) -> bool:

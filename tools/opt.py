@@ -87,6 +87,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             graph=graph_kind(gm),
             bucketing=options.bucketing,
             kept=_numbers(options.keep),
+            saved=saved_of(head),
         )
         chosen = choose(options.passes.split(","), known)
         sizes = _sizes(options.ranks)
@@ -139,6 +140,12 @@ def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
     return [_info(names[number] or "") for number in sorted(names)]
 
 
+def saved_of(head: str) -> list[str] | None:
+    """List the nodes in a line `# saved: mm:0 ...` on top of a graph; None without that line."""
+    listed = re.search(r"^# saved: (.*)$", head, re.MULTILINE)
+    return listed[1].split() if listed else None
+
+
 def _info(name: str) -> ParamInfo:
     """Describe parameter `name` as sharded, in a unit named after its module, or "root"."""
     from autoshard.passes import ParamInfo
@@ -159,6 +166,7 @@ def every_pass(
     graph: str,
     bucketing: str = "per_unit",
     kept: Collection[int] = (),
+    saved: Collection[str] | None = None,
 ) -> dict[str, tuple[Pass, ...]]:
     """Map names to passes: each pass by its own name; "joint" and "pipeline" to all of theirs.
 
@@ -167,11 +175,12 @@ def every_pass(
 
     table, graph, bucketing: arguments of `passes.pipeline`.
     kept: numbers of the parameters that `keep_gathered` keeps.
+    saved: the nodes that `tag_saved` has saved, or None.
     """
     from autoshard import passes
     from autoshard.passes.pipeline import pass_name
 
-    joint = passes.joint(kept)
+    joint = passes.joint(kept, saved)
     pipeline = passes.pipeline(table, graph=graph, bucketing=bucketing)
     single = {pass_name(each): (each,) for each in (*joint, *pipeline)}
     return {**single, "joint": joint, "pipeline": pipeline}

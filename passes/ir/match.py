@@ -96,6 +96,20 @@ def tangents(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in placeholders if node.name.startswith("tangents")]
 
 
+def forward_part(graph: fx.Graph) -> list[fx.Node]:
+    """List the nodes of a joint graph, in order, that were traced in its forward.
+
+    No tangent reaches them. What forward alone does not need is among them, such as a result that
+    an op keeps for its own backward.
+    """
+    backward = set(tangents(graph))
+    for node in graph.nodes:
+        is_backward = node.meta.get("partitioner_tag") == "is_backward"
+        if is_backward or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    return [node for node in graph.nodes if node not in backward and node.op != "output"]
+
+
 def outputs_of(node: fx.Node) -> list[int]:
     """List the numbers of forward's outputs from which `node`, a gradient marker, has its gradient.
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 from autoshard.passes.planner.per_unit import unit_buckets
 from autoshard.passes.planner.problem import Problem
-from autoshard.passes.planner.simulate import simulate
+from autoshard.passes.planner.simulate import Timeline, simulate
 
 GROWTH = 1.25  # from one number of units that is tried to the next
 
@@ -46,6 +46,12 @@ def worth_keeping(
     return best
 
 
+def unit_by_unit(problem: Problem, budget_bytes: float) -> Timeline:
+    """Simulate one bucket a unit, gathered ahead as far as a budget for all memory allows."""
+    gathers, reduces = unit_buckets(problem)
+    return simulate(problem, gathers, reduces, budget_bytes=budget_bytes)
+
+
 def _counts(most: int) -> Iterator[int]:
     """Yield the numbers of units to try: from 1 on, larger by `GROWTH` each, and at last `most`.
 
@@ -68,8 +74,7 @@ def _cost(
     """
     over, time_us = 0.0, 0.0
     for problem in (_kept_after(forward, names), _kept_before(backward, names)):
-        gathers, reduces = unit_buckets(problem)
-        timeline = simulate(problem, gathers, reduces, budget_bytes=budget_bytes)
+        timeline = unit_by_unit(problem, budget_bytes)
         over += max(0.0, timeline.peak_bytes - budget_bytes)
         time_us += timeline.time_us
     return over, time_us

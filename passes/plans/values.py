@@ -28,6 +28,11 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
+def is_result(node: fx.Node) -> bool:
+    """Tell whether `node` is one of several results of the node that it reads."""
+    return node.target is operator.getitem
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """Node that owns the memory of `node`: itself, unless it is a view."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:

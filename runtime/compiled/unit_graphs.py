@@ -15,13 +15,13 @@ class UnitGraphs:
 
     agreed:      (frame, digests of plans) that all ranks have; not compared again.
     known_plans: plans that ranks share, by frame and options.
-    kept_params: names of parameters kept unsharded for backward, by frame and options.
+    handed: decisions on what forward hands to backward, as text, by frame and options.
     misses_plans: whether torch's caches had graphs whose plans are gone: then they are not used.
     """
 
     agreed: Agreed = field(default_factory=set)
     known_plans: dict[str, list[Plan]] = field(default_factory=dict)
-    kept_params: dict[str, frozenset[str]] = field(default_factory=dict)
+    handed: dict[str, str] = field(default_factory=dict)
     misses_plans: bool = False
 
 

@@ -34,6 +34,7 @@ ROOMS = (
     "autoshard.options",
     "autoshard.plan_cache",
     "autoshard.progress",
+    "autoshard.handed",
     "autoshard.compilation",
     "autoshard.agreed_plan",
     "autoshard.backend",

@@ -137,7 +137,7 @@ def test_one_rank_can_not_tell_what_to_keep(rank: int) -> None:
     """The first one says for all."""
     want, want_losses = replicated(Net, net_loss)
     broken = mock.patch.object(
-        agreed_plan.DryCompilation, "compile", side_effect=ValueError("no draft")
+        agreed_plan.DryCompilation, "worth_handing", side_effect=ValueError("no draft")
     )
     with broken if rank == 1 else contextlib.nullcontext():
         got, losses = compiled(Net, net_loss, memory_budget=10**6, topology="gloo")

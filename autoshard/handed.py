@@ -1,0 +1,178 @@
+"""Decide what forward hands to backward: values that it saves, and parameters that stay unsharded.
+
+joint graph --> parts, as the partitioner makes them --> peak under the budget?
+    yes: parameters stay unsharded, where there is room for them and time to win
+    no:  values are computed again, until there is room
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx
+
+from autoshard.passes.ir.match import is_compute, tangents
+from autoshard.passes.ir.meta import ParamInfo
+from autoshard.passes.planner.keep import unit_by_unit, worth_keeping
+from autoshard.passes.planner.per_unit import unit_buckets
+from autoshard.passes.planner.save import Need, allotted
+from autoshard.passes.plans.auto_buckets import PricedGraph
+from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.saved import SavedValues
+
+log = logging.getLogger(__name__)
+
+WORTH = 0.995  # of the time of a decision that fits: with more than that, the search ends
+TRIES = 8  # of partitioning a graph; the first one is without a decision
+
+
+@dataclass(frozen=True)
+class Handed:
+    """Decision on what forward hands to backward.
+
+    params: names of parameters that stay unsharded, however their units reshard.
+    saved: nodes of the joint graph that are saved, by the names that `numbered` gives them; None:
+        as the partitioner finds it.
+    """
+
+    params: tuple[str, ...] = ()
+    saved: tuple[str, ...] | None = None
+
+    def to_json(self) -> str:
+        """Return it as text, the same for equal decisions."""
+        return json.dumps([self.params, self.saved])
+
+    @classmethod
+    def from_json(cls, text: str) -> Handed:
+        """Read what `to_json` has written."""
+        params, saved = json.loads(text)
+        return cls(tuple(params), None if saved is None else tuple(saved))
+
+
+class Part(NamedTuple):
+    """Forward or backward of a joint graph, and the same as its planner sees it."""
+
+    graph: fx.Graph
+    priced: PricedGraph
+
+
+class Parts(NamedTuple):
+    """Joint graph that was parted, the facts about its parameters, and its parts."""
+
+    joint: fx.Graph
+    table: Sequence[ParamInfo]
+    forward: Part
+    backward: Part
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """Names of the nodes that forward hands to backward."""
+        given = {node.name for node in self.backward.graph.find_nodes(op="placeholder")}
+        return frozenset(given - {node.name for node in tangents(self.joint)})
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Decision that was tried: how the parts that it makes run under the budget.
+
+    taken: of each block, the number of its choice.
+    over: of the parts that don't fit, position of the peak, and bytes beyond the budget there.
+    """
+
+    handed: Handed
+    taken: tuple[int, ...]
+    parts: Parts
+    over: dict[str, tuple[int, float]]
+    time_us: float
+
+    @classmethod
+    def of(cls, handed: Handed, taken: Sequence[int], parts: Parts, budget_bytes: float) -> _Tried:
+        """Simulate `parts`, with one bucket a unit."""
+        over, time_us = {}, 0.0
+        for kind, part in (("forward", parts.forward), ("backward", parts.backward)):
+            timeline = unit_by_unit(part.priced.problem, budget_bytes)
+            time_us += timeline.time_us
+            if timeline.peak_bytes > budget_bytes:
+                over[kind] = timeline.peak.position, timeline.peak_bytes - budget_bytes
+        return cls(handed, tuple(taken), parts, over, time_us)
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Most bytes beyond the budget, then microseconds: less is better."""
+        return max((num_bytes for _, num_bytes in self.over.values()), default=0.0), self.time_us
+
+
+def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
+    """Decide what forward hands to backward, so that a step is fastest within the budget.
+
+    If a step as the partitioner makes it is within it, parameters are kept unsharded where there is
+    room. Else as few values are saved as it takes, at the least time of computing them again; the
+    parts are made and looked at anew, until they fit, and then as often as more room for gathers
+    saves time. If nothing fits, the decision with the lowest peak is taken.
+
+    part: makes the parts, given a decision; called up to `TRIES` times.
+    prices: with a budget.
+    """
+    budget_bytes = prices.budget_bytes
+    assert budget_bytes is not None
+    parts = part(Handed())
+    now = best = _Tried.of(Handed(), (), parts, budget_bytes)
+    if not now.over:
+        forward, backward = parts.forward.priced, parts.backward.priced
+        problems = forward.problem, backward.problem
+        return Handed(worth_keeping(*problems, forward.candidates, budget_bytes))
+    values = SavedValues(parts.joint, parts.saved, prices, parts.table)
+    gathers, _ = unit_buckets(parts.backward.priced.problem)
+    room = max((bucket.num_bytes for bucket in gathers), default=0)
+    wanted: dict[int, float] = {}  # bytes to give up, by the number of the first blocks that do
+    for _ in range(TRIES - 1):
+        for blocks, num_bytes in _asked(now, values):
+            wanted[blocks] = num_bytes + values.freed_bytes(now.taken[:blocks])
+        if not now.over:
+            wanted = {each: values.freed_bytes(now.taken[:each]) + room for each in wanted}
+        taken = allotted(values.curves, [Need(*each) for each in wanted.items()])
+        if taken == now.taken:
+            break
+        handed = Handed((), tuple(sorted(values.names(taken))))
+        was, now = now, _Tried.of(handed, taken, part(handed), budget_bytes)
+        log.debug("gives up %s, over by %s, %.0f us", wanted, now.over, now.time_us)
+        if now.over or best.over or now.time_us < WORTH * best.time_us:
+            best = min(best, now, key=lambda tried: tried.cost)
+        if not was.over and best is not now:
+            break
+    return best.handed
+
+
+def _asked(tried: _Tried, values: SavedValues) -> Iterator[tuple[int, float]]:
+    """Yield how many of the first blocks have to give up bytes, and how many bytes together.
+
+    At the peak of forward, those that have run; at backward's, those that are to come. Where these
+    are none, all may give up.
+    """
+    for kind, (position, num_bytes) in tried.over.items():
+        part = tried.parts.forward if kind == "forward" else tried.parts.backward
+        first = _first_reads(part.graph, values)
+        if kind == "forward":
+            others = (block for block, at in first.items() if at > position)
+        else:
+            others = (block for block, at in first.items() if at <= position)
+        yield min(others, default=len(values.blocks)) or len(values.blocks), num_bytes
+
+
+def _first_reads(graph: fx.Graph, values: SavedValues) -> dict[int, int]:
+    """Map each block to the op at which half of what is computed or saved of it has been begun on.
+
+    Some values are read by blocks that are far away.
+    """
+    position = {node: at for at, node in enumerate(filter(is_compute, graph.nodes))}
+    found: dict[int, list[int]] = {}
+    for node, block in values.blocks_of(graph).items():
+        at = [position[each] for each in (node, *node.users) if each in position]
+        if at:
+            found.setdefault(block, []).append(min(at))
+    return {block: statistics.median_low(at) for block, at in found.items()}

@@ -1,0 +1,155 @@
+"""Values that a memory budget has computed again: the same numbers, in the memory that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.memory import PeakOfGraphs
+from support.models import Block
+from support.ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import autoshard
+
+OVER = 1.02  # of a budget, at most: what the allocator's pieces and gloo add is not planned
+
+
+class Tower(nn.Module):
+    """Transformer with dropout: what is random comes out the same when it is computed again."""
+
+    def __init__(self, *, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(Block(32, 128) for _ in range(5))
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(32, 64)
+        self.checkpointing = checkpointing
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            if self.checkpointing and number % 2:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+            x = self.drop(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    def batch(self, rank: int) -> Tensor:
+        return torch.arange(8 * 64).add(rank).remainder(64).view(8, 64)
+
+
+class Stages(nn.Module):
+    """Convolutions with a skip over all of them, and statistics that forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU())
+            for _ in range(4)
+        )
+        self.head = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(torch.cat([x, first], 1)).square().mean()
+
+    def batch(self, rank: int) -> Tensor:
+        return torch.linspace(-1, 1 + rank, 4 * 8 * 32 * 32).view(4, 8, 32, 32)
+
+
+BUILDS: dict[str, Callable[[], Any]] = {
+    "tower": Tower,
+    "checkpointed": lambda: Tower(checkpointing=True),
+    "stages": Stages,
+}
+
+SHARES = {"tower": (0.8, 0.6), "checkpointed": (0.8,), "stages": (0.8,)}  # of the peak without one
+
+
+def trained(rank: int, build: Callable[[], Any], **options: Any) -> tuple[Any, list[Tensor], int]:
+    """Train for three steps: the model, losses and parameters, and the peak of the last step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = build()
+    batch = plain.batch(rank)
+    model: Any = autoshard.shard(plain)
+    model.compile(backend="autoshard", options={"strict": True, "topology": "h100", **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory, losses = PeakOfGraphs(counts_backend=False), []
+    torch.manual_seed(7)
+    with memory.compiling():
+        for _ in range(3):
+            memory.reset()
+            with memory:
+                loss = model(batch)
+                loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+    state = model.state_dict().values()
+    values = [each.to_local() if isinstance(each, DTensor) else each for each in state]
+    return model, [*losses, *values], sum(memory.mode.at_peak.values())
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@on_ranks(2)
+def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
+    plain, want, most = trained(rank, BUILDS[name], lowering="eager", bucketing="per_unit")
+    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
+    assert most <= OVER * peak
+    shards = (param.to_local() for param in plain.parameters())
+    beside = 3 * sum(each.nbytes for each in shards)  # gradients, and an optimizer's states
+    for share in SHARES[name]:
+        budget = int(share * peak)
+        model, got, measured = trained(
+            rank, BUILDS[name], lowering="eager", memory_budget=budget + beside
+        )
+        assert all(map(torch.equal, got, want))
+        assert max(plan.peak_bytes for plan in autoshard.plans(model)) <= budget
+        assert measured <= OVER * budget
+
+
+@on_ranks(2)
+def test_other_sizes_keep_the_decision(rank: int) -> None:
+    """A batch of another size is compiled with sizes that are symbols, and saves the same."""
+
+    def peaks(**options: Any) -> tuple[list[Tensor], list[int]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        plain = Tower()
+        batch = plain.batch(rank)
+        model: Any = autoshard.shard(plain)
+        options = {"lowering": "eager", "strict": True, "topology": "h100", **options}
+        model.compile(backend="autoshard", options=options)
+        torch.manual_seed(7)
+        losses = [model(batch), model(batch[:7])]
+        sum(losses).backward()
+        grads = [param.grad.to_local() for param in model.parameters()]
+        return [*losses, *grads], [plan.peak_bytes for plan in autoshard.plans(model)]
+
+    want, most = peaks(bucketing="per_unit")
+    beside = 3 * sum(each.nbytes for each in want[2:])
+    got, found = peaks(memory_budget=int(0.6 * max(most)) + beside)
+    assert all(map(torch.equal, got, want))
+    assert len(found) == len(most) == 4
+    assert max(found[2:]) <= 0.65 * max(most[2:])
+
+
+@on_ranks(2)
+def test_with_inductor(rank: int) -> None:
+    """The same but for rounding: what is computed again is fused otherwise."""
+    plain, want, _ = trained(rank, Stages, bucketing="per_unit")
+    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
+    beside = 3 * sum(param.to_local().nbytes for param in plain.parameters())
+    model, got, _ = trained(rank, Stages, memory_budget=int(0.8 * peak) + beside)
+    assert max(plan.peak_bytes for plan in autoshard.plans(model)) <= 0.8 * peak
+    for each, other in zip(got, want, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-6)
