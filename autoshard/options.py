@@ -44,8 +44,10 @@ class CompileOptions:
                and two optimizer states for its parameters' shards. If the whole model is one
                graph, there is room, and it saves predicted time, parameters stay unsharded from
                forward to backward, those that forward gathers last first, as if their units did
-               not reshard. That is decided for the first shapes that are trained with. None: what
-               "per_unit" needs. A graph whose plan exceeds the budget gives a warning.
+               not reshard; if it does not fit, forward saves less, and backward computes it again.
+               That is decided for the first shapes that are trained with. None: what "per_unit"
+               needs, and nothing is computed again. A graph whose plan exceeds the budget gives a
+               warning.
     topology:  the costs that plans are based on: the name of a topology ("h100", "gloo", ...) or a
                file of `autoshard bench calibrate`; None: the topology of the device in use. On a
                GPU that is not known by its name, "auto" without a budget is then "per_unit", and
