@@ -289,6 +289,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer) -> None:
                 has_sharded |= sharded.axes.num_ranks > 1
     if first is not None:
         _refuse_factored(optimizer)
+        _refuse_without_dtensors(optimizer, first)
     if plain and world_size() > 1 and not _is_idle(optimizer):
         _check_plain(type(optimizer).__name__, plain)
         unmanaged.tell_or_watch(plain, optimizer, has_sharded=has_sharded)
@@ -314,6 +315,18 @@ def _refuse_factored(optimizer: torch.optim.Optimizer) -> None:
                     f"matrices, and a rank has some rows of {sharded.name} only: train with "
                     "torch.optim.AdamW, or with torch.optim.Adafactor and strategy='no_shard'"
                 )
+
+
+def _refuse_without_dtensors(optimizer: torch.optim.Optimizer, sharded: ShardedParam) -> None:
+    """Raise RuntimeError if `optimizer`, which trains `sharded`, is one of bitsandbytes.
+
+    Its kernels take plain tensors, and parameters are DTensors.
+    """
+    if any(each.__module__.split(".")[0] == "bitsandbytes" for each in type(optimizer).__mro__):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} of bitsandbytes takes no DTensors, as parameter "
+            f"{sharded.name} is: train with torchao.optim.AdamW8bit, which does"
+        )
 
 
 def _refuse_lent(optimizer: torch.optim.Optimizer, param: Tensor) -> None:

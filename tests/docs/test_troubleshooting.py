@@ -460,6 +460,14 @@ def adafactor(folder: Path) -> None:
     optimizer.step()
 
 
+def bitsandbytes(folder: Path) -> None:
+    theirs = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
+    model = autoshard.shard(Model())
+    optimizer = theirs(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+
+
 def double_backward(folder: Path) -> None:
     model = autoshard.shard(tiny())
     loss = model(torch.ones(2, 4)).square().sum()
@@ -700,6 +708,7 @@ PROVOKED: dict[str, Mistake] = {
     "does not have a sharding strategy registered": no_rule,
     "was called inside full_params(), where gradients would be lost": forward_inside,
     "keeps means over rows and columns of whole matrices, and a rank has some rows of": adafactor,
+    "of bitsandbytes takes no DTensors, as parameter": bitsandbytes,
     "trying to differentiate twice a function that was marked with @once_differentiable": (
         double_backward
     ),

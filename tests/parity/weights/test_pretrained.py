@@ -606,6 +606,17 @@ def test_adafactor(rank: int, form: str) -> None:
     trained("no_shard", torch.optim.Adafactor)
 
 
+@on_ranks(2)
+def test_an_optimizer_of_bitsandbytes(rank: int) -> None:
+    """Its kernels fail on DTensors; said before they do, for classes that users derive, too."""
+    theirs = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
+    model = autoshard.shard(Net())
+    optimizer = type("Mine", (theirs,), {})(model.parameters(), lr=0.1)
+    net_loss(model, rank, 0).backward()
+    with pytest.raises(RuntimeError, match=r"Mine of bitsandbytes .*embed.weight.*AdamW8bit"):
+        optimizer.step()
+
+
 def broken(self: Any, tensor: Tensor) -> None:
     raise OSError("disk full")
 
