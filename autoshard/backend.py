@@ -133,10 +133,16 @@ def _warn_beyond_budget(attempt: Attempt, code: str) -> None:
     beyond = plan.peak_bytes - prices.budget_bytes
     if beyond > 0:
         log.info("the %s graph: %s beyond the budget", plan.graph, show_bytes(beyond))
+        most = ""
+        if plan.graph in compilation.priced:
+            name, num_bytes = compilation.priced[plan.graph].most_at_peak(prices.budget_bytes)
+            most = f", where {name} are most ({show_bytes(num_bytes)})"
         _warn_once(
             f"a graph of {code} is predicted to need more memory than option 'memory_budget' "
-            "allows: take a larger budget, a smaller batch, or activation checkpointing; and where "
-            "batches differ, begin with the largest"
+            f"allows, by {show_bytes(beyond)} at the {plan.graph}'s peak{most}: take a larger "
+            "budget, a smaller batch, or activation checkpointing; and where batches differ, begin "
+            "with the largest",
+            about=code,
         )
 
 
@@ -173,8 +179,12 @@ def _log_graph_break() -> None:
 _warned: set[str] = set()
 
 
-def _warn_once(message: str) -> None:
-    """Give `message` as a RuntimeWarning, unless it was given before in this process."""
-    if message not in _warned:
-        _warned.add(message)
+def _warn_once(message: str, *, about: str = "") -> None:
+    """Give `message` as a RuntimeWarning, unless it was given before in this process.
+
+    about: what a message with numbers is about, so that others about it are not given.
+    """
+    key = about or message
+    if key not in _warned:
+        _warned.add(key)
         warnings.warn(message, RuntimeWarning, stacklevel=3)

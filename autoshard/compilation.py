@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
@@ -329,6 +330,8 @@ class Compilation:
         if priced is not None:
             self.priced[graph] = priced
         if plan is not None and plan.buckets:
+            if graph == "forward":
+                plan = dataclasses.replace(plan, saved=self.handed.blocks)
             self._tell(plan, gm)
         return gm
 

@@ -7,6 +7,7 @@ joint graph --> parts, as the partitioner makes them --> peak under the budget?
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import statistics
@@ -18,9 +19,11 @@ from torch import fx
 
 from autoshard.passes.ir.match import is_compute, tangents
 from autoshard.passes.ir.meta import ParamInfo
+from autoshard.passes.ir.plan import SavedBlock
 from autoshard.passes.planner.keep import unit_by_unit, worth_keeping
 from autoshard.passes.planner.per_unit import unit_buckets
 from autoshard.passes.planner.save import Need, allotted
+from autoshard.passes.planner.schema import read_as
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.saved import SavedValues
@@ -38,20 +41,21 @@ class Handed:
     params: names of parameters that stay unsharded, however their units reshard.
     saved: nodes of the joint graph that are saved, by the names that `numbered` gives them; None:
         as the partitioner finds it.
+    blocks: what that is by block, for people.
     """
 
     params: tuple[str, ...] = ()
     saved: tuple[str, ...] | None = None
+    blocks: tuple[SavedBlock, ...] = ()
 
     def to_json(self) -> str:
         """Return it as text, the same for equal decisions."""
-        return json.dumps([self.params, self.saved])
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Handed:
         """Read what `to_json` has written."""
-        params, saved = json.loads(text)
-        return cls(tuple(params), None if saved is None else tuple(saved))
+        return read_as(cls, json.loads(text), "handed")
 
 
 class Part(NamedTuple):
@@ -138,7 +142,7 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
         taken = allotted(values.curves, [Need(*each) for each in wanted.items()])
         if taken == now.taken:
             break
-        handed = Handed((), tuple(sorted(values.names(taken))))
+        handed = Handed((), tuple(sorted(values.names(taken))), values.saved_blocks(taken))
         was, now = now, _Tried.of(handed, taken, part(handed), budget_bytes)
         log.debug("gives up %s, over by %s, %.0f us", wanted, now.over, now.time_us)
         if now.over or best.over or now.time_us < WORTH * best.time_us:

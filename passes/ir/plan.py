@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,21 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class SavedBlock:
+    """What forward saves of a block of the model, where a memory budget has decided it.
+
+    name: the path of the block's module, numbered where it runs again after others: "root 2".
+    num_bytes: saved. given_up_bytes: that would be saved without a budget, and are not.
+    again_us: predicted microseconds of what backward computes again in their place.
+    """
+
+    name: str
+    num_bytes: int
+    given_up_bytes: int
+    again_us: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Buckets of one graph, and the order of their launches and waits.
 
@@ -126,6 +142,8 @@ class Plan:
         once in between if it is reduced over replicas.
     figures:  predicted times and memory; None where costs are unknown, and then the properties that
         read them raise ValueError. No part of what ranks agree on.
+    saved:    of a forward, what a memory budget has it save, by block; empty if it has not decided
+        that, as where the step fits.
     """
 
     graph: str
@@ -134,6 +152,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     schedule: tuple[Event, ...]
     figures: Figures | None = None
+    saved: tuple[SavedBlock, ...] = ()
 
     @property
     def makespan_us(self) -> float:
@@ -179,8 +198,9 @@ class Plan:
         time, its ratio to the bound, the time exposed and the peak. A row has the bucket's number,
         kind, axis, unit, count of parameters, unsharded bytes, positions of its launch, wait and
         other events that occur in the plan (not of "loaded" and "store"), and, with figures,
-        microseconds hidden and exposed. A column "layout" is there if a bucket is grouped. Ends
-        with a newline.
+        microseconds hidden and exposed. A column "layout" is there if a bucket is grouped. If a
+        memory budget has decided what is saved, another table has a line for each block, or for
+        several in turn that are alike. Ends with a newline.
         """
         gathers = sum(bucket.kind == "gather" for bucket in self.buckets)
         head = (
@@ -206,12 +226,19 @@ class Plan:
             where = [at[what].get(number, "") for what in events]
             times = self._times(number) if self.figures is not None else []
             rows.append([str(cell) for cell in (number, *about, *where, *times)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([head, *lines]) + "\n"
+        saved = _table(self._saved_rows()) if self.saved else []
+        return "\n".join([head, *_table(rows), *saved]) + "\n"
+
+    def _saved_rows(self) -> list[list[str]]:
+        """Rows of the table of what is saved; blocks in turn with the same numbers have one."""
+        rows = [["block", "saved", "given up", "again us"]]
+        for _, alike in itertools.groupby(self.saved, key=_numbers):
+            blocks = list(alike)
+            name = blocks[0].name
+            if len(blocks) > 1:
+                name += f"..{blocks[-1].name}, each of {len(blocks)}"
+            rows.append([name, *_numbers(blocks[0])])
+        return rows
 
     def __str__(self) -> str:
         """Return `text()`."""
@@ -298,3 +325,18 @@ class Plan:
     def _launched(self) -> list[Bucket]:
         """Buckets in the order in which they are launched."""
         return [self.buckets[event.bucket] for event in self.schedule if event.what == "launch"]
+
+
+def _numbers(block: SavedBlock) -> tuple[str, str, str]:
+    """Format the numbers of a block's row."""
+    sizes = show_bytes(block.num_bytes), show_bytes(block.given_up_bytes)
+    return (*sizes, f"{block.again_us:.0f}")
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Align cells in columns: a line for each row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -32,6 +32,7 @@ from autoshard.passes.ir.ops import Unshard
 from autoshard.passes.ir.plan import BucketFigures, Event, Figures, Plan
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import Costs
+from autoshard.passes.planner.keep import unit_by_unit
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import search_beside
 from autoshard.passes.planner.simulate import Order, SimulatedBucket, Timeline, make_bucket, replay
@@ -111,6 +112,21 @@ class PricedGraph:
             for marker, item in self.items.items()
             if is_unshard(marker) and Unshard.of(marker).can_be_kept
         )
+
+    def most_at_peak(self, budget_bytes: float) -> tuple[str, int]:
+        """Name the kind of memory that is most at the peak, with its bytes, one bucket a unit."""
+        peak = unit_by_unit(self.problem, budget_bytes).peak
+        at = min(peak.position, self.problem.num_ops - 1)
+        kinds = {
+            "shards": self.live.parameters,
+            "inputs": self.live.inputs,
+            "saved activations": self.live.activations[at],
+            "temporary values": self.live.temporaries[at],
+            "gathered parameters": peak.gathered,
+            "unreduced gradients": peak.unreduced,
+            "reduced gradients": peak.reduced,
+        }
+        return max(kinds.items(), key=lambda kind: kind[1])
 
     def decide(
         self, drafts: Sequence[Draft], events: Sequence[Event]

@@ -12,6 +12,7 @@ from torch import fx
 from autoshard import _torch
 from autoshard.passes.ir.match import forward_part, is_barrier, is_marker, is_unshard, param_of
 from autoshard.passes.ir.meta import ParamInfo
+from autoshard.passes.ir.plan import SavedBlock
 from autoshard.passes.ir.recompute import is_recomputed, is_tagged, numbered
 from autoshard.passes.planner.save import Block, Choice, Value, choices
 from autoshard.passes.plans.fusion import fuse
@@ -81,6 +82,15 @@ class SavedValues:
                 found |= set(_results(nodes[each]))
         return frozenset(self._name[node] for node in found)
 
+    def saved_blocks(self, taken: Sequence[int]) -> tuple[SavedBlock, ...]:
+        """Describe a choice for each block, by its number."""
+        found = []
+        for name, number, curve in zip(self.blocks, taken, self.curves, strict=True):
+            choice = curve[number]
+            given_up = curve[0].num_bytes - choice.num_bytes
+            found.append(SavedBlock(name, choice.num_bytes, given_up, choice.again_us))
+        return tuple(found)
+
     def freed_bytes(self, taken: Sequence[int]) -> int:
         """Bytes that the first blocks give up by a choice for each, by its number."""
         pairs = zip(taken, self.curves, strict=False)
@@ -138,11 +148,12 @@ def _blocks(forward: Sequence[fx.Node], table: Sequence[ParamInfo]) -> dict[fx.N
     """Name the block that each of forward's nodes is in: after the unit that was read last.
 
     Of units that are numbered in a list, each is a block, with the units in it. Where a unit is
-    read again after another one, a block begins that is numbered: "(root) 2".
+    read again after another one, a block begins that is numbered: "root 2". What stands before the
+    first one is "start".
     """
     found: dict[fx.Node, str] = {}
     times: Counter[str] = Counter()
-    unit, at = None, ""
+    unit, at = None, "start"
     for node in forward:
         if is_unshard(node) and (now := _block_name(table[param_of(node)].unit)) != unit:
             unit = now

@@ -27,7 +27,7 @@ from support.programs import (
 )
 
 from autoshard import Plan
-from autoshard.passes.ir.plan import Bucket, Event, Figures
+from autoshard.passes.ir.plan import Bucket, Event, Figures, SavedBlock
 from autoshard.passes.ir.text import render
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -203,3 +203,18 @@ def test_digest_tells_plans_apart() -> None:
     assert dataclasses.replace(plan, schedule=(*launches, *waits)).digest == plan.digest
     launches[:2] = reversed(launches[:2])
     assert dataclasses.replace(plan, schedule=(*launches, *waits)).digest != plan.digest
+
+
+def test_text_of_what_is_saved() -> None:
+    """Blocks in turn with the same numbers have one line; a plan without a decision has none."""
+    plan = Plan("forward", "auto", 0, (), ())
+    blocks = [SavedBlock(f"layers.{n}", 2**20, 3 * 2**19, 12.4) for n in range(3)]
+    decided = dataclasses.replace(plan, saved=(SavedBlock("root", 0, 0, 0.0), *blocks))
+    assert decided.text().splitlines()[2:] == [
+        "block                          saved    given up  again us",
+        "root                           0.0 KiB  0.0 KiB   0",
+        "layers.0..layers.2, each of 3  1.0 MiB  1.5 MiB   12",
+    ]
+    assert len(plan.text().splitlines()) == 2
+    assert Plan.from_json(decided.to_json()) == decided
+    assert decided.digest == plan.digest

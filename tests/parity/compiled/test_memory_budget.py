@@ -73,6 +73,8 @@ BUILDS: dict[str, Callable[[], Any]] = {
 
 SHARES = {"tower": (0.8, 0.6), "checkpointed": (0.8,), "stages": (0.8,)}  # of the peak without one
 
+CHECKPOINTED = ("layers.1", "layers.3")
+
 
 def trained(rank: int, build: Callable[[], Any], **options: Any) -> tuple[Any, list[Tensor], int]:
     """Train for three steps: the model, losses and parameters, and the peak of the last step."""
@@ -115,6 +117,11 @@ def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
         assert all(map(torch.equal, got, want))
         assert max(plan.peak_bytes for plan in autoshard.plans(model)) <= budget
         assert measured <= OVER * budget
+        saved = autoshard.plans(model)[0].saved
+        assert sum(block.given_up_bytes for block in saved) > 0
+        assert not autoshard.plans(plain)[0].saved
+        if name == "checkpointed":  # as the model says, whatever the budget is
+            assert {block.given_up_bytes for block in saved if block.name in CHECKPOINTED} == {0}
 
 
 @on_ranks(2)
