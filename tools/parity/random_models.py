@@ -29,7 +29,7 @@ STEPS = 3
 WIDTH = 6
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 BUCKETINGS = ("auto", "auto", "per_unit", "none")
-BUDGETS = (None, None, 1, 20_000, 10**9)
+BUDGETS = (None, None, 1, 10_000, 20_000, 50_000, 10**9)
 OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +162,93 @@ def test_with_inductor(rank: int) -> None:
     assert max(plan.peak_bytes for plan in autoshard.plans(model)) <= 0.8 * peak
     for each, other in zip(got, want, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-6)
+
+
+class Piece(nn.Module):
+    """Layer of random ops: views, in-place writes, several results, random numbers, buffers."""
+
+    def __init__(self, source: random.Random) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.ops = [source.randrange(8) for _ in range(source.randint(1, 5))]
+        if 2 in self.ops:  # a frame that reads not all parameters is no whole step
+            self.norm = nn.BatchNorm1d(16)
+        self.skips = source.random() < 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        x = self.linear(x)
+        for op in self.ops:
+            if op == 0:
+                x = torch.sort(x, dim=1)[0]
+            elif op == 1:
+                x = nn.functional.dropout(x, 0.3, training=self.training)
+            elif op == 2:
+                x = self.norm(x)
+            elif op == 3:
+                x = x.clone().mul_(1.5).add_(first)
+            elif op == 4:
+                halves = x.chunk(2, dim=1)
+                x = torch.cat([halves[1].sin(), halves[0].tanh()], 1)
+            elif op == 5:
+                x = x.view(-1, 4, 4).transpose(1, 2).reshape(-1, 16).exp().log1p()
+            elif op == 6:
+                x = x.softmax(1) * x.var(dim=1, keepdim=True)
+            else:
+                x = x + torch.rand_like(x)
+        return x + first if self.skips else x
+
+
+class Pieces(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        source = random.Random(seed)
+        self.layers = nn.ModuleList(Piece(source) for _ in range(source.randint(2, 5)))
+        self.checkpointed = {n for n in range(5) if source.random() < 0.2}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number in self.checkpointed:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        return x.square().mean()
+
+    def batch(self, rank: int) -> Tensor:
+        return torch.linspace(-1, 1 + rank, 64 * 16).view(64, 16)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@on_ranks(2)
+def test_random_models(rank: int, seed: int) -> None:
+    """Whatever is saved, numbers stay the same; nor are there other random numbers afterwards."""
+
+    def values(**options: Any) -> tuple[list[Tensor], int, int]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        plain = Pieces(seed)
+        batch = plain.batch(rank)
+        model: Any = autoshard.shard(plain, policy=autoshard.ModuleWrapPolicy({Piece}))
+        options = {"lowering": "eager", "strict": True, "topology": "h100", **options}
+        model.compile(backend="autoshard", options=options)
+        torch.manual_seed(7)
+        found = []
+        for _ in range(2):
+            loss = model(batch)
+            loss.backward()
+            found.append(loss.detach())
+        grads = (param.grad for param in model.parameters())
+        found += [each.to_local() for each in grads if each is not None]
+        plans = autoshard.plans(model)
+        given_up = sum(block.given_up_bytes for block in plans[0].saved)
+        return [*found, torch.rand(1)], max(plan.peak_bytes for plan in plans), given_up
+
+    want, peak, _ = values(bucketing="per_unit")
+    beside = 3 * sum(each.nbytes for each in want[2:-1])
+    share = random.Random(seed).uniform(0.3, 0.9)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*memory_budget")  # not all can be met
+        got, _, given_up = values(memory_budget=int(share * peak) + beside)
+    assert given_up > 0
+    for each, other in zip(got, want, strict=True):
+        torch.testing.assert_close(each, other, rtol=0, atol=0, equal_nan=True)
