@@ -108,8 +108,8 @@ def agreed_attempt(
     later compilations follow them. If searches on ranks found different plans, all ranks trace the
     frame again and follow the first rank's plans. For a frame that is a whole step, under a memory
     budget, the first rank chooses what forward hands to backward, once and before anything else, by
-    a dry compilation. Where something is new ranks wait for each other, at the
-    first time for ten minutes, or the group's timeout if that is longer. `gm` is changed.
+    a dry compilation. Where something is new ranks wait for each other, at the first time for ten
+    minutes, or the group's timeout if that is longer. `gm` is changed.
 
     params: the sharded parameters that the frame reads, one or more.
     code: name of the frame, the same on every rank.
@@ -175,9 +175,8 @@ def _worth_handing(
     Predicted by a dry compilation, for the sizes of this rank's batch, without other ranks; nothing
     is decided if that fails. Dynamo's RestartAnalysis is raised. `gm` can't be compiled afterwards.
     """
-    drawn = dataclasses.replace(settings, bucketing="per_unit", dump=None)
     try:
-        return DryCompilation(make_frame(gm, example_inputs), drawn).worth_handing()
+        return DryCompilation(make_frame(gm, example_inputs), settings).worth_handing()
     except _torch.dynamo.RestartAnalysis:
         raise
     except Exception:  # the compilation will meet it, too, and tell all ranks

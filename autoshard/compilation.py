@@ -368,13 +368,7 @@ Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
 
 class DryCompilation(Compilation):
-    """Compilation that is done for predictions: it fills `priced`, and leaves `plans` empty.
-
-    No plan is logged, and nothing is taken from a cache. Its graphs are lowered eagerly: what they
-    compute is right, and slow.
-    """
-
-    is_cached = False
+    """Compilation for predictions: it parts joint graphs, and compiles none of them."""
 
     def worth_handing(self) -> Handed:
         """Decide what forward hands to backward; see `handed.decide`.
@@ -419,14 +413,6 @@ class DryCompilation(Compilation):
                 _torch.aot.partition_joint(gm, inputs, partition)
             else:
                 _torch.inductor.partition_joint(gm, inputs, partition, self.settings.inductor)
-
-    def lower_inductor(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-    ) -> Any:
-        return lower_eagerly(gm)
-
-    def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
-        """Do nothing: the plan of a draft is not reported."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """Decide what forward hands to backward: values that it saves, and parameters that stay unsharded.
 
-joint graph --> parts, as the partitioner makes them --> peak under the budget?
-    yes: parameters stay unsharded, where there is room for them and time to win
-    no:  values are computed again, until there is room
+    joint graph --> parts, as the partitioner makes them --> peak under the budget?
+        yes: parameters stay unsharded, where there is room for them and time to win
+        no:  values are computed again, until there is room
+
+Parts are made and simulated anew with each decision that is tried.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
 from autoshard.passes.planner.keep import unit_by_unit, worth_keeping
 from autoshard.passes.planner.per_unit import unit_buckets
-from autoshard.passes.planner.save import Need, allotted
+from autoshard.passes.planner.save import Need, allotted, freed_bytes, least_us
 from autoshard.passes.planner.schema import read_as
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.prices import Prices
@@ -136,15 +138,25 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
     wanted: dict[int, float] = {}  # bytes to give up, by the number of the first blocks that do
     for _ in range(TRIES - 1):
         for blocks, num_bytes in _asked(now, values):
-            wanted[blocks] = num_bytes + values.freed_bytes(now.taken[:blocks])
+            wanted[blocks] = num_bytes + freed_bytes(values.curves, now.taken[:blocks])
         if not now.over:
-            wanted = {each: values.freed_bytes(now.taken[:each]) + room for each in wanted}
-        taken = allotted(values.curves, [Need(*each) for each in wanted.items()])
+            freed = {blocks: freed_bytes(values.curves, now.taken[:blocks]) for blocks in wanted}
+            wanted = {blocks: num_bytes + room for blocks, num_bytes in freed.items()}
+        needs = [Need(*each) for each in wanted.items()]
+        taken = allotted(values.curves, needs)
         if taken == now.taken:
             break
         handed = Handed((), tuple(sorted(values.names(taken))), values.saved_blocks(taken))
         was, now = now, _Tried.of(handed, taken, part(handed), budget_bytes)
-        log.debug("gives up %s, over by %s, %.0f us", wanted, now.over, now.time_us)
+        again_us = sum(block.again_us for block in handed.blocks)
+        log.info(
+            "%s: computed again for %.0f us, at least %.0f; a step of %.0f us, beyond it by %s",
+            needs,
+            sum(block.again_us for block in handed.blocks),
+            least_us(values.curves, needs),
+            now.time_us,
+            now.over or "nothing",
+        )
         if now.over or best.over or now.time_us < WORTH * best.time_us:
             best = min(best, now, key=lambda tried: tried.cost)
         if not was.over and best is not now:

@@ -26,9 +26,9 @@ from collections.abc import Collection
 from torch import fx
 
 from autoshard.passes.ir.match import forward_part
-from autoshard.passes.ir.recompute import is_tagged, must_recompute, must_save, numbered
+from autoshard.passes.ir.recompute import is_tagged, must_recompute, must_save
 from autoshard.passes.plans.saved import can_be_recomputed
-from autoshard.passes.plans.values import base_of, is_result
+from autoshard.passes.plans.values import base_of, is_result, numbered
 
 
 def tag_saved(gm: fx.GraphModule, *, saved: Collection[str] | None) -> fx.GraphModule:

@@ -39,9 +39,9 @@ def with_autoshard(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     are Accelerate's own for it. Settings of an `fsdp_plugin` with `fsdp_version=2` count:
     `reshard_after_forward`, `mixed_precision_policy`, `cpu_offload`, `state_dict_type`, classes or
     sizes to wrap, `ignored_modules`; and the data-parallel sizes of a `parallelism_config`. Without
-    a plugin, mixed precision means gathers and computation in
-    that dtype, reductions in float32, and outputs as the model makes them; shards are checkpointed
-    by each rank. Trainable parameters become float32 first, as there.
+    a plugin, mixed precision means gathers and computation in that dtype, reductions in float32,
+    and outputs as the model makes them; shards are checkpointed by each rank. Trainable parameters
+    become float32 first, as there.
 
     options: of `torch.compile(..., backend="autoshard")`, arguments of `autoshard.shard` among
         them; they go before those of the plugin.

@@ -118,7 +118,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """What forward saves of a block of the model, where a memory budget has decided it.
+    """Bytes that forward saves of a block of the model, where a memory budget has decided it.
 
     name: the path of the block's module, numbered where it runs again after others: "root 2".
     num_bytes: saved. given_up_bytes: that would be saved without a budget, and are not.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
-from torch import Tensor, fx
+from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 REGION = 100_000
@@ -32,29 +29,6 @@ def is_recomputed(node: fx.Node) -> bool:
     """Tell whether a tag has backward compute `node` again, if it reads it."""
     policies = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return node.meta.get("recompute") in policies
-
-
-def numbered(forward: Iterable[fx.Node]) -> dict[str, fx.Node]:
-    """Name the nodes that compute tensors by their op and its count so far: "mm:0", "mm:1".
-
-    A graph's own names differ where it is traced with sizes that are symbols: these are nodes, too.
-    """
-    counts: Counter[str] = Counter()
-    found = {}
-    for node in forward:
-        if node.op != "call_function" or not _has_tensors(node):
-            continue
-        op = getattr(node.target, "overloadpacket", node.target)
-        name = str(getattr(op, "__name__", op))
-        found[f"{name}:{counts[name]}"] = node
-        counts[name] += 1
-    return found
-
-
-def _has_tensors(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return any(isinstance(each, Tensor) for each in values)
 
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:

@@ -51,7 +51,7 @@ Block = tuple[Value, ...]
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do with the values of a block.
+    """Decision on the values of a block: which are saved, and which are computed again.
 
     saved, again: numbers of those that forward saves, and of those that backward computes again.
     num_bytes: of what is saved. again_us: microseconds of what is computed again.
@@ -94,21 +94,29 @@ def allotted(curves: Sequence[Sequence[Choice]], needs: Sequence[Need]) -> tuple
     """
     taken = [0] * len(curves)
     for need in sorted(needs, key=lambda need: need.blocks):
+        left = need.num_bytes - freed_bytes(curves, taken[: need.blocks])
         steps = [
-            (_ns_per_byte(curves[number], at), number, at)
+            (_slope(*curves[number][at : at + 2]), number)
             for number, at in enumerate(taken[: need.blocks])
             if at + 1 < len(curves[number])
         ]
         heapq.heapify(steps)
-        while steps and _freed(curves, taken, need.blocks) < need.num_bytes:
-            _, number, at = heapq.heappop(steps)
-            taken[number] = at + 1
-            if at + 2 < len(curves[number]):
-                step = (_ns_per_byte(curves[number], at + 1), number, at + 1)
-                heapq.heappush(steps, step)
+        while steps and left > 0:
+            _, number = heapq.heappop(steps)
+            now, then, *more = curves[number][taken[number] :]
+            taken[number] += 1
+            left -= now.num_bytes - then.num_bytes
+            if more:
+                heapq.heappush(steps, (_slope(then, more[0]), number))
     while (spare := _spare(curves, taken, needs)) is not None:
         taken[spare] -= 1
     return tuple(taken)
+
+
+def freed_bytes(curves: Sequence[Sequence[Choice]], taken: Sequence[int]) -> int:
+    """Bytes that the first blocks give up by the choices `taken`, one for each of them."""
+    pairs = zip(curves, taken, strict=False)
+    return sum(curve[0].num_bytes - curve[number].num_bytes for curve, number in pairs)
 
 
 def least_us(curves: Sequence[Sequence[Choice]], needs: Sequence[Need]) -> float:
@@ -138,7 +146,7 @@ def _spare(
     curves: Sequence[Sequence[Choice]], taken: Sequence[int], needs: Sequence[Need]
 ) -> int | None:
     """Return the block whose last step can be taken back for the most time; None if none can."""
-    room = [_freed(curves, taken, need.blocks) - need.num_bytes for need in needs]
+    room = [freed_bytes(curves, taken[: need.blocks]) - need.num_bytes for need in needs]
     found, most = None, 0.0
     for number, at in enumerate(taken):
         if at == 0:
@@ -153,19 +161,8 @@ def _spare(
     return found
 
 
-def _freed(curves: Sequence[Sequence[Choice]], taken: Sequence[int], blocks: int) -> int:
-    """Bytes that the first `blocks` blocks give up with the choices `taken`."""
-    return sum(
-        curve[0].num_bytes - curve[at].num_bytes
-        for curve, at in zip(curves[:blocks], taken, strict=False)
-    )
-
-
-def _ns_per_byte(curve: Sequence[Choice], at: int) -> float:
-    return _slope(curve[at], curve[at + 1])
-
-
 def _slope(now: Choice, then: Choice) -> float:
+    """Nanoseconds that each byte costs from one corner to the next."""
     return (then.again_us - now.again_us) / (now.num_bytes - then.num_bytes) * _NS
 
 

@@ -13,11 +13,11 @@ from autoshard import _torch
 from autoshard.passes.ir.match import forward_part, is_barrier, is_marker, is_unshard, param_of
 from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
-from autoshard.passes.ir.recompute import is_recomputed, is_tagged, numbered
+from autoshard.passes.ir.recompute import is_recomputed, is_tagged
 from autoshard.passes.planner.save import Block, Choice, Value, choices
 from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.prices import Prices
-from autoshard.passes.plans.values import base_of, is_result, num_bytes_of, tensors_of
+from autoshard.passes.plans.values import base_of, is_result, num_bytes_of, numbered, tensors_of
 
 
 def can_be_recomputed(node: fx.Node) -> bool:
@@ -32,7 +32,7 @@ def can_be_recomputed(node: fx.Node) -> bool:
 
 
 class SavedValues:
-    """What the forward of a joint graph hands to its backward, by blocks of the model.
+    """Values that the forward of a joint graph hands to its backward, by blocks of the model.
 
     A value is what owns memory: views of it, and the results of one op, are saved together. A value
     that another block reads is not computed again, so that blocks don't depend on each other.
@@ -65,7 +65,10 @@ class SavedValues:
         self._saved = {base_of(node) for node in nodes if node.name in saved} & self._owners
         fusion = fuse(graph) if prices.is_fused else None
         microseconds = {node: prices.op_us(node, fusion) for node in owners}
-        made = [self._values(name, owners, microseconds) for name in self.blocks]
+        own: dict[str, list[fx.Node]] = {name: [] for name in self.blocks}
+        for node in owners:
+            own[self._block_of[node]].append(node)
+        made = [self._values(name, nodes, microseconds) for name, nodes in own.items()]
         self._nodes = [nodes for nodes, _ in made]
         self.curves = tuple(_choices(block) for _, block in made)
 
@@ -91,11 +94,6 @@ class SavedValues:
             found.append(SavedBlock(name, choice.num_bytes, given_up, choice.again_us))
         return tuple(found)
 
-    def freed_bytes(self, taken: Sequence[int]) -> int:
-        """Bytes that the first blocks give up by a choice for each, by its number."""
-        pairs = zip(taken, self.curves, strict=False)
-        return sum(curve[0].num_bytes - curve[number].num_bytes for number, curve in pairs)
-
     def blocks_of(self, part: fx.Graph) -> Mapping[fx.Node, int]:
         """Number the blocks that nodes of a part of this graph are from, those of its forward."""
         number = {name: each for each, name in enumerate(self.blocks)}
@@ -103,19 +101,18 @@ class SavedValues:
         return {node: known[node.name] for node in part.nodes if node.name in known}
 
     def _values(
-        self, block: str, owners: Sequence[fx.Node], microseconds: Mapping[fx.Node, float]
+        self, block: str, own: Sequence[fx.Node], microseconds: Mapping[fx.Node, float]
     ) -> tuple[list[fx.Node], Block]:
-        """List the nodes and values of `block`: its own, and those of others that it reads.
+        """List the nodes and values of `block`: its `own`, and those of others that it reads.
 
         Of a value of another block that is not saved yet, each block that reads it bears a part.
         """
-        own = [node for node in owners if self._block_of[node] == block]
         read = (base_of(source) for node in own for source in node.all_input_nodes)
-        others = [
-            node
-            for node in dict.fromkeys(read)
-            if node in self._owners - self._saved and self._block_of[node] != block
-        ]
+        others = {
+            node: None
+            for node in read
+            if node in self._owners and node not in self._saved and self._block_of[node] != block
+        }
         nodes = [*others, *own]
         number = {node: each for each, node in enumerate(nodes)}
         values = []

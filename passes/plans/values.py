@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def is_view(node: fx.Node) -> bool:
 
     The op's schema tells a view: all of its results alias inputs, and none is written to.
     """
-    if node.target is operator.getitem:
+    if is_result(node):
         return True
     if not isinstance(node.target, _torch.ops.OpOverload):
         return False
@@ -38,6 +39,23 @@ def base_of(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+def numbered(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
+    """Name the nodes that compute tensors by their op and its count so far: "mm:0", "mm:1".
+
+    A graph's own names differ where it is traced with sizes that are symbols: these are nodes, too.
+    """
+    counts: Counter[str] = Counter()
+    found = {}
+    for node in nodes:
+        if node.op != "call_function" or not tensors_of(node):
+            continue
+        op = getattr(node.target, "overloadpacket", node.target)
+        name = str(getattr(op, "__name__", op))
+        found[f"{name}:{counts[name]}"] = node
+        counts[name] += 1
+    return found
 
 
 def tensors_of(node: fx.Node) -> Sequence[Tensor]:

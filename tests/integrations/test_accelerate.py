@@ -23,6 +23,18 @@ pytest.importorskip("accelerate", reason="Accelerate is not installed: pip insta
 FORMS: dict[str, dict[str, Any]] = {"eager": {"lowering": "eager"}, "compiled": {}}
 
 
+def losses_of(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> list[float]:
+    """Train on all batches, one step each: the losses."""
+    found = []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 class Run:
     """A loop as Accelerate's guide has it, of a small Llama; under DDP without `options`."""
 
@@ -193,14 +205,7 @@ def test_a_plugin_that_offloads(rank: int) -> None:
             unit = unit_of(model)
             assert unit is not None
             assert isinstance(unit.settings.offload, autoshard.CPUOffloadPolicy) == bool(settings)
-            found = []
-            for ids in batches:
-                loss = model(input_ids=ids, labels=ids).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-            return found
+            return losses_of(accelerator, model, optimizer, batches)
 
     assert losses(cpu_offload=True) == losses()
 
@@ -324,13 +329,7 @@ def test_replicas_of_a_parallelism_config(rank: int) -> None:
             model = llama()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model, optimizer, batches = accelerator.prepare(model, optimizer, loader(16))
-            found = []
-            for ids in batches:
-                loss = model(input_ids=ids, labels=ids).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
+            found = losses_of(accelerator, model, optimizer, batches)
             weight = next(iter(model.parameters()))
             if isinstance(weight, DTensor):
                 rows = weight.to_local().shape[0]

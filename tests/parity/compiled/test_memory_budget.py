@@ -149,7 +149,7 @@ def test_other_sizes_keep_the_decision(rank: int) -> None:
     got, found = peaks(memory_budget=int(0.6 * max(most)) + beside)
     assert all(map(torch.equal, got, want))
     assert len(found) == len(most) == 4
-    assert max(found[2:]) <= 0.65 * max(most[2:])
+    assert max(found[2:]) <= 0.65 * max(most[2:])  # parameters, not 7/8, are as large as before
 
 
 @on_ranks(2)
