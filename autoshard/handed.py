@@ -148,7 +148,6 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
             break
         handed = Handed((), tuple(sorted(values.names(taken))), values.saved_blocks(taken))
         was, now = now, _Tried.of(handed, taken, part(handed), budget_bytes)
-        again_us = sum(block.again_us for block in handed.blocks)
         log.info(
             "%s: computed again for %.0f us, at least %.0f; a step of %.0f us, beyond it by %s",
             needs,

@@ -89,6 +89,13 @@ def test_needs_are_met_near_the_bound(given_blocks: list[Block], data: st.DataOb
         assert time_us <= bound + max(steps, default=0.0) + 1e-6
 
 
+def test_a_step_that_is_not_needed_after_all_is_taken_back() -> None:
+    cheap = choices((Value(1, 1.0, is_read=True),))
+    large = choices((Value(10, 20.0, is_read=True),))
+    assert allotted([cheap, large], [Need(2, 1)]) == (1, 0)
+    assert allotted([cheap, large], [Need(2, 5)]) == (0, 1)
+
+
 def test_what_can_not_be_met_gives_up_all() -> None:
     curve = choices((Value(4, 1.0, is_read=True), Value(2, 1.0, is_read=True, is_fixed=True)))
     assert allotted([curve], [Need(1, 5)]) == (1,)

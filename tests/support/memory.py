@@ -33,6 +33,8 @@ class PeakMemory(TorchDispatchMode):
         seen while compiled code waits for it.
     """
 
+    supports_higher_order_operators = True  # of what is random, computed again
+
     def __init__(self, *, counts_backend: bool = True) -> None:
         super().__init__()
         self._looking = contextlib.nullcontext if counts_backend else _waits_unseen
@@ -49,7 +51,7 @@ class PeakMemory(TorchDispatchMode):
         self._role: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "autoshard" and func not in observed.OPS:
+        if getattr(func, "namespace", "") == "autoshard" and func not in observed.OPS:
             name = func._schema.name.replace("autoshard::", "_")
             if name == "_pack_grads":
                 for tensor in filter(_is_plain, tree_leaves(args)):

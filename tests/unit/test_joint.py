@@ -278,3 +278,19 @@ def test_tags_have_one_region() -> None:
     gm = passes.run(small(STEP), (passes.tag_recompute,))
     regions = {n.meta["ac_graph_id"] for n in gm.graph.nodes if "recompute" in n.meta}
     assert len(regions) == 1
+
+
+def test_what_the_model_says_stays() -> None:
+    """Tags of the user's checkpointing go before what a budget has decided."""
+    gm = small(
+        "in %primals_1: f32[4]\nin %tangents_1: f32[4]\n"
+        "%a: f32[4] = aten.sin(%primals_1)\n%b: f32[4] = aten.exp(%a)\n"
+        "%c: f32[4] = aten.mul.Tensor(%tangents_1, %b)\nreturn [%b, %c]\n"
+    )
+    a, b = (node for node in gm.graph.nodes if node.name in ("a", "b"))
+    a.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    b.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    passes.tag_saved(gm, saved=["exp:0"])
+    assert a.meta["recompute"] == CheckpointPolicy.MUST_SAVE
+    assert b.meta["recompute"] == CheckpointPolicy.PREFER_RECOMPUTE
+    assert "ac_graph_id" not in a.meta
