@@ -15,12 +15,12 @@ from accelerate.utils import (
     extract_model_from_parallel,
 )
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoshard import _torch
 from autoshard.integrations.compiled import compile_and_shard
 from autoshard.options import CompileOptions
-from autoshard.runtime.unit.unit import unit_of
 
 _Accelerator = TypeVar("_Accelerator", bound=Accelerator)
 
@@ -196,10 +196,25 @@ class _Sharding(Accelerator):
     def _shard(self, given: nn.Module) -> None:
         """Compile the module in `given` with autoshard and shard it, unless that is done."""
         module = extract_model_from_parallel(given)
-        is_new = unit_of(module) is None
-        if is_new and self.state.mixed_precision != "no":
-            for param in module.parameters():
-                if param.requires_grad:
-                    param.data = param.data.float()
+        if self.state.mixed_precision != "no":
+            _keep_in_float32(module)
         units = _units_of(self.state.fsdp_plugin, module)
         compile_and_shard(module, {**units, **self._autoshard_options})
+
+
+def _keep_in_float32(model: nn.Module) -> None:
+    """Make trainable parameters of `model` float32, in place, whether they are sharded or not.
+
+    Frozen ones beside them, in the same module, become so, too.
+    """
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if any(param.requires_grad and param.dtype != torch.float32 for param in own):
+            buffers = set(module.buffers(recurse=False))
+
+            def widen(tensor: Tensor) -> Tensor:
+                if tensor in buffers or not tensor.is_floating_point():
+                    return tensor
+                return tensor.float()
+
+            _torch.nn.convert_module(type(module), module, widen, False)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -31,12 +30,12 @@ from torch.distributed.tensor import DTensor
 from autoshard import _torch
 from autoshard.runtime.eager import access, methods
 from autoshard.runtime.sharding import from_fsdp2
-from autoshard.runtime.sharding.shard import shard, told
+from autoshard.runtime.sharding.shard import said_otherwise, shard
 from autoshard.runtime.training.checkpoint.on_ranks import this_rank
 from autoshard.runtime.training.optimizers import check_owners, live_optimizers, rebind_optimizers
 from autoshard.runtime.unit.param import ShardedParam, find, is_ignored
 from autoshard.runtime.unit.reduce import Reduction
-from autoshard.runtime.unit.unit import Unit, root_unit
+from autoshard.runtime.unit.unit import root_unit
 
 
 def plain_parameters(example_inputs: Sequence[Any]) -> list[nn.Parameter]:
@@ -93,21 +92,20 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     root = _torch.ddp.inside(root)
     unit = access.unit_of(root)
     if unit is not None:  # also one without parameters
-        _check_told(root, unit, shard_arguments)
+        check_said(root, shard_arguments)
         return False
     if from_fsdp2.convert(root, shard_arguments):
         return True
     before = dict(access.named_sharded(root))
     known = next(filter(None, map(find, before.values())), None)
     if known is not None:
-        _check_told(root, known.unit, shard_arguments)
+        check_said(root, shard_arguments)
         return False
     optimizers = live_optimizers()
     shells = _torch.ddp.around(root)
     check_owners(root, before, optimizers)
     _check_shells(shells, root)
     shard(root, **shard_arguments)
-    _adopted[root] = shard_arguments
     _take_off(shells, root)
     found = {param: find(param) for param in before.values()}  # None: it is ignored
     moved = {param: sharded for param, sharded in found.items() if sharded is not None}
@@ -120,30 +118,24 @@ def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     return True
 
 
-_adopted: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""Arguments of `shard()` for each module that was sharded by them here."""
+def check_said(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise ValueError if a module inside `module`, or it itself, was sharded otherwise.
 
-
-def _check_told(module: nn.Module, unit: Unit, arguments: dict[str, Any]) -> None:
-    """Raise ValueError if `arguments` are not those by which `unit`, of `module`, was sharded.
-
-    Arguments that are defaults say nothing.
+    arguments: of `shard()`; those that are defaults say nothing.
     """
-    names = told(arguments)
-    before = _adopted.get(root_unit(unit).modules[0])
-    if names and (before is None or _compared(before) != _compared(arguments)):
+    unit = access.unit_of(module)
+    if unit is None:
+        sharded = (find(param) for _, param in access.named_sharded(module))
+        unit = next((each.unit for each in sharded if each is not None), None)
+    if unit is None:
+        return
+    names = said_otherwise(root_unit(unit).modules[0], arguments)
+    if names:
         raise ValueError(
             f"{type(module).__name__} is sharded already, and options {names} of the backend say "
-            "how to shard it: give them to autoshard.shard(), or leave that out"
+            "how to shard it, otherwise than it is: give them to autoshard.shard() or "
+            "load_pretrained(), which sharded it, or leave them out"
         )
-
-
-def _compared(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return `arguments` with modules and parameters by identity, as tensors compare by value."""
-    return {
-        name: sorted(map(id, value)) if isinstance(value, (list, tuple, set)) else value
-        for name, value in arguments.items()
-    }
 
 
 def _check_shells(shells: list[Any], root: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autoshard import _torch
 from autoshard.errors import UnsupportedError
 from autoshard.runtime.eager import access
-from autoshard.runtime.sharding.shard import fully_shard, told
+from autoshard.runtime.sharding.shard import fully_shard, said_otherwise
 from autoshard.runtime.training.optimizers import live_optimizers, move_to_shards
 from autoshard.runtime.unit.param import ShardedParam, find
 
@@ -68,7 +68,7 @@ def _check(model: nn.Module, units: list[Any], arguments: dict[str, Any]) -> Non
     """Raise as `convert`."""
     what, rank = type(model).__name__, dist.get_rank()
     remedy = "use autoshard.fully_shard in place of torch's: it takes the same arguments"
-    names = told(arguments)
+    names = said_otherwise(model, arguments)
     if names:
         raise ValueError(
             f"{what} was sharded by torch's fully_shard, whose settings are kept, and options "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -262,6 +263,7 @@ def shard(
     already; RuntimeError if a module on meta can't be initialized, or, naming the first parameter
     that differs, if `sync_module_states` finds another model on another rank.
     """
+    given = {name: value for name, value in locals().items() if name != "model"}
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; expected one of {list(STRATEGIES)}")
     _check_modules(model, "shard")
@@ -304,7 +306,12 @@ def shard(
         model.set_strict_order(False)  # type: ignore[operator]  # mixed in by now
     ignore_buffers(set(ignored.modules))
     log_mixed_units(model)
+    _given[model] = given
     return model
+
+
+_given: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Arguments of `shard()` for each module that it has sharded."""
 
 
 STRATEGIES: dict[str, bool | None] = {
@@ -404,10 +411,30 @@ _FORWARD = "an int, True or False"
 _BACKWARD = 'an int, "pre", "post" or None'
 
 
-def told(arguments: Mapping[str, Any]) -> list[str]:
-    """List the names, sorted, of those `arguments` of `shard()` that are not its defaults."""
-    known = inspect.signature(shard).parameters
-    return sorted(name for name, value in arguments.items() if value != known[name].default)
+def said_otherwise(model: nn.Module, arguments: Mapping[str, Any]) -> list[str]:
+    """List the names, sorted, of `arguments` of `shard()` that `model` was not sharded with.
+
+    Those that are defaults say nothing.
+    """
+    default = {name: each.default for name, each in inspect.signature(shard).parameters.items()}
+    before = _given.get(model, {})
+    return sorted(
+        name
+        for name, value in arguments.items()
+        if _compared(name, value) != _compared(name, default[name])
+        and (not before or _compared(name, value) != _compared(name, before[name]))
+    )
+
+
+def _compared(name: str, value: Any) -> Any:
+    """Return for argument `name` of `shard()` what is equal for values that mean the same."""
+    if name == "mp_policy":
+        return _read_mp_policy(value)
+    if name == "offload_policy":
+        return _read_offload_policy(value)
+    if isinstance(value, (list, tuple, set, frozenset)):  # of modules or parameters
+        return sorted(map(id, value))
+    return value
 
 
 def _prefetch(forward: bool | int, backward: str | int | None) -> dict[str, int]:

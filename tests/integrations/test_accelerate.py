@@ -285,6 +285,55 @@ def test_models_without_optimizers(rank: int) -> None:
         assert run.accelerator.prepare_model(run.model) is run.model
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("by", ["shard", "load_pretrained"])
+@on_ranks(2)
+def test_sharded_before(rank: int, by: str, precision: str, tmp_path: Path) -> None:
+    """A model that is sharded already is compiled, and with mixed precision kept in float32."""
+    from accelerate import Accelerator
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = {} if precision == "no" else {"mp_policy": low}
+
+    def train(is_sharded: bool) -> tuple[list[float], nn.Module]:
+        with launched(rank):
+            model = llama().to(torch.bfloat16)  # as many a folder has it
+            if is_sharded and by == "shard":
+                autoshard.shard(model, **policy)
+            elif is_sharded:
+                if rank == 0:
+                    model.save_pretrained(tmp_path)
+                torch.distributed.barrier()
+                with torch.device("meta"):
+                    model = llama().to(torch.bfloat16)
+                autoshard.load_pretrained(model, tmp_path, **policy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            accelerator = with_autoshard(Accelerator(mixed_precision=precision), **FORMS["eager"])
+            model, optimizer, batches = accelerator.prepare(model, optimizer, loader(8))
+            return losses_of(accelerator, model, optimizer, batches), model
+
+    losses, model = train(is_sharded=True)
+    assert len(autoshard.plans(model)) == 2
+    kept = torch.bfloat16 if precision == "no" else torch.float32
+    assert {param.dtype for param in model.parameters()} == {kept}
+    assert losses == train(is_sharded=False)[0]
+
+
+@on_ranks(2)
+def test_sharded_otherwise(rank: int) -> None:
+    """A model that was sharded otherwise than Accelerate is told to is refused when prepared."""
+    from accelerate import Accelerator
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    with launched(rank):
+        accelerator = with_autoshard(Accelerator(mixed_precision="bf16"))
+        with pytest.raises(ValueError, match=r"options \['mp_policy'\] .* otherwise than it is"):
+            accelerator.prepare(autoshard.shard(llama()))
+
+
 LAUNCHED = """
 import torch
 from accelerate import Accelerator

@@ -109,7 +109,15 @@ def test_the_script_of_the_readme(rank: int) -> None:
     assert all(isinstance(param, DTensor) for param in names["model"].parameters())
 
 
-SHARDED_BY = ("shard", "a block", "another option", "other parameters", "the same")
+SHARDED_BY = {
+    "shard": ["ignored_params", "strategy"],
+    "shard, the same": [],
+    "a block": ["ignored_params", "strategy"],
+    "another option": ["strategy"],
+    "other parameters": ["ignored_params"],
+    "the same": [],
+}
+"""Ways in which a model was sharded, each with the options that differ from it."""
 
 
 @pytest.mark.parametrize("by", SHARDED_BY)
@@ -118,7 +126,8 @@ def test_options_for_a_model_that_is_sharded(rank: int, by: str) -> None:
     """Options that say how to shard it are an error, unless it was sharded by the same ones."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     options: dict[str, Any] = {"lowering": "eager"}
-    told = {**options, "strategy": "shard_grad_op", "ignored_params": [model[0].bias]}
+    how: dict[str, Any] = {"strategy": "shard_grad_op", "ignored_params": [model[0].bias]}
+    told = {**options, **how}
     first = {
         "another option": {**told, "strategy": "full_shard"},
         "other parameters": {**told, "ignored_params": [model[1].bias]},
@@ -126,15 +135,17 @@ def test_options_for_a_model_that_is_sharded(rank: int, by: str) -> None:
     }
     if by == "shard":
         autoshard.shard(model)
+    elif by == "shard, the same":
+        autoshard.shard(model, **how, sync_module_states=False)
     elif by == "a block":
         autoshard.fully_shard(model[0])
     else:
         torch.compile(model, backend="autoshard", options=first[by])(torch.ones(2, 4))
     call = torch.compile(model, backend="autoshard", options=told)
-    if by == "the same":
+    if not SHARDED_BY[by]:
         call(torch.ones(2, 4))
         return
-    names = r"\['ignored_params', 'strategy'\]"
+    names = re.escape(str(SHARDED_BY[by]))
     with pytest.raises(ValueError, match=rf"sharded already, and options {names}"):
         call(torch.ones(2, 4))
     if by != "a block":  # whose root is not sharded, of which is warned
