@@ -207,14 +207,13 @@ def _keep_in_float32(model: nn.Module) -> None:
 
     Frozen ones beside them, in the same module, become so, too.
     """
+    buffers = set(model.buffers())
+
+    def widen(tensor: Tensor) -> Tensor:
+        is_weight = tensor.is_floating_point() and tensor not in buffers
+        return tensor.float() if is_weight else tensor
+
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if any(param.requires_grad and param.dtype != torch.float32 for param in own):
-            buffers = set(module.buffers(recurse=False))
-
-            def widen(tensor: Tensor) -> Tensor:
-                if tensor in buffers or not tensor.is_floating_point():
-                    return tensor
-                return tensor.float()
-
             _torch.nn.convert_module(type(module), module, widen, False)
