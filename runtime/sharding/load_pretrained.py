@@ -15,7 +15,7 @@ from autoshard.runtime.sharding.adopt import adopt_module
 from autoshard.runtime.sharding.first_call import shard_as_compiled
 from autoshard.runtime.sharding.materialize import left_on_meta
 from autoshard.runtime.unit.param import find
-from autoshard.runtime.weights import hugging_face
+from autoshard.runtime.weights import adapters, hugging_face
 from autoshard.runtime.weights.load import LoadedWeights, load_into
 
 
@@ -38,6 +38,10 @@ def load_pretrained(
     `shard(model, **shard_arguments)`. Any other module can be loaded, too, by its own names.
     Training and eval mode stay as they are.
 
+    A model that PEFT has put LoRA or DoRA into is loaded by its names from before. Adapters on meta
+    get first values by PEFT, the same on all ranks; others keep theirs. A folder of one adapter,
+    with adapter_config.json, is loaded into the model's only adapter.
+
     folder: one with model.safetensors, or model.safetensors.index.json and the files that it names.
     strict: False initialises parameters that the files lack, as transformers does, with values
         that are the same on all ranks, and leaves out what the model lacks; both with a warning.
@@ -49,15 +53,20 @@ def load_pretrained(
     unexpected, or of another size or kind of dtype, for a file that is missing, damaged or cut
     short, and for quantized weights; later, the model being changed in part, for a file that can't
     be read any more. Raises RuntimeError if ranks find other files, and, naming them, for buffers
-    that nothing computes; ValueError for `shard_arguments` of a model that is sharded already.
+    that nothing computes; ValueError for `shard_arguments` of a model that is sharded already, and
+    for prompts and the like of PEFT, on meta, that are not inside the model.
     """
     inner = _torch.dynamo.compiled_module(model) or model
-    _shard_on_meta(inner, shard_arguments)
-    return load_into(inner, folder, strict=strict, key_mapping=key_mapping)
+    base = adapters.base_of(inner)
+    _shard_on_meta(inner, base, shard_arguments)
+    return load_into(base, folder, strict=strict, key_mapping=key_mapping)
 
 
-def _shard_on_meta(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """Shard `model` if it is not; what is on meta stays there. Raises as `load_pretrained`."""
+def _shard_on_meta(model: nn.Module, base: nn.Module, arguments: dict[str, Any]) -> None:
+    """Shard `model` if it is not; what is on meta stays there. Raises as `load_pretrained`.
+
+    base: it, or the model in it that the weights are of.
+    """
     if any(find(param) is not None for _, param in access.named_sharded(model)):
         if arguments:
             raise ValueError(
@@ -71,8 +80,8 @@ def _shard_on_meta(model: nn.Module, arguments: dict[str, Any]) -> None:
             if not param.is_meta:
                 made = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
                 torch.utils.swap_tensors(param, made)
-    if hugging_face.is_pretrained(model) and any(param.is_meta for param in params):
-        for param, dtype in hugging_face.kept_dtypes(model).items():
+    if hugging_face.is_pretrained(base) and any(param.is_meta for param in params):
+        for param, dtype in hugging_face.kept_dtypes(base).items():
             wider = nn.Parameter(torch.empty_like(param, dtype=dtype), param.requires_grad)
             torch.utils.swap_tensors(param, wider)
     with left_on_meta():

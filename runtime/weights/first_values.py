@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.runtime.eager import access
+from autoshard.runtime.weights import adapters
 
 _PATTERN = 0x5A  # of each byte of a buffer that has no values yet
 _DONE = "_is_hf_initialized"  # attribute: transformers leaves such a tensor, or module, alone
@@ -63,12 +64,13 @@ def compute(model: nn.Module, fresh: Mapping[Tensor, str]) -> None:
     """Have the modules of `model` compute the tensors `fresh`, which are in use there.
 
     They are parameters, or buffers that `make_buffer` has made. transformers' models do so as
-    `from_pretrained` has them do, other modules by `reset_parameters()`. All other parameters and
+    `from_pretrained` has them do, adapters by PEFT, other modules by `reset_parameters()`. All other parameters and
     buffers are left as they are. Nothing is sent.
 
     fresh: the tensors, by their names for errors.
     Raises RuntimeError, naming them, if there are buffers that were not written to, or parameters
-    of modules without a way; and what a module raises, with a note.
+    of modules without a way; ValueError for adapters without one; and what a module raises, with a
+    note.
     """
     versions = {tensor: tensor._version for tensor in fresh}
     with set_aside(model, fresh):
@@ -86,12 +88,13 @@ def compute(model: nn.Module, fresh: Mapping[Tensor, str]) -> None:
                 except Exception as error:
                     error.add_note(f"in reset_parameters() of {path or 'the model'}")
                     raise
+        done = adapters.initialise(model, fresh)
         without = {
             tensor
             for module in model.modules()
             if module not in theirs and not is_there_a_way(module)
             for tensor in _own(module, fresh)
-            if isinstance(tensor, nn.Parameter)
+            if isinstance(tensor, nn.Parameter) and tensor not in done
         }
     left = {t for t, version in versions.items() if t in without or _is_unwritten(t, version)}
     in_use = {each for module in model.modules() for each in _tensors(module)}

@@ -32,8 +32,9 @@ from autoshard.runtime.training.checkpoint.on_ranks import (
     this_rank,
 )
 from autoshard.runtime.unit.param import ShardedParam, find
-from autoshard.runtime.weights import first_values, hugging_face
+from autoshard.runtime.weights import adapters, first_values, hugging_face
 from autoshard.runtime.weights.files import Counter, Stored, find_stored
+from autoshard.runtime.weights.full_state import gather
 from autoshard.runtime.weights.lazy import Box, LazyTensor, read_box_into
 from autoshard.runtime.weights.targets import Target, targets_of, unit_in
 
@@ -71,7 +72,8 @@ def load_into(
     _compare(model, plan, what)
     on_each_rank(lambda: _fill(plan), what)
     _compute_the_rest(model, plan)
-    if hugging_face.is_pretrained(model):
+    _compute_magnitudes(model, plan)
+    if hugging_face.is_pretrained(model) and not adapters.are_in(where):
         on_each_rank(lambda: hugging_face.end_loading(model, where, plan.converted), what)
     loaded = LoadedWeights(plan.counter.num_bytes, plan.unforeseen(model), tuple(plan.unexpected))
     if this_rank() == 0 and (loaded.missing or loaded.unexpected):
@@ -88,9 +90,10 @@ def load_into(
 class _Plan:
     """Tensors to be loaded, with what there is for each.
 
-    targets:   by name; tied names share one.
-    converted: what there is for them.
-    missing:   names of targets that nothing is there for, to be initialised.
+    targets:    by name; tied names share one.
+    converted:  what there is for them.
+    missing:    names of targets that nothing is there for, to be initialised.
+    added:      of adapters, and without values: they have first values of their own.
     """
 
     device: torch.device
@@ -100,6 +103,7 @@ class _Plan:
     converted: hugging_face.Converted
     missing: list[str]
     unexpected: list[str]
+    added: list[Target]
 
     def found_for(self, target: Target) -> list[tuple[str, Tensor]]:
         """List what there is for `target`: by several of its names, or by one, or nothing."""
@@ -127,10 +131,14 @@ def _plan(
     hugging_face.refuse_quantized(folder)
     counter = Counter()
     stored = find_stored(folder, counter)
-    targets = targets_of(model)
+    split = adapters.split(model, targets_of(model))
+    is_of_adapters = adapters.are_in(folder) and bool(split.added)
+    targets = adapters.by_names_in_files(model, split, stored) if is_of_adapters else split.own
+    added = {id(its): its for its in split.added.values() if its.is_on_meta and not is_of_adapters}
+    adapters.check(model, {target.tensor for target in added.values()})
     tensors = {name: target.tensor for name, target in targets.items()}
     lazy: dict[str, Tensor] = {key: LazyTensor.of(node) for key, node in stored.items()}
-    if hugging_face.is_pretrained(model):
+    if hugging_face.is_pretrained(model) and not is_of_adapters:
         with first_values.set_aside(model):
             converted = hugging_face.convert(model, lazy, tensors, key_mapping)
     else:
@@ -144,6 +152,7 @@ def _plan(
         converted=converted,
         missing=[],
         unexpected=list(converted.unexpected),
+        added=list(added.values()),
     )
     for target in plan.each_target():
         if not plan.found_for(target):
@@ -226,6 +235,8 @@ def _fill(plan: _Plan) -> None:
         if not found:
             continue
         name, tensor = found[0]
+        for copy in target.copies:
+            _read(*_room_for(copy, plan.device), tensor)
         local, parts = _room_for(target, plan.device)
         _read(local, parts, tensor)
         for other, value in found[1:]:
@@ -319,7 +330,7 @@ def _compute_the_rest(model: nn.Module, plan: _Plan) -> None:
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = made = first_values.make_buffer(buffer, plan.device)
                 fresh[made] = f"{path}.{attribute}".removeprefix(".")
-    if plan.missing:
+    if plan.missing or plan.added:
         _initialise_missing(model, plan, fresh)
     elif fresh:
         first_values.compute(model, fresh)
@@ -330,14 +341,18 @@ def _initialise_missing(model: nn.Module, plan: _Plan, fresh: dict[Tensor, str])
 
     fresh: buffers that are to be computed, too.
     """
+    later = {each.param for each in adapters.magnitudes(model)}
     whole: list[tuple[Target, Tensor]] = []
-    for name in plan.missing:
-        target = plan.targets[name]
-        made: Tensor = first_values.make_buffer(target.tensor, torch.device("cpu"))
-        if isinstance(target.tensor, nn.Parameter):
+    for target in (*(plan.targets[name] for name in plan.missing), *plan.added):
+        if target.tensor in later:
+            continue
+        made: Tensor
+        if isinstance(target.tensor, nn.Parameter):  # maybe a DTensor, the whole is not
             plain = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
             made = nn.Parameter(plain, target.tensor.requires_grad)
-        fresh[made] = name
+        else:
+            made = first_values.make_buffer(target.tensor, torch.device("cpu"))
+        fresh[made] = target.names[0]
         whole.append((target, made))
     state = on_first_rank(torch.get_rng_state, "random numbers of rank 0")
     with contextlib.ExitStack() as stack:
@@ -348,8 +363,17 @@ def _initialise_missing(model: nn.Module, plan: _Plan, fresh: dict[Tensor, str])
             stack.enter_context(_put(target, made))
         first_values.compute(model, fresh)
     for target, made in whole:
-        local, parts = _room_for(target, plan.device)
-        _read(local, parts, made.detach())
+        for each in (target, *target.copies):
+            _read(*_room_for(each, plan.device), made.detach())
+
+
+def _compute_magnitudes(model: nn.Module, plan: _Plan) -> None:
+    """Compute DoRA's magnitudes that are on meta; all ranks gather a weight at a time."""
+    added = {target.tensor: target for target in plan.added}
+    for each in adapters.magnitudes(model):
+        if each.param in added:
+            values = each.compute(gather(each.weight))
+            _read(*_room_for(added[each.param], plan.device), values)
 
 
 @contextlib.contextmanager

@@ -15,16 +15,25 @@ from autoshard.runtime.unit.unit import Unit
 
 @dataclass
 class Target:
-    """Parameter or buffer of a model: its names, more than one if it is tied, and its places."""
+    """Parameter or buffer of a model: its names, more than one if it is tied, and its places.
+
+    copies: others that get the same values, as those that adapters train.
+    """
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    copies: list[Target] = field(default_factory=list)
 
     @property
     def sharded(self) -> ShardedParam | None:
         """Its sharded parameter; None for a buffer or an ignored parameter."""
         return find(self.tensor)
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether it has no values yet."""
+        return self.tensor.is_meta if self.sharded is None else self.sharded.shard.is_meta
 
 
 def targets_of(model: nn.Module) -> dict[str, Target]:

@@ -224,8 +224,9 @@ def bytes_read() -> int:
     return int(fields["rchar"])
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 @on_ranks(2)
-def test_missing_and_unexpected(rank: int) -> None:
+def test_missing_and_unexpected(rank: int, strategy: str) -> None:
     """Errors that name them; or initialised as transformers does, alike on all ranks."""
     with folder_of_all() as folder:
         want = stored("llama", folder)
@@ -241,10 +242,10 @@ def test_missing_and_unexpected(rank: int) -> None:
         torch.manual_seed(rank)
         with warnings.catch_warnings():
             warnings.simplefilter("always" if rank == 0 else "error")
-            loaded = autoshard.load_pretrained(model, folder, strict=False, strategy="no_shard")
+            loaded = autoshard.load_pretrained(model, folder, strict=False, strategy=strategy)
         assert loaded.missing == ("score.weight",)
         assert loaded.unexpected == ("lm_head.weight",)
-        score = model.score.weight.to_local()
+        score = model.score.weight.full_tensor()
         both = [torch.empty_like(score) for _ in range(2)]
         dist.all_gather(both, score.detach().contiguous())
         assert torch.equal(*both)
