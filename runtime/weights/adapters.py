@@ -135,8 +135,8 @@ def check(model: nn.Module, without_values: Container[Tensor]) -> None:
 
 
 _ONLY_LORA = (
-    "and on the meta device first values can be had for LoRA, and for DoRA of linear layers, alone: "
-    "build the model on a real device, put the adapters in, and call autoshard.shard(model)"
+    "and on the meta device only LoRA, and DoRA of linear layers, can be given first values: build "
+    "the model on a real device, put the adapters in, and call autoshard.shard(model)"
 )
 
 

@@ -64,8 +64,8 @@ def compute(model: nn.Module, fresh: Mapping[Tensor, str]) -> None:
     """Have the modules of `model` compute the tensors `fresh`, which are in use there.
 
     They are parameters, or buffers that `make_buffer` has made. transformers' models do so as
-    `from_pretrained` has them do, adapters by PEFT, other modules by `reset_parameters()`. All other parameters and
-    buffers are left as they are. Nothing is sent.
+    `from_pretrained` has them do, adapters by PEFT, other modules by `reset_parameters()`. All
+    other parameters and buffers are left as they are. Nothing is sent.
 
     fresh: the tensors, by their names for errors.
     Raises RuntimeError, naming them, if there are buffers that were not written to, or parameters

@@ -149,7 +149,7 @@ def test_adapters_of_a_folder(rank: int, kind: str, form: str, tmp_path: Path) -
 
 @on_ranks(2)
 def test_modules_that_are_trained_whole(rank: int, tmp_path: Path) -> None:
-    """A head that the files lack, and its copy that is trained, begin alike; one of the files, too."""
+    """A module and its copy that is trained begin alike, whether files have it or not."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForSequenceClassification
 
@@ -216,7 +216,7 @@ def test_adapters_that_are_refused(rank: int, tmp_path: Path) -> None:
         folder = stored(tmp_path / "base", rank)
         its = {"target_modules": ["q_proj"]}
         refused(LoraConfig(r=4, init_lora_weights="eva", **its), "'eva', which takes .*weights")
-        refused(IA3Config(target_modules=["k_proj"], feedforward_modules=[]), r"is a Linear, and on")
+        refused(IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "is a Linear, and on")
         prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         with torch.device("meta"):
             refused(prompts, r"prompt_encoder.* not inside the model: build")
