@@ -18,12 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autoshard.runtime.comm.at_exit import at_exit
+
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.1  # between two questions
 # More ranks ask more rarely, so that all of them together ask no more than 5,000 times a second
 # after some time, and 40,000 times at first: about what a TCPStore answers on one core.
 LONGEST_A_RANK_S, SHORTEST_A_RANK_S = 200e-6, 25e-6
 IDLE_S = 1.0
-
+LONGEST_END_S = 2.0  # to wait for a question that is under way as Python exits
 
 _Question = tuple[Callable[[], Any], queue.SimpleQueue[Any]]
 """Question to a store, and the queue for its answer or error."""
@@ -49,12 +51,21 @@ class Store:
         self._is_silent = False
         self._rests = threading.Event()
         weakref.finalize(self, self._asked.put, None).atexit = False
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_answer,
             args=(self._asked, functools.partial(idle, self._store), self._rests),
             name="autoshard store",
             daemon=True,
-        ).start()
+        )
+        self._thread.start()
+        _running.add(self)
+        at_exit(_end_all)
+
+    def end(self) -> None:
+        """Have the thread end, and wait for it; later questions raise DistNetworkError."""
+        self._is_silent = True
+        self._asked.put(None)
+        self._thread.join(timeout=LONGEST_END_S)
 
     def rest(self) -> None:
         """Have the thread call `idle` no more, as before others may end the store."""
@@ -142,6 +153,20 @@ class Store:
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """Have the thread call `question` with the store, and wait, as `begin`."""
         return self.begin(question)()
+
+
+_running: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """End the threads of all stores, as Python exits.
+
+    A thread that comes out of torch's client while Python ends would abort the process: Python ends
+    it by unwinding C++ frames that must not be unwound ("terminate called without an active
+    exception").
+    """
+    for store in list(_running):
+        store.end()
 
 
 def _answer(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -91,3 +93,32 @@ def test_a_store_that_rests(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.02)
         assert store.get("a") == "one"
     assert len(called) <= count + 1  # one may have been on its way
+
+
+ENDS = """
+import contextlib
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from autoshard.runtime.ranks import store as module
+
+
+def ask(store):
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        with contextlib.suppress(RuntimeError):
+            store.wait(["never"], timedelta(milliseconds=20))
+
+
+module.IDLE_S = 0.01
+many = [[] for _ in range(1_000_000)]  # which Python looks through as it ends
+store = module.Store(dist.TCPStore("localhost", 0, is_master=True), ask)
+time.sleep(0.3)  # its thread is in torch's client now, again and again
+"""
+
+
+def test_a_process_that_ends_meanwhile() -> None:
+    """Python ends without an abort while the thread asks: it waits for the thread."""
+    command = [sys.executable, "-c", ENDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
