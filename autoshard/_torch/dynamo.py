@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar
@@ -142,10 +143,23 @@ def traced_scope() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def traced_code() -> str:
-    """Name of the frame that Dynamo is tracing now, without a path: "Net.forward:12"."""
+    """Name of the frame that Dynamo is tracing now, without a path: "Net.forward:12".
+
+    Of a decorator's frame around the forward of a module, that of the forward.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    code = InstructionTranslator.current_tx().f_code
+    tx = InstructionTranslator.current_tx()
+    code = tx.f_code
+    owner = tx.output.local_scope.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(owner, torch.nn.Module) and "<locals>" in code.co_qualname:
+        function = type(owner).forward
+        while hasattr(function, "__wrapped__"):
+            is_around = function.__code__ is code
+            function = function.__wrapped__
+            if is_around:
+                line = inspect.unwrap(function).__code__.co_firstlineno
+                return f"{type(owner).__name__}.forward:{line}"
     return f"{code.co_qualname}:{code.co_firstlineno}"
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard import _torch
 from autoshard.integrations.compiled import compile_and_shard
 from autoshard.options import CompileOptions
+from autoshard.runtime.unit.unit import unit_of
 
 _Accelerator = TypeVar("_Accelerator", bound=Accelerator)
 
@@ -200,6 +201,12 @@ class _Sharding(Accelerator):
             _keep_in_float32(module)
         units = _units_of(self.state.fsdp_plugin, module)
         compile_and_shard(module, {**units, **self._autoshard_options})
+        if unit_of(module) is None:
+            raise ValueError(
+                f"{type(module).__name__} is not sharded, and a part of it is: shard or load the "
+                "whole model or nothing of it; adapters come first, by get_peft_model(), and then "
+                "load_pretrained()"
+            )
 
 
 def _keep_in_float32(model: nn.Module) -> None:

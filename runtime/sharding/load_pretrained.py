@@ -39,8 +39,9 @@ def load_pretrained(
     Training and eval mode stay as they are.
 
     A model that PEFT has put LoRA or DoRA into is loaded by its names from before. Adapters on meta
-    get first values by PEFT, the same on all ranks; others keep theirs. A folder of one adapter,
-    with adapter_config.json, is loaded into the model's only adapter.
+    get first values by PEFT, the same on all ranks; those that were trained, as their config's
+    `inference_mode` says, stay on meta. A folder of one adapter, with adapter_config.json, is
+    loaded into the model's only adapter.
 
     folder: one with model.safetensors, or model.safetensors.index.json and the files that it names.
     strict: False initialises parameters that the files lack, as transformers does, with values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.agreement import compare_lines
 from autoshard.runtime.unit.param import find, is_ignored
-from autoshard.runtime.weights import first_values
+from autoshard.runtime.weights import adapters, first_values
 
 SYNC_BUCKET_BYTES = 250 << 20  # of one broadcast; FSDP1's PARAM_BROADCAST_BUCKET_SIZE
 
@@ -235,13 +235,15 @@ def materialize(
     is called. Does nothing in `left_on_meta()`.
 
     Raises TypeError if `param_init_fn` is needed and can't be called; RuntimeError, naming
-    the module, if there is no way to initialize it, or the buffers that were not.
+    the module, if there is no way to initialize it, or the buffers that were not; ValueError for
+    adapters of PEFT around weights on meta. Warns of a model that probably was to be loaded.
     """
     if _leaves_meta.get() or _materialize_deferred(model, ignored, param_init_fn):
         return
     if param_init_fn is not None:
         _fill_by(param_init_fn, model, device, ignored)
         return
+    adapters.refuse_without_weights(model)
     theirs = {
         each for its in first_values.pretrained_models(model).values() for each in its.modules()
     }
@@ -257,6 +259,23 @@ def materialize(
             )
         fresh.update(_make_empty(path, module, device, ignored))
     first_values.compute(model, fresh)
+    _warn_of_random_values(model, fresh)
+
+
+def _warn_of_random_values(model: nn.Module, fresh: Container[Tensor]) -> None:
+    """Warn, on rank 0, if a model of transformers that a folder's config is of has got `fresh`."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    for its in first_values.pretrained_models(model).values():
+        folder = getattr(its, "name_or_path", "")
+        if folder and any(param in fresh for param in its.parameters()):
+            warnings.warn(
+                f"{type(its).__name__} was on the meta device and begins with random values, not "
+                f"those of {folder}: to have these, call autoshard.load_pretrained(model, folder) "
+                "before the model is sharded, prepared or called",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _fill_by(

@@ -304,8 +304,10 @@ class Unit:
         meta = [param.name for param in self.params if param.shard.is_meta]
         if meta:
             raise RuntimeError(
-                f"parameters {meta} of unit {self.name!r} are still on the meta device: call "
-                "model.to_empty(device=...) and initialise them before the first forward"
+                f"parameters {meta} of unit {self.name!r} are still on the meta device: before the "
+                "first forward call autoshard.load_pretrained(model, folder), for adapters that "
+                "were trained also with their folder; or call model.to_empty(device=...) and "
+                "initialise them"
             )
 
 

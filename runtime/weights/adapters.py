@@ -62,6 +62,16 @@ class Split:
     added: dict[str, Target] = field(default_factory=dict)
     copies: dict[str, Target] = field(default_factory=dict)
 
+    @property
+    def to_initialise(self) -> list[Target]:
+        """What of `added` has no values yet, each once."""
+        return list({id(its): its for its in self.added.values() if its.is_on_meta}.values())
+
+
+def are_trained(model: Any) -> bool:
+    """Tell whether adapters of `model` were trained before, so that they are to be loaded."""
+    return any(config.inference_mode for config in _configs(model).values())
+
 
 def split(model: nn.Module, targets: dict[str, Target]) -> Split:
     """Tell the `targets` of `model` apart."""
@@ -134,6 +144,17 @@ def check(model: nn.Module, without_values: Container[Tensor]) -> None:
                 raise ValueError(f"{path} has a {type(each).__name__}, {_ONLY_LORA}")
 
 
+def refuse_without_weights(model: nn.Module) -> None:
+    """Raise ValueError if weights that adapters are put around are on meta."""
+    for path, layer in _layers(model):
+        if any(param.is_meta for param in layer.get_base_layer().parameters()):
+            raise ValueError(
+                f"{path} is an adapter around weights on the meta device, which would be random: "
+                "call autoshard.load_pretrained(model, folder), which shards the model, too, after "
+                "the adapters were put in and before it is prepared or called"
+            )
+
+
 _ONLY_LORA = (
     "and on the meta device only LoRA, and DoRA of linear layers, can be given first values: build "
     "the model on a real device, put the adapters in, and call autoshard.shard(model)"
@@ -143,7 +164,7 @@ _ONLY_LORA = (
 def initialise(model: nn.Module, fresh: Container[Tensor]) -> set[Tensor]:
     """Have PEFT give first values to adapters' tensors among `fresh`, which are whole; return them.
 
-    DoRA's magnitudes are left out where the weight that they follow from has no values.
+    DoRA's magnitudes, which follow from weights, are left out.
     Raises ValueError as `check`.
     """
     check(model, fresh)
@@ -164,10 +185,6 @@ def initialise(model: nn.Module, fresh: Container[Tensor]) -> set[Tensor]:
             if any(tensor in fresh for tensor in tensors):
                 layer.reset_lora_parameters(adapter, config.init_lora_weights)
                 done.update(tensors)
-    for each in magnitudes(model):
-        if each.param in fresh and not each.weight.is_meta:
-            each.param.copy_(each.compute(each.weight))
-            done.add(each.param)
     return done
 
 

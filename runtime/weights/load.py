@@ -134,8 +134,9 @@ def _plan(
     split = adapters.split(model, targets_of(model))
     is_of_adapters = adapters.are_in(folder) and bool(split.added)
     targets = adapters.by_names_in_files(model, split, stored) if is_of_adapters else split.own
-    added = {id(its): its for its in split.added.values() if its.is_on_meta and not is_of_adapters}
-    adapters.check(model, {target.tensor for target in added.values()})
+    waits = is_of_adapters or adapters.are_trained(model)
+    added = [] if waits else split.to_initialise
+    adapters.check(model, {target.tensor for target in added})
     tensors = {name: target.tensor for name, target in targets.items()}
     lazy: dict[str, Tensor] = {key: LazyTensor.of(node) for key, node in stored.items()}
     if hugging_face.is_pretrained(model) and not is_of_adapters:
@@ -152,7 +153,7 @@ def _plan(
         converted=converted,
         missing=[],
         unexpected=list(converted.unexpected),
-        added=list(added.values()),
+        added=added,
     )
     for target in plan.each_target():
         if not plan.found_for(target):

@@ -26,7 +26,7 @@ from autoshard.runtime.training.checkpoint.on_ranks import (
     on_first_rank,
     this_rank,
 )
-from autoshard.runtime.weights import first_values, hugging_face
+from autoshard.runtime.weights import adapters, first_values, hugging_face
 from autoshard.runtime.weights.full_state import gather
 from autoshard.runtime.weights.lazy import (
     Box,
@@ -58,10 +58,15 @@ def save_pretrained(
         model.safetensors, or several and model.safetensors.index.json.
 
     Raises CheckpointError on every rank if one can't write: what was there before stays so.
-    RuntimeError if ranks don't call it together; ValueError for a wrong size.
+    RuntimeError if ranks don't call it together; ValueError for a wrong size, or a PeftModel.
     """
     most_bytes = _read_size(max_shard_size)
     inner = _torch.dynamo.compiled_module(model) or model
+    if adapters.base_of(inner) is not inner:
+        raise ValueError(
+            "a PeftModel's adapters are saved by model.save_pretrained(folder), on all ranks; to "
+            "save a whole model, give what model.merge_and_unload() returns"
+        )
     where = Path(folder).absolute()
     check_together(inner, f"save_pretrained(max_shard_size={max_shard_size!r})")
     what = f"weights to {where}"

@@ -124,6 +124,7 @@ NOT_HERE = {
     "Watchdog caught collective operation timeout",
     "Duplicate GPU detected",
     "out of memory. Tried to allocate",
+    "unsupported format string passed to",  # Python's, for a class of torch
 }
 
 

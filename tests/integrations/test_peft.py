@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,19 +187,76 @@ def test_modules_that_are_trained_whole(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_adapters_that_are_initialised(rank: int) -> None:
-    """A model on meta that no file is loaded into has first values as PEFT gives them."""
-    from peft import LoraConfig
+def test_adapters_that_were_trained(rank: int, tmp_path: Path) -> None:
+    """What PEFT could not read into a model on meta stays there, until it is loaded."""
+    from peft import LoraConfig, PeftModel
 
     with launched(rank):
-        model = on_meta(LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
-        autoshard.shard(model)
-        layer = model.get_base_model().model.layers[0].self_attn.q_proj
-        state = autoshard.full_state_dict(layer)
-        assert state["lora_A.default.weight"].std() > 0.1
-        assert not state["lora_B.default.weight"].any()
-        lengths = state["base_layer.weight"].norm(dim=1)
-        assert torch.equal(state["lora_magnitude_vector.default.weight"], lengths)
+        folder = stored(tmp_path / "base", rank)
+        ours = on_meta(LoraConfig(r=4, target_modules=["q_proj"]))
+        autoshard.load_pretrained(ours, folder)
+        train(ours)
+        ours.save_pretrained(tmp_path / "adapters")
+        dist.barrier()
+        with torch.device("meta"):
+            base = llama(bos_token_id=None, eos_token_id=None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch: nothing is copied
+            model = PeftModel.from_pretrained(base, tmp_path / "adapters")
+        autoshard.load_pretrained(model, folder)
+        ids = texts(1)[0][None]
+        with pytest.raises(
+            RuntimeError, match=r"lora_A.* for adapters that were trained also with"
+        ):
+            model(input_ids=ids)
+        autoshard.load_pretrained(model, tmp_path / "adapters")
+        with torch.no_grad():
+            found, want = (each(input_ids=ids).logits for each in (model.eval(), ours.eval()))
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("way", ["shard", "compile", "prepare"])
+@on_ranks(2)
+def test_a_base_that_is_not_loaded(rank: int, way: str) -> None:
+    """A frozen base of random values is an error, before anything is sharded."""
+    from accelerate import Accelerator
+    from peft import LoraConfig
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    with launched(rank):
+        ways: dict[str, Callable[[Any], object]] = {
+            "shard": autoshard.shard,
+            "compile": lambda model: torch.compile(model, backend="autoshard")(input_ids=ids),
+            "prepare": with_autoshard(Accelerator()).prepare,
+        }
+        ids = texts(1)[0][None]
+        model = on_meta(LoraConfig(r=4, target_modules=["q_proj"]))
+        with pytest.raises(ValueError, match=r"q_proj is an adapter around weights on the meta"):
+            ways[way](model)
+
+
+@on_ranks(2)
+def test_adapters_around_a_sharded_model(rank: int) -> None:
+    """Accelerate is told that adapters come first."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+
+    from autoshard.integrations.accelerate import with_autoshard
+
+    with launched(rank):
+        model = get_peft_model(autoshard.shard(llama()), LoraConfig(target_modules=["q_proj"]))
+        with pytest.raises(ValueError, match=r"PeftModel is not sharded, and a part .*come first"):
+            with_autoshard(Accelerator()).prepare(model)
+
+
+@on_ranks(2)
+def test_a_peft_model_is_no_whole_model(rank: int, tmp_path: Path) -> None:
+    """Its adapters are saved by itself."""
+    with launched(rank):
+        model = autoshard.shard(adapted("LoRA"))
+        with pytest.raises(ValueError, match=r"saved by model.save_pretrained\(folder\)"):
+            autoshard.save_pretrained(model, tmp_path)
 
 
 @on_ranks(2)

@@ -422,6 +422,22 @@ def test_meta_is_initialised_as_transformers_does(rank: int) -> None:
     assert torch.equal(model.model.norm.weight.full_tensor(), torch.ones(16))
 
 
+@on_ranks(2)
+def test_meta_that_is_not_loaded(rank: int) -> None:
+    """A warning where a folder's config says that there are weights."""
+    with folder_of_all() as folder:
+        stored("llama", folder)
+        model = on_meta(folder)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            autoshard.shard(model)
+        said = [str(each.message) for each in caught if "begins with random" in str(each.message)]
+        assert len(said) == (rank == 0)
+        assert all(
+            str(folder) in each and "load_pretrained(model, folder)" in each for each in said
+        )
+
+
 @in_both_forms
 @on_ranks(2)
 def test_any_module(rank: int, form: str) -> None:
