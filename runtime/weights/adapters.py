@@ -7,6 +7,7 @@ model; they have a folder of their own, or first values by PEFT's own methods. T
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 from autoshard.runtime.weights.targets import Target
 
 _PREFIX = "base_model.model."  # of names in the files of adapters: the path of the model there
+_COMPUTED_BY = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
+"""Entries of an adapter's config by which values mean something else."""
+
 _FIRST_VALUES = (True, "gaussian")  # values of `init_lora_weights` that no weight is needed for
 
 
@@ -132,6 +136,11 @@ def check(model: nn.Module, without_values: Container[Tensor]) -> None:
         assert lora is not None
         if not isinstance(layer, lora):
             raise ValueError(f"{path} is a {type(layer).__name__}, {_ONLY_LORA}")
+        if not _configs(model):
+            raise ValueError(
+                f"{path} has an adapter, and {type(model).__name__} no peft_config: give "
+                "load_pretrained() the model that get_peft_model() returned"
+            )
         for adapter, config in _configs(model).items():
             first = config.init_lora_weights
             if first not in _FIRST_VALUES:
@@ -209,12 +218,15 @@ def magnitudes(model: nn.Module) -> Iterator[Magnitude]:
             yield Magnitude(each._parameters["weight"], _weight_of(layer), each)
 
 
-def by_names_in_files(model: Any, split: Split, stored: Container[str]) -> dict[str, Target]:
+def by_names_in_files(
+    model: Any, folder: Path, split: Split, stored: Container[str]
+) -> dict[str, Target]:
     """Return what an adapter has in `model`, by the names in the adapter's own files, now its own.
 
-    stored: all names in these files. Embeddings may be among them, which PEFT saves beside what is
-        put around them.
-    Raises ValueError if `model` has several adapters.
+    stored: all names in the files in `folder`. Embeddings may be among them, which PEFT saves
+        beside what is put around them.
+    Raises ValueError if `model` has several adapters, or one that computes otherwise than the
+    config in `folder` says.
     """
     from peft.utils import get_peft_model_state_dict
 
@@ -224,10 +236,22 @@ def by_names_in_files(model: Any, split: Split, stored: Container[str]) -> dict[
             f"the model has adapters {sorted(configs)}, and the folder is of one: load it into a "
             "model that has that one alone"
         )
+    adapter, config = next(iter(configs.items()))
+    theirs = json.loads((folder / "adapter_config.json").read_text())
+    differ = [
+        f"{key}={theirs[key]!r}, not {getattr(config, key)!r}"
+        for key in _COMPUTED_BY
+        if key in theirs and theirs[key] != getattr(config, key, theirs[key])
+    ]
+    if differ:
+        raise ValueError(
+            f"the adapter in {folder} has {', '.join(differ)} as the model's adapter {adapter!r}: "
+            "make that with the config that is there, PeftConfig.from_pretrained(folder)"
+        )
     targets = {**split.added, **split.copies}
     tokens = {name: torch.empty(0) for name in targets}
     named = get_peft_model_state_dict(
-        model, tokens, adapter_name=next(iter(configs)), save_embedding_layers=False
+        model, tokens, adapter_name=adapter, save_embedding_layers=False
     )
     by_token = {id(token): targets[name] for name, token in tokens.items()}
     found = {f"{_PREFIX}{name}": by_token[id(token)] for name, token in named.items()}

@@ -133,7 +133,9 @@ def _plan(
     stored = find_stored(folder, counter)
     split = adapters.split(model, targets_of(model))
     is_of_adapters = adapters.are_in(folder) and bool(split.added)
-    targets = adapters.by_names_in_files(model, split, stored) if is_of_adapters else split.own
+    targets = split.own
+    if is_of_adapters:
+        targets = adapters.by_names_in_files(model, folder, split, stored)
     waits = is_of_adapters or adapters.are_trained(model)
     added = [] if waits else split.to_initialise
     adapters.check(model, {target.tensor for target in added})

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.hosts import launched, llama, num_bytes, texts
 from support.ranks import on_ranks
+from torch import nn
 
 import autoshard
 
@@ -285,3 +286,9 @@ def test_adapters_that_are_refused(rank: int, tmp_path: Path) -> None:
         dist.barrier()
         with pytest.raises(Exception, match=r"\['default', 'second'\], and the folder is of one"):
             autoshard.load_pretrained(model, tmp_path / "second")
+        other = autoshard.shard(get_peft_model(llama(), LoraConfig(r=4, lora_alpha=32, **its)))
+        with pytest.raises(Exception, match="lora_alpha=8, not 32 as the model's adapter"):
+            autoshard.load_pretrained(other, tmp_path / "second")
+        inside = nn.Sequential(on_meta(LoraConfig(r=4, **its)))
+        with pytest.raises(Exception, match="has an adapter, and Sequential no peft_config: give"):
+            autoshard.load_pretrained(inside, folder, strict=False)
