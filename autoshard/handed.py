@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autoshard.passes.ir.match import is_compute, tangents
+from autoshard.passes.ir.match import is_compute
 from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
 from autoshard.passes.planner.keep import unit_by_unit, worth_keeping
@@ -28,7 +28,7 @@ from autoshard.passes.planner.save import Need, allotted, freed_bytes, least_us
 from autoshard.passes.planner.schema import read_as
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.prices import Prices
-from autoshard.passes.plans.saved import SavedValues
+from autoshard.passes.plans.saved import SavedValues, saved_names
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ class Parts(NamedTuple):
     @property
     def saved(self) -> frozenset[str]:
         """Names of the nodes that forward hands to backward."""
-        given = {node.name for node in self.backward.graph.find_nodes(op="placeholder")}
-        return frozenset(given - {node.name for node in tangents(self.joint)})
+        return saved_names(self.joint, self.backward.graph)
 
 
 @dataclass(frozen=True)

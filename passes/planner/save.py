@@ -16,7 +16,9 @@ costs least, until enough is given up. That is best but for the last corner, and
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,6 +113,21 @@ def allotted(curves: Sequence[Sequence[Choice]], needs: Sequence[Need]) -> tuple
     while (spare := _spare(curves, taken, needs)) is not None:
         taken[spare] -= 1
     return tuple(taken)
+
+
+def at_price(curves: Sequence[Sequence[Choice]], share: float) -> tuple[int, ...]:
+    """Choose corners at one price of memory for all blocks, so that blocks with one curve do alike.
+
+    It is the price at which the bytes given up are nearest to `share` of all that can be.
+    """
+    slopes = [[_slope(*pair) for pair in itertools.pairwise(curve)] for curve in curves]
+
+    def taken(price: float) -> tuple[int, ...]:
+        return tuple(bisect.bisect_right(each, price) for each in slopes)
+
+    prices = [-1.0, *sorted({slope for each in slopes for slope in each})]
+    wanted = share * freed_bytes(curves, taken(prices[-1]))
+    return min(map(taken, prices), key=lambda each: abs(freed_bytes(curves, each) - wanted))
 
 
 def freed_bytes(curves: Sequence[Sequence[Choice]], taken: Sequence[int]) -> int:

@@ -10,7 +10,14 @@ from functools import lru_cache
 from torch import fx
 
 from autoshard import _torch
-from autoshard.passes.ir.match import forward_part, is_barrier, is_marker, is_unshard, param_of
+from autoshard.passes.ir.match import (
+    forward_part,
+    is_barrier,
+    is_marker,
+    is_unshard,
+    param_of,
+    tangents,
+)
 from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
 from autoshard.passes.ir.recompute import is_recomputed, is_tagged
@@ -29,6 +36,12 @@ def can_be_recomputed(node: fx.Node) -> bool:
     if not isinstance(node.target, _torch.ops.OpOverload):
         return False
     return not _torch.ops.schema_of(node.target).is_mutable
+
+
+def saved_names(joint: fx.Graph, backward: fx.Graph) -> frozenset[str]:
+    """Return the names of the nodes that forward hands to `backward`, a part of `joint`."""
+    given = {node.name for node in backward.find_nodes(op="placeholder")}
+    return frozenset(given - {node.name for node in tangents(joint)})
 
 
 class SavedValues:

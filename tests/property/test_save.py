@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.passes.planner.save import Block, Choice, Need, Value, allotted, choices, least_us
+from autoshard.passes.planner.save import (
+    Block,
+    Choice,
+    Need,
+    Value,
+    allotted,
+    at_price,
+    choices,
+    freed_bytes,
+    least_us,
+)
 
 
 @st.composite
@@ -101,3 +112,26 @@ def test_what_can_not_be_met_gives_up_all() -> None:
     assert allotted([curve], [Need(1, 5)]) == (1,)
     assert math.isinf(least_us([curve], [Need(1, 5)]))
     assert allotted([curve, curve], [Need(2, 4)]) == (1, 0)  # the first one is saved for longest
+
+
+@given(st.lists(blocks(), min_size=1, max_size=4), st.floats(0, 1))
+def test_one_price_for_all_blocks(given_blocks: list[Block], share: float) -> None:
+    """No byte costs more that is given up than one that is not; blocks that are alike do alike."""
+    curves = [choices(block) for block in [*given_blocks, given_blocks[0]]]
+    taken = at_price(curves, share)
+    assert taken[0] == taken[-1]
+
+    def prices(steps: Iterable[tuple[Choice, Choice]]) -> list[float]:
+        return [
+            (then.again_us - now.again_us) / (now.num_bytes - then.num_bytes) for now, then in steps
+        ]
+
+    pairs = [list(itertools.pairwise(curve)) for curve in curves]
+    paid = [price for each, at in zip(pairs, taken, strict=True) for price in prices(each[:at])]
+    left = [price for each, at in zip(pairs, taken, strict=True) for price in prices(each[at:])]
+    assert max(paid, default=0.0) <= min(left, default=math.inf)
+    least, most = (
+        [len(curve) - 1 for curve in curves] if share else [0] * len(curves) for share in (0, 1)
+    )
+    assert at_price(curves, 0.0) == tuple(least)
+    assert freed_bytes(curves, at_price(curves, 1.0)) == freed_bytes(curves, most)

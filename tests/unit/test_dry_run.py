@@ -216,6 +216,43 @@ def test_what_is_tight(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> Non
         assert ("\ntight: in published runs" in capsys.readouterr().out) is is_tight
 
 
+def test_a_front_of_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """From no values that are computed again to all of them: less memory, more time."""
+    asked = arguments("--micro-batch", "4", "--mesh", "16", "--strategy", "full_shard", "--json")
+    assert main([*asked, "--checkpointing", "values"]) == 0
+    front = json.loads(capsys.readouterr().out)["front"]
+    assert len(front) >= 3
+    peaks = [each["peak_bytes"] for each in front]
+    assert peaks == sorted(peaks)
+    assert main([*asked[:-1], "--checkpointing", "values"]) == 0
+    printed = capsys.readouterr().out
+    table = printed.partition("no other is less")[2]
+    assert all(each["checkpointing"] in table for each in front)
+    assert "values:35 computes values again that give up 35 %" in printed
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_a_budget(share: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """As few values are computed again as it takes; not as slow as full checkpointing."""
+    asked = arguments("--micro-batch", "4", "--mesh", "16", "--strategy", "full_shard", "--json")
+
+    def planned(*more: str) -> Any:
+        main([*asked, *more])
+        return json.loads(capsys.readouterr().out)
+
+    none, full = (planned("--checkpointing", way) for way in ("none", "full"))
+    budget = round(share * none["memory"]["peak_bytes"])
+    found = planned("--budget", str(budget))
+    assert found["fits"]
+    assert found["memory"]["peak_bytes"] <= budget < none["memory"]["peak_bytes"]
+    assert found["step_time_us"] <= full["step_time_us"]
+    way = found["configurations"][0]["checkpointing"]
+    kind, _, percent = way.partition(":")
+    assert kind == "values"
+    less = planned("--checkpointing", f"values:{int(percent) - 1}") if percent != "1" else none
+    assert less["memory"]["peak_bytes"] > budget
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -226,6 +263,9 @@ def test_what_is_tight(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> Non
         (("--mesh", "x"), "expected replicas x shards"),
         (("--dtype", "float"), "--dtype 'float': expected one of"),
         (("--optimizer", "lion"), "--optimizer 'lion': expected one of"),
+        (("--budget", "40 apples"), "expected a number of bytes, such as 40GiB or 500MB"),
+        (("--checkpointing", "values:0"), "'values:0' is no way of checkpointing; expected one"),
+        (("--checkpointing", "values:101"), "is no way of checkpointing; expected one such as"),
         (("--seq", "0"), "--seq 0: expected a number from 1 on"),
         (("--strategy", "zero"), "strategy 'zero' has no mesh of 16 ranks"),
         (("--model", "no_such:thing"), "expected package.module:function"),

@@ -13,9 +13,10 @@ from support.models import Block
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from autoshard.passes.planner.topology import Topology
 from autoshard.tools.plan import batches, steps
 from autoshard.tools.plan.steps import PlannedModel, traced_step, traced_steps
-from autoshard.tools.plan.ways import tagged
+from autoshard.tools.plan.ways import BY_VALUES, tagged
 
 pytestmark = [
     pytest.mark.parametrize("fake_world", [1024], indirect=True),
@@ -98,6 +99,18 @@ def test_ways_are_those_of_torch(lowering: str) -> None:
         assert found[2, way] == traced_step(model, 2, "none")
     ops = [len(found[2, way].graphs["backward"].problem.op_us) for way in ("none", "ops", "full")]
     assert ops[0] < ops[1] < ops[2]
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_by_values(lowering: str) -> None:
+    """The more is given up, the less is kept for backward, and the more ops it has."""
+    found = traced_steps(planned(Tower, lowering), [2], ["none", *BY_VALUES], Topology.load("h100"))
+    steps = [found[2, way] for way in ("none", *BY_VALUES)]
+    kept = [max(each.graphs["forward"].activations) for each in steps]
+    times = [sum(each.graphs["backward"].op_us(Topology.load("h100"))) for each in steps]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0] / 2
+    assert times == sorted(times)
 
 
 def test_only_forward_is_tagged() -> None:

@@ -49,7 +49,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step (1)")
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...")
     parser.add_argument(
-        "--checkpointing", help="none, full, ops, or full of some units: layers:2, first:10"
+        "--checkpointing",
+        help="none, full, ops; full of some units: layers:2, first:10; values, the front of memory "
+        "and time, value by value, or a share of it: values:35",
+    )
+    parser.add_argument(
+        "--budget",
+        help="memory of a device to keep to, 40GiB: as few values as that takes are computed again",
     )
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--fp8", action="store_true", help="linear layers compute in float8")
@@ -107,7 +113,13 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """
     from autoshard.tools.plan.page import write
     from autoshard.tools.plan.planning import Choices, plan
-    from autoshard.tools.plan.reading import read_gpus, read_mesh, read_model, read_network
+    from autoshard.tools.plan.reading import (
+        read_bytes,
+        read_gpus,
+        read_mesh,
+        read_model,
+        read_network,
+    )
     from autoshard.tools.plan.report import as_json, text
 
     try:
@@ -120,6 +132,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             micro_batches=(options.micro_batch,) if options.micro_batch else None,
             checkpointing=options.checkpointing,
             accumulate=options.accumulate,
+            budget_bytes=read_bytes(options.budget) if options.budget else None,
         )
         model = dataclasses.replace(read_model(options, load), is_fp8=options.fp8)
         report = plan(model, topology, gpus, choices)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from torch import Tensor, fx, nn
 from autoshard import _torch, passes
 from autoshard.compilation import DryCompilation, Partition
 from autoshard.options import CompileOptions
+from autoshard.passes.planner.topology import Topology
+from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.saved import SavedValues, saved_names
 from autoshard.runtime.compiled.frame import Frame, make_frame
 from autoshard.runtime.sharding.find_units import find_units
 from autoshard.runtime.sharding.shard import fully_shard
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
-from autoshard.tools.plan.ways import mark_regions, tagged
+from autoshard.tools.plan.ways import BY_VALUES, CHECKPOINTING, mark_regions, saving, tagged
 
 RANKS = 1024  # that are not there
 
@@ -41,8 +44,9 @@ def trace(
     call: Callable[[Any], Any],
     *,
     mp_policy: MixedPrecisionPolicy,
-    ways: Iterable[str],
+    ways: Collection[str],
     lowering: str,
+    topology: Topology | None = None,
 ) -> dict[str, Prepared]:
     """Trace the "forward" and "backward" graph of `model`, sharded and compiled, and run neither.
 
@@ -50,8 +54,9 @@ def trace(
     reset. Returns the graphs by way. All parameters, the root's too, are freed after forward.
     model: on the meta device; it is changed and sharded, and of no use afterwards.
     call: begins forward and backward of the compiled model that it is given; it ends in forward.
-    ways: of checkpointing, of `CHECKPOINTING`, for each unit but the root.
+    ways: of checkpointing, of `ways.TRACED`: for each unit but the root, or by values.
     lowering: "inductor" or "eager".
+    topology: by whose times values are chosen; None if no way has to.
     Raises RuntimeError if forward is not one graph with a backward, or in a process that has
     another process group.
     """
@@ -66,10 +71,22 @@ def trace(
         compilation = DryCompilation(frame, settings)
 
         def take(joint: fx.GraphModule, partition: Partition) -> None:
-            for way in ways:
-                parts = partition(tagged(joint, way))
-                prepared = [passes.run(gm, passes.preparation(compilation.table)) for gm in parts]
-                graphs[way] = dict(zip(("forward", "backward"), prepared, strict=True))
+            def prepared(tagged: fx.GraphModule) -> Prepared:
+                preparation = passes.preparation(compilation.table)
+                parts = [passes.run(gm, preparation) for gm in partition(tagged)]
+                return dict(zip(("forward", "backward"), parts, strict=True))
+
+            graphs.update(
+                (way, prepared(tagged(joint, way))) for way in ways if way in CHECKPOINTING
+            )
+            by_values = [way for way in ways if way in BY_VALUES]
+            if by_values:
+                assert topology is not None
+                none = graphs.get("none") or prepared(tagged(joint, "none"))
+                saved = saved_names(joint.graph, none["backward"].graph)
+                prices = Prices(topology, lowering == "inductor")
+                values = SavedValues(joint.graph, saved, prices, compilation.table)
+                graphs.update((way, prepared(saving(joint, values, way))) for way in by_values)
 
         compilation.partition(take)
 

@@ -16,10 +16,11 @@ from autoshard.passes.ir.picture import LEGEND, Phase, Sent, draw
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.passes.planner.simulate import Run
 from autoshard.tools.plan.estimate import Configuration, Estimate
-from autoshard.tools.plan.front import Tried, best_that_fit
+from autoshard.tools.plan.front import Tried
 from autoshard.tools.plan.planning import PlanReport
 from autoshard.tools.plan.report import (
     cluster_line,
+    front_of,
     interval_line,
     memory_rows,
     micro_batches,
@@ -184,7 +185,7 @@ def _column_title(unit: str, begin: float, values: Mapping[str, float]) -> str:
 def _others(report: PlanReport) -> Iterator[str]:
     """Yield all configurations that were estimated, as points and as a table."""
     limit = report.topology.memory_bytes
-    front = best_that_fit(report.tried, limit)
+    front = front_of(report)
     fits = report.overflow is None
     near = [n for n, each in enumerate(report.tried) if each.peak_bytes <= FAR * limit or not fits]
     unit = _unit_of(max(report.tried[number].peak_bytes for number in near))

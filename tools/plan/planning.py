@@ -7,22 +7,22 @@ searched for in the best few.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.plan.estimate import Configuration, Estimate, StepGraphs, estimate
 from autoshard.tools.plan.front import Tried
 from autoshard.tools.plan.speed import Work, forward_flops
-from autoshard.tools.plan.splice import checkpointed, read_way, spliced
+from autoshard.tools.plan.splice import checkpointed, first_blocks, read_way, spliced
 from autoshard.tools.plan.steps import PlannedModel as PlannedModel
 from autoshard.tools.plan.steps import traced_steps
-from autoshard.tools.plan.ways import CHECKPOINTING
+from autoshard.tools.plan.ways import BY_VALUES, CHECKPOINTING, STEP, TRACED, VALUES
 
 MICRO_BATCHES = (1, 2, 4)  # tried where the caller names none
 SHOWN = 3  # configurations in which buckets are searched for
@@ -34,7 +34,11 @@ class Choices:
 
     mesh: (replicas, shards).
     strategy: "zero1" is tried only where it is named.
+    checkpointing: one of `CHECKPOINTING`, a way that `splice.read_way` reads, or "values": value by
+        value, at several shares of what can be computed again.
     accumulate: microbatches of a step.
+    budget_bytes: of a device, in place of its memory. What doesn't fit in has as few values
+        computed again as it takes, if `checkpointing` leaves that open.
     """
 
     mesh: tuple[int, int] | None = None
@@ -42,12 +46,14 @@ class Choices:
     micro_batches: tuple[int, ...] | None = None
     checkpointing: str | None = None
     accumulate: int = 1
+    budget_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class PlanReport:
     """Result of `plan`.
 
+    topology: with the budget for its memory, if there is one.
     work: of one sample.
     tried: all configurations that were estimated, the best first.
     estimates: at most three that fit, the best first; if none fits, the one that needs least.
@@ -61,6 +67,7 @@ class PlanReport:
     tried: tuple[Tried, ...]
     estimates: tuple[Estimate, ...]
     planning_s: float
+    budget_bytes: int | None = None
 
     @property
     def overflow(self) -> str | None:
@@ -96,42 +103,43 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
     group.
     """
     began = time.perf_counter()
-    if choices.checkpointing not in (None, *CHECKPOINTING):
+    if choices.checkpointing not in (None, VALUES, *CHECKPOINTING):
         read_way(choices.checkpointing)  # what is wrong is said before anything is traced
+    if choices.budget_bytes is not None:
+        topology = dataclasses.replace(topology, memory_bytes=choices.budget_bytes)
     configurations = list(_configurations(topology, gpus, choices))
     if not configurations:
         raise ValueError(f"strategy {choices.strategy!r} has no mesh of {gpus} ranks")
-
+    by_values = choices.budget_bytes is not None and choices.checkpointing in (None, VALUES)
     wanted = {each.checkpointing for each in configurations}
-    ways = wanted if wanted <= {*CHECKPOINTING} else {"none", "full"}
-    steps = traced_steps(planned, {each.micro_batch for each in configurations}, ways)
-
-    @functools.cache
-    def step(micro_batch: int, recompute: str) -> StepGraphs:
-        if recompute in CHECKPOINTING:
-            return steps[micro_batch, recompute]
-        none, full = (step(micro_batch, each) for each in ("none", "full"))
-        chosen = checkpointed(recompute, none.graphs["forward"])
-        graphs = {
-            kind: spliced(graph, full.graphs[kind], chosen) for kind, graph in none.graphs.items()
-        }
-        return dataclasses.replace(none, graphs=graphs)
+    ways = set().union(*map(_traced_for, wanted), TRACED[:1] + BY_VALUES if by_values else ())
+    traces = traced_steps(planned, {each.micro_batch for each in configurations}, ways, topology)
+    steps = _Steps(traces)
 
     def estimated(found: Configuration, *, searched: bool) -> Estimate:
-        traced = step(found.micro_batch, found.checkpointing)
+        traced = steps.of(found.micro_batch, found.checkpointing)
         return estimate(traced, found, topology, searched=searched)
 
     def rank(found: Estimate) -> tuple[int, float]:
         over = found.memory.peak_bytes - topology.memory_bytes
         return (over, 0.0) if over > 0 else (0, found.sample_us)
 
+    def is_over(found: Configuration) -> bool:
+        return rank(estimated(found, searched=False))[0] > 0
+
+    if by_values:
+        configurations += [
+            _least_values(each, is_over)
+            for each in configurations
+            if each.checkpointing == "none" and is_over(each)
+        ]
     rough = sorted((estimated(each, searched=False) for each in configurations), key=rank)
     best = [estimated(each.configuration, searched=True) for each in rough[:SHOWN]]
     best.sort(key=rank)
     searched = {each.configuration: each for each in best}
     all_tried = [searched.get(each.configuration, each) for each in rough]
     first = configurations[0]
-    traced = step(first.micro_batch, first.checkpointing)
+    traced = steps.of(first.micro_batch, first.checkpointing)
     members = traced.parameters.members
     flops = 3 * forward_flops(traced.graphs["forward"]) / first.micro_batch
     return PlanReport(
@@ -143,7 +151,66 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
         tuple(map(Tried.of, sorted(all_tried, key=rank))),
         tuple(each for each in best if rank(each)[0] == rank(best[0])[0] == 0) or (best[0],),
         time.perf_counter() - began,
+        choices.budget_bytes,
     )
+
+
+def _least_values(found: Configuration, is_over: Callable[[Configuration], bool]) -> Configuration:
+    """Return `found` with the fewest values computed again with which it fits; with all, if none.
+
+    is_over: whether a configuration needs more memory than there is.
+    """
+
+    def way(percent: int) -> Configuration:
+        return dataclasses.replace(found, checkpointing=f"{VALUES}:{percent}")
+
+    percents = range(1, 101)
+    at = bisect.bisect_left(percents, True, key=lambda percent: not is_over(way(percent)))
+    return way(percents[min(at, len(percents) - 1)])
+
+
+class _Steps:
+    """Graphs of a training step by microbatch and way of checkpointing, as traced or spliced."""
+
+    def __init__(self, traced: Mapping[tuple[int, str], StepGraphs]) -> None:
+        self._known = dict(traced)
+
+    def of(self, micro_batch: int, way: str) -> StepGraphs:
+        """Return those for any way; blocks that are checkpointed otherwise are spliced in."""
+        key = micro_batch, way
+        if key not in self._known:
+            kind, number = read_way(way)
+            less, more = (self.of(micro_batch, each) for each in _spliced_of(way))
+            forward = less.graphs["forward"]
+            if kind == VALUES:
+                chosen = first_blocks(number % STEP / STEP, forward)
+            else:
+                chosen = checkpointed(way, forward)
+            try:
+                graphs = {
+                    kind: spliced(graph, more.graphs[kind], chosen)
+                    for kind, graph in less.graphs.items()
+                }
+            except ValueError:  # the two have blocks in another order
+                if kind != VALUES:
+                    raise
+                graphs = dict(more.graphs)
+            self._known[key] = dataclasses.replace(less, graphs=graphs)
+        return self._known[key]
+
+
+def _traced_for(way: str) -> tuple[str, ...]:
+    """List the ways of which graphs are traced, to have those of `way`."""
+    return (way,) if way in TRACED else _spliced_of(way)
+
+
+def _spliced_of(way: str) -> tuple[str, str]:
+    """Return the two traced ways, of less and of more checkpoints, that `way` is spliced of."""
+    kind, number = read_way(way)
+    if kind != VALUES:
+        return "none", "full"
+    less = number - number % STEP
+    return (f"{VALUES}:{less}" if less else "none"), f"{VALUES}:{less + STEP}"
 
 
 def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator[Configuration]:
@@ -157,6 +224,8 @@ def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator
         if replicas * shards != gpus:
             raise ValueError(f"mesh {replicas}x{shards} has {replicas * shards} ranks, not {gpus}")
     recomputes = ["none", "full"] if choices.checkpointing is None else [choices.checkpointing]
+    if choices.checkpointing == VALUES:
+        recomputes = ["none"] if choices.budget_bytes is not None else ["none", *BY_VALUES]
     batches = choices.micro_batches or MICRO_BATCHES
     for micro_batch, recompute in itertools.product(batches, recomputes):
         for (replicas, shards), reshards in itertools.product(meshes, (True, False)):

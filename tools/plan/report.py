@@ -11,7 +11,9 @@ from autoshard.passes.ir.plan import show_bytes
 from autoshard.passes.planner.search import Decision
 from autoshard.passes.planner.simulate import Run
 from autoshard.tools.plan.estimate import RESERVED, Configuration, Estimate, MemoryEstimate
+from autoshard.tools.plan.front import best_that_fit
 from autoshard.tools.plan.planning import PlanReport
+from autoshard.tools.plan.ways import VALUES
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(MemoryEstimate))
 
@@ -36,6 +38,8 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
     tight = tight_line(report)
     lines += [tight, ""] if tight else []
     lines += [*_columns(time_rows(best)), "", interval_line(report), *margin_lines(best)]
+    if any(is_by_values(each.configuration) for each in report.tried):
+        lines += ["", *_columns(_front_rows(report)), "", BY_VALUES_LINE]
     if with_buckets:
         for kind, decision in best.decisions.items():
             lines += ["", kind, *_columns(_bucket_rows(decision))]
@@ -55,7 +59,8 @@ def cluster_line(report: PlanReport) -> str:
     """Describe the cluster, in one line."""
     topology = report.topology
     size = show_bytes(topology.memory_bytes)
-    return f"{report.gpus} x {topology.name} ({topology.title}; {size} each)"
+    each = f"a budget of {size} each" if report.budget_bytes is not None else f"{size} each"
+    return f"{report.gpus} x {topology.name} ({topology.title}; {each})"
 
 
 def verdict(report: PlanReport) -> str:
@@ -66,6 +71,37 @@ def verdict(report: PlanReport) -> str:
             f"does not fit, with {report.overflow}: of {tried} configurations this one needs least"
         )
     return f"best of {tried} configurations" if tried > 1 else "as asked for"
+
+
+BY_VALUES_LINE = (
+    "values:35 computes values again that give up 35 % of the bytes that forward could give up, "
+    "those first that take least time for their bytes"
+)
+
+
+def is_by_values(configuration: Configuration) -> bool:
+    """Tell whether backward computes single values again, not those of whole units."""
+    return configuration.checkpointing.startswith(VALUES)
+
+
+def _front_rows(report: PlanReport) -> Iterator[Sequence[str]]:
+    """Yield a head, and a row for each configuration that no other one beats in memory and time."""
+    yield "no other is less", "strategy", "mesh", "micro-batch", "checkpointing", "ms a sample"
+    for each in (report.tried[number] for number in front_of(report)):
+        about = each.configuration
+        yield (
+            show_bytes(each.peak_bytes),
+            about.strategy,
+            about.mesh,
+            micro_batches(about),
+            about.checkpointing,
+            ms(each.sample_us),
+        )
+
+
+def front_of(report: PlanReport) -> list[int]:
+    """Numbers of the configurations that were tried on the front of memory and time."""
+    return best_that_fit(report.tried, report.topology.memory_bytes)
 
 
 def _configuration_rows(report: PlanReport) -> Iterator[Sequence[str]]:
@@ -268,6 +304,14 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "memory": _memory_json(best.memory),
         "reserved_bytes": best.memory.reserved_bytes,
         "configurations": [_configuration_json(report, each) for each in report.estimates],
+        "front": [
+            {
+                **_settings_json(report.tried[number].configuration),
+                "sample_us": report.tried[number].sample_us,
+                "peak_bytes": report.tried[number].peak_bytes,
+            }
+            for number in front_of(report)
+        ],
         "plans": [_plan_json(kind, each) for kind, each in best.decisions.items()],
     }
 
@@ -288,17 +332,22 @@ def _speed_json(report: PlanReport, sample_us: float) -> dict[str, Any]:
 
 def _configuration_json(report: PlanReport, found: Estimate) -> dict[str, Any]:
     """Return settings, times in microseconds, speed, and memory in bytes of a configuration."""
-    about = found.configuration
+    return {
+        **_settings_json(found.configuration),
+        "step_time_us": found.step_time_us,
+        "exposed_us": found.exposed_us,
+        **_speed_json(report, found.sample_us),
+        "memory": _memory_json(found.memory),
+    }
+
+
+def _settings_json(about: Configuration) -> dict[str, Any]:
     return {
         "strategy": about.strategy,
         "mesh": [about.replicas, about.shards],
         "micro_batch": about.micro_batch,
         "accumulate": about.accumulate,
         "checkpointing": about.checkpointing,
-        "step_time_us": found.step_time_us,
-        "exposed_us": found.exposed_us,
-        **_speed_json(report, found.sample_us),
-        "memory": _memory_json(found.memory),
     }
 
 

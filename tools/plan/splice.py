@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.repeat import begin_of
 from autoshard.tools.plan.graphs import Graph
+from autoshard.tools.plan.ways import VALUES
 
 
 def checkpointed(way: str, graph: Graph) -> frozenset[str]:
@@ -42,12 +43,23 @@ def checkpointed(way: str, graph: Graph) -> frozenset[str]:
     return frozenset(name for name in blocks if at[name] % number == 0)
 
 
+def first_blocks(share: float, graph: Graph) -> frozenset[str]:
+    """Names of the first blocks of `graph`: `share` of them all."""
+    blocks = _blocks(graph.problem)
+    return frozenset(blocks[: round(share * len(blocks))])
+
+
 def read_way(way: str) -> tuple[str, int]:
-    """Read ("layers", 2) from "layers:2", or ("first", 10). Raises ValueError for anything else."""
+    """Read ("layers", 2) from "layers:2", ("first", 10) or ("values", 35).
+
+    Raises ValueError for anything else.
+    """
     kind, _, text = way.partition(":")
     number = int(text) if text.isdecimal() else 0
-    if kind not in ("layers", "first") or number < 1:
-        raise ValueError(f"{way!r} is no way of checkpointing; expected one such as layers:2")
+    if kind not in ("layers", "first", VALUES) or number < 1 or (kind == VALUES and number > 100):
+        raise ValueError(
+            f"{way!r} is no way of checkpointing; expected one such as layers:2, or values:35"
+        )
     return kind, number
 
 

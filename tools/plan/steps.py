@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.passes.ir.layout import DTYPES, Member
+from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
 from autoshard.tools.plan import batches
 from autoshard.tools.plan.blocks import Stack, cut_stacks, grown
@@ -57,9 +58,14 @@ def traced_step(planned: PlannedModel, micro_batch: int, recompute: str) -> Step
 
 
 def traced_steps(
-    planned: PlannedModel, micro_batches: Collection[int], ways: Collection[str]
+    planned: PlannedModel,
+    micro_batches: Collection[int],
+    ways: Collection[str],
+    topology: Topology | None = None,
 ) -> dict[tuple[int, str], StepGraphs]:
     """Trace training steps of `planned`: few of its like blocks, one of which stands for the rest.
+
+    ways, topology: as of `trace`.
 
     One trace is enough for all `ways` of checkpointing, and for all microbatches unless sizes are
     not in proportion to them. As in `trace`, this process becomes one of ranks that are not there,
@@ -73,14 +79,14 @@ def traced_steps(
     if is_shared:
         traced_with = batches.prime_for(model, [torch.empty(planned.seq), *tensors_in(samples)])
     try:
-        traces = _Traces(planned, traced_with, ways)
+        traces = _Traces(planned, traced_with, ways, topology)
         is_right = not is_shared or traces.follow_batch()
     except RuntimeError:
         if not is_shared:
             raise
         is_right = False  # the model may take no such batch
     if not is_right:
-        each_alone = [traced_steps(planned, [size], ways) for size in micro_batches]
+        each_alone = [traced_steps(planned, [size], ways, topology) for size in micro_batches]
         return {key: step for steps in each_alone for key, step in steps.items()}
     any_step = StepGraphs(
         {},
@@ -103,9 +109,16 @@ def traced_steps(
 class _Traces:
     """Graphs of one microbatch that was traced, `traced_with` samples, for all ways."""
 
-    def __init__(self, planned: PlannedModel, traced_with: int, ways: Collection[str]) -> None:
+    def __init__(
+        self,
+        planned: PlannedModel,
+        traced_with: int,
+        ways: Collection[str],
+        topology: Topology | None,
+    ) -> None:
         """Trace `planned`, of whose like blocks most are cut. Raises as `trace` does."""
-        self.planned, self.traced_with, self.ways = planned, traced_with, ways
+        self.planned, self.traced_with = planned, traced_with
+        self.ways, self.topology = ways, topology
         model = on_meta(planned)
         self.stacks = cut_stacks(model)
         self.cut = self._trace(model)
@@ -123,6 +136,7 @@ class _Traces:
             mp_policy=policy_of(self.planned),
             ways=self.ways,
             lowering=self.planned.lowering,
+            topology=self.topology,
         )
 
     def follow_batch(self) -> bool:

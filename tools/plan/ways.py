@@ -18,10 +18,19 @@ from torch.fx.traceback import annotate
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.pipeline import copied
+from autoshard.passes.planner.save import at_price
+from autoshard.passes.plans.saved import SavedValues
+from autoshard.passes.tag_saved import tag_saved
 
 CHECKPOINTING = ("none", "full", "ops")
 """Ways of checkpointing: backward computes nothing again of a unit; all; or all but products and
 attention."""
+
+VALUES = "values"  # way of checkpointing: value by value, as a memory budget decides
+STEP = 20  # percent of the bytes that values can give up, from one graph that is traced to the next
+BY_VALUES = tuple(f"{VALUES}:{percent}" for percent in range(STEP, 101, STEP))
+TRACED = (*CHECKPOINTING, *BY_VALUES)
+"""Ways of which a step is traced; others are spliced of two of them."""
 
 _REGION = "autoshard.region"  # among a node's annotations
 
@@ -64,6 +73,16 @@ def tagged(joint: fx.GraphModule, way: str) -> fx.GraphModule:
             CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
         )
     return gm
+
+
+def saving(joint: fx.GraphModule, values: SavedValues, way: str) -> fx.GraphModule:
+    """Copy a joint graph, with tags by which a share of what its values can give up is given up.
+
+    Those go first that take least time to compute again for their bytes.
+    way: one of `BY_VALUES`.
+    """
+    taken = at_price(values.curves, int(way.partition(":")[2]) / 100)
+    return tag_saved(copied(joint), saved=values.names(taken))
 
 
 def _is_saved(node: fx.Node) -> bool:
