@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -159,18 +161,61 @@ def _blocks(forward: Sequence[fx.Node], table: Sequence[ParamInfo]) -> dict[fx.N
 
     Of units that are numbered in a list, each is a block, with the units in it. Where a unit is
     read again after another one, a block begins that is numbered: "root 2". What stands before the
-    first one is "start".
+    first one is "start". What a block begins with before it reads a parameter, as a norm does, is
+    in it, too: it begins where fewest bytes are handed on.
     """
-    found: dict[fx.Node, str] = {}
+    runs: list[tuple[str, list[fx.Node]]] = [("start", [])]
     times: Counter[str] = Counter()
-    unit, at = None, "start"
+    unit = None
     for node in forward:
         if is_unshard(node) and (now := _block_name(table[param_of(node)].unit)) != unit:
             unit = now
             times[now] += 1
-            at = now if times[now] == 1 else f"{now} {times[now]}"
-        found[node] = at
-    return found
+            runs.append((now if times[now] == 1 else f"{now} {times[now]}", []))
+        runs[-1][1].append(node)
+    position = {node: at for at, node in enumerate(forward)}
+    for (_, nodes), (_, following) in itertools.pairwise(runs):
+        begin = _begin_of_next(nodes, position)
+        following[:0] = nodes[begin:]
+        del nodes[begin:]
+    return {node: name for name, nodes in runs for node in nodes}
+
+
+def _begin_of_next(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> int:
+    """Return where in a block's `nodes` the next one begins: after all that reads its parameters.
+
+    Of these places it is the one at which fewest bytes of the block's values are read later, and of
+    several the last.
+
+    position: of all of forward's nodes.
+    """
+    reads = [
+        at
+        for at, node in enumerate(nodes)
+        if is_unshard(node) or any(map(_is_of_parameter, node.all_input_nodes))
+    ]
+    if not reads:
+        return len(nodes)
+    first = reads[-1] + 1
+    last_read: dict[fx.Node, int] = {}
+    for node in nodes:
+        if base_of(node) is node and not is_unshard(node):
+            last_read[node] = max((position.get(each, 0) for each in _readers(node)), default=0)
+    num_bytes = {node: sum(map(num_bytes_of, tensors_of(node))) for node in last_read}
+    best, fewest = len(nodes), math.inf
+    for at in range(len(nodes), first - 1, -1):
+        here = position[nodes[at]] if at < len(nodes) else position[nodes[-1]] + 1
+        handed_on = sum(
+            num_bytes[node] for node, last in last_read.items() if position[node] < here <= last
+        )
+        if handed_on < fewest:
+            best, fewest = at, handed_on
+    return best
+
+
+def _is_of_parameter(node: fx.Node) -> bool:
+    """Tell whether `node` is an unsharded parameter, or a view of one."""
+    return is_unshard(base_of(node))
 
 
 def _block_name(unit: str) -> str:

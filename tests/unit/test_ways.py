@@ -113,6 +113,39 @@ def test_by_values(lowering: str) -> None:
     assert times == sorted(times)
 
 
+class NormedBlock(nn.Module):
+    """Block that begins with a norm in float32, as those of Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return x + self.down(nn.functional.gelu(self.up(self.scale * wide.to(x.dtype))))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NormedBlock() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().sum()
+
+
+def test_a_block_begins_before_its_norm() -> None:
+    """If all is computed again, a block hands on what the next one is given, and no wide copy."""
+    given = 2 * 128 * 64 * 2  # bytes, in bf16
+    found = traced_steps(planned(Normed, "eager"), [2], ["values:100"], Topology.load("h100"))
+    kept = max(found[2, "values:100"].graphs["forward"].activations)
+    assert 5 * given <= kept <= 8 * given
+
+
 def test_only_forward_is_tagged() -> None:
     """By region; backward has the annotations of what it is the gradient of, and no tags."""
     graph = fx.Graph()
