@@ -138,7 +138,7 @@ class SavedValues:
                 values.append(Value(num_bytes // len(readers), 0.0, is_fixed=True))
                 continue
             sources = {base_of(source) for source in node.all_input_nodes}
-            is_fixed = is_tagged(node) or not can_be_recomputed(node) or readers > {block}
+            is_fixed = is_tagged(node) or not can_be_recomputed(node) or bool(readers - {block})
             values.append(
                 Value(
                     num_bytes,
