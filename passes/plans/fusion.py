@@ -16,7 +16,7 @@ Source: Inductor's `ir.py` (`StorageBox.should_realize_on_reuse`, `realize_hint`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -127,9 +127,12 @@ class _Kernel:
         return self.is_by_rows and loop.numel == self.numel
 
 
-def fuse(graph: fx.Graph) -> Fusion:
-    """Tell which kernels Inductor makes of the pointwise ops and reductions of `graph`."""
-    return _Fuser(graph).result()
+def fuse(graph: fx.Graph, handed_on: Collection[fx.Node] = ()) -> Fusion:
+    """Tell which kernels Inductor makes of the pointwise ops and reductions of `graph`.
+
+    handed_on: nodes whose results are in memory, as a part of `graph` will hand them on.
+    """
+    return _Fuser(graph, handed_on).result()
 
 
 class _Fuser:
@@ -143,7 +146,7 @@ class _Fuser:
     readers: kernels that read a value. consumers: ops that read it, inlined ones left out.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, handed_on: Collection[fx.Node]) -> None:
         """Make the kernels of `graph`."""
         self.inlined: dict[fx.Node, tuple[dict[fx.Node, float], int]] = {}
         self.sources: dict[fx.Node, dict[fx.Node, float]] = {}
@@ -160,7 +163,7 @@ class _Fuser:
             if is_view(node):
                 continue
             sources, ops = self._read_by(node)
-            if _is_realized(node, len(sources), ops):
+            if node in handed_on or _is_realized(node, len(sources), ops):
                 self._realize(node, sources)
             else:
                 self.inlined[node] = (sources, ops)

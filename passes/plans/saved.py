@@ -65,8 +65,8 @@ class SavedValues:
     ) -> None:
         """Price the ops of `graph`'s forward, of which the nodes `saved` are saved.
 
-        What is tagged to be computed again is there in backward anyway, as inputs are; what is
-        tagged to be saved stays so.
+        What is tagged to be computed again is there in backward anyway, as inputs and gathered
+        parameters are; what is tagged to be saved stays so.
 
         table: facts about parameters; a block begins where a unit's first one is read.
         """
@@ -75,10 +75,10 @@ class SavedValues:
         self._block_of = _blocks(forward, table)
         self.blocks = tuple(dict.fromkeys(self._block_of.values()))
         nodes = [node for node in forward if not is_recomputed(node)]
-        owners = [node for node in nodes if base_of(node) is node]
+        owners = [node for node in nodes if base_of(node) is node and not is_unshard(node)]
         self._owners = frozenset(owners)
         self._saved = {base_of(node) for node in nodes if node.name in saved} & self._owners
-        fusion = fuse(graph) if prices.is_fused else None
+        fusion = fuse(graph, self._saved) if prices.is_fused else None
         microseconds = {node: prices.op_us(node, fusion) for node in owners}
         own: dict[str, list[fx.Node]] = {name: [] for name in self.blocks}
         for node in owners:

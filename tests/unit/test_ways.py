@@ -147,12 +147,22 @@ class Normed(nn.Module):
 BLOCKS = 8
 
 
+@pytest.mark.parametrize("seq", [128, 8])  # with values that are larger than weights, or smaller
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-def test_blocks_hand_on_what_the_next_is_given(lowering: str) -> None:
-    """And nothing else, if all is computed again: no norm's wide copy. Each is done by itself."""
-    given = 2 * 128 * 64 * 2  # bytes, in bf16
-    model = planned(Normed, lowering)
-    found = traced_steps(model, [2], ["full", "values:100"], Topology.load("h100"))
+def test_blocks_hand_on_what_the_next_is_given(
+    lowering: str, seq: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else, if all is computed again: no norm's wide copy. Each is done by itself.
+
+    They are alike, so that few of them are traced.
+    """
+    traces = []
+    trace = steps.trace
+    monkeypatch.setattr(steps, "trace", lambda *a, **k: traces.append(1) or trace(*a, **k))
+    given = 2 * seq * 64 * 2  # bytes, in bf16
+    model = planned(Normed, lowering, seq)
+    found = traced_steps(model, [2], ["full", *BY_VALUES], Topology.load("h100"))
+    assert len(traces) == 1
     full, values = (found[2, way].graphs for way in ("full", "values:100"))
     kept = max(values["forward"].activations)
     assert (BLOCKS - 1) * given <= kept <= (BLOCKS + 3) * given
