@@ -61,7 +61,7 @@ ROUNDED = {
 
 
 TRIES, ABORTED = 4, "terminate called without an active exception"
-"""How often a script of others is run that aborts as Python ends: gloo's threads of torch itself may
+"""How often a script of others is run that aborts as Python ends: torch's own threads of gloo may
 do so, where they let go of a collective's Python objects (torch 2.13, without autoshard)."""
 
 
