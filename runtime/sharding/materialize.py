@@ -18,6 +18,7 @@ from autoshard import _torch
 from autoshard.runtime.comm.mesh import Axes
 from autoshard.runtime.eager import access
 from autoshard.runtime.ranks.agreement import compare_lines
+from autoshard.runtime.training.checkpoint.on_ranks import this_rank
 from autoshard.runtime.unit.param import find, is_ignored
 from autoshard.runtime.weights import adapters, first_values
 
@@ -264,7 +265,7 @@ def materialize(
 
 def _warn_of_random_values(model: nn.Module, fresh: Container[Tensor]) -> None:
     """Warn, on rank 0, if a model of transformers that a folder's config is of has got `fresh`."""
-    if dist.is_initialized() and dist.get_rank():
+    if this_rank():
         return
     for its in first_values.pretrained_models(model).values():
         folder = getattr(its, "name_or_path", "")

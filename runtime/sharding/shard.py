@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -306,12 +305,12 @@ def shard(
         model.set_strict_order(False)  # type: ignore[operator]  # mixed in by now
     ignore_buffers(set(ignored.modules))
     log_mixed_units(model)
-    _given[model] = given
+    model.__dict__[_GIVEN] = given
     return model
 
 
-_given: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""Arguments of `shard()` for each module that it has sharded."""
+_GIVEN = "_autoshard_given"
+"""Module attribute: the arguments of `shard()` by which it was sharded. They may refer to it."""
 
 
 STRATEGIES: dict[str, bool | None] = {
@@ -417,7 +416,7 @@ def said_otherwise(model: nn.Module, arguments: Mapping[str, Any]) -> list[str]:
     Those that are defaults say nothing.
     """
     default = {name: each.default for name, each in inspect.signature(shard).parameters.items()}
-    before = _given.get(model, {})
+    before = model.__dict__.get(_GIVEN, {})
     return sorted(
         name
         for name, value in arguments.items()

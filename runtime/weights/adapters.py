@@ -68,7 +68,7 @@ class Split:
 
     @property
     def to_initialise(self) -> list[Target]:
-        """What of `added` has no values yet, each once."""
+        """Targets among `added` that have no values yet, each once."""
         return list({id(its): its for its in self.added.values() if its.is_on_meta}.values())
 
 

@@ -60,7 +60,7 @@ def save_pretrained(
     Raises CheckpointError on every rank if one can't write: what was there before stays so.
     RuntimeError if ranks don't call it together; ValueError for a wrong size, or a PeftModel.
     """
-    most_bytes = _read_size(max_shard_size)
+    most_bytes = read_size(max_shard_size, "max_shard_size")
     inner = _torch.dynamo.compiled_module(model) or model
     if adapters.base_of(inner) is not inner:
         raise ValueError(
@@ -218,9 +218,12 @@ class _Writing:
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def _read_size(size: int | str) -> int:
-    """Read a number of bytes. Raises ValueError."""
+def read_size(size: int | str, name: str) -> int:
+    """Read a number of bytes, from text too: "5GB", "40GiB".
+
+    name: of the argument, for the ValueError that is raised for anything else.
+    """
     match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", str(size).strip().upper())
     if match is None or isinstance(size, bool) or int(match[1]) < 1:
-        raise ValueError(f'max_shard_size is {size!r}; expected bytes, or text like "5GB"')
+        raise ValueError(f'{name} is {size!r}; expected bytes, or text like "5GB"')
     return int(match[1]) * _UNITS[match[2] or ""]

@@ -185,6 +185,17 @@ def test_modules_that_are_trained_whole(rank: int, tmp_path: Path) -> None:
         autoshard.load_pretrained(model, tmp_path / "adapters")
         found = autoshard.full_state_dict(model)
         assert all(torch.equal(found[name], its) for name, its in state.items())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            autoshard.load_pretrained(model, folder, strict=False)
+        kept = autoshard.full_state_dict(model)  # what was trained is not loaded over
+        for path in ("model.norm", "score"):
+            path = f"base_model.model.{path}"
+            assert kept[f"{path}.original_module.weight"].any()
+            assert not kept[f"{path}.modules_to_save.default.weight"].any()
 
 
 @on_ranks(2)

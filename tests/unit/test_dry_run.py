@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from autoshard import MixedPrecisionPolicy
 from autoshard.passes.ir.layout import Member
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.cli import main
+from autoshard.tools.plan import planning
 from autoshard.tools.plan.blocks import Stack, cut_stacks, grown
 from autoshard.tools.plan.dry_run import mean_loss, trace
-from autoshard.tools.plan.estimate import Parameters
+from autoshard.tools.plan.estimate import Parameters, StepGraphs
 from autoshard.tools.plan.graphs import in_numbers
 
 pytestmark = [
@@ -231,6 +233,18 @@ def test_a_front_of_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert "values:35 computes values again that give up 35 %" in printed
 
 
+def test_blocks_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two shares whose graphs can't be spliced, the larger one stands for those between."""
+    about: Any = {"casts": False, "reduce_bytes": 4, "tokens": None}
+    less, more = (
+        StepGraphs({"forward": mock.Mock()}, Parameters((), ()), "sgd", **about) for _ in range(2)
+    )
+    monkeypatch.setattr(planning, "first_blocks", mock.Mock())
+    monkeypatch.setattr(planning, "spliced", mock.Mock(side_effect=ValueError))
+    steps = planning._Steps({(1, "values:20"): less, (1, "values:40"): more})
+    assert steps.of(1, "values:30").graphs == more.graphs != less.graphs
+
+
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_a_budget(share: float, capsys: pytest.CaptureFixture[str]) -> None:
     """As few values are computed again as it takes; not as slow as full checkpointing."""
@@ -263,7 +277,7 @@ def test_a_budget(share: float, capsys: pytest.CaptureFixture[str]) -> None:
         (("--mesh", "x"), "expected replicas x shards"),
         (("--dtype", "float"), "--dtype 'float': expected one of"),
         (("--optimizer", "lion"), "--optimizer 'lion': expected one of"),
-        (("--budget", "40 apples"), "expected a number of bytes, such as 40GiB or 500MB"),
+        (("--budget", "40 apples"), "--budget is '40 apples'; expected bytes, or text like"),
         (("--checkpointing", "values:0"), "'values:0' is no way of checkpointing; expected one"),
         (("--checkpointing", "values:101"), "is no way of checkpointing; expected one such as"),
         (("--seq", "0"), "--seq 0: expected a number from 1 on"),

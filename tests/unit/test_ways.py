@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from support.models import Block
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from autoshard.passes.planner.save import Value, choices
 from autoshard.passes.planner.topology import Topology
 from autoshard.tools.plan import batches, steps
 from autoshard.tools.plan.steps import PlannedModel, traced_step, traced_steps
-from autoshard.tools.plan.ways import BY_VALUES, tagged
+from autoshard.tools.plan.ways import BY_VALUES, saving, tagged
 
 pytestmark = [
     pytest.mark.parametrize("fake_world", [1024], indirect=True),
@@ -168,6 +170,16 @@ def test_blocks_hand_on_what_the_next_is_given(
     assert (BLOCKS - 1) * given <= kept <= (BLOCKS + 3) * given
     peaks = [max(each["backward"].problem.live_bytes) for each in (values, full)]
     assert peaks[0] <= peaks[1] + 3 * given
+
+
+def test_the_last_block_gives_up_nothing() -> None:
+    """Backward begins with it, when memory is at its peak."""
+    curve = choices((Value(8, 1.0, is_read=True), Value(4, 1.0, is_read=True)))
+    values = mock.Mock(curves=(curve, curve, curve), names=mock.Mock(return_value=frozenset()))
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    saving(fx.GraphModule(nn.Module(), graph), values, "values:100")
+    values.names.assert_called_once_with((len(curve) - 1, len(curve) - 1, 0))
 
 
 def test_only_forward_is_tagged() -> None:

@@ -111,15 +111,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     can't be read, traced or written ends the process with status 2.
     arguments: the command line; not used.
     """
+    from autoshard.runtime.weights.save import read_size
     from autoshard.tools.plan.page import write
     from autoshard.tools.plan.planning import Choices, plan
-    from autoshard.tools.plan.reading import (
-        read_bytes,
-        read_gpus,
-        read_mesh,
-        read_model,
-        read_network,
-    )
+    from autoshard.tools.plan.reading import read_gpus, read_mesh, read_model, read_network
     from autoshard.tools.plan.report import as_json, text
 
     try:
@@ -132,7 +127,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             micro_batches=(options.micro_batch,) if options.micro_batch else None,
             checkpointing=options.checkpointing,
             accumulate=options.accumulate,
-            budget_bytes=read_bytes(options.budget) if options.budget else None,
+            budget_bytes=read_size(options.budget, "--budget") if options.budget else None,
         )
         model = dataclasses.replace(read_model(options, load), is_fp8=options.fp8)
         report = plan(model, topology, gpus, choices)

@@ -71,9 +71,9 @@ def trace(
         compilation = DryCompilation(frame, settings)
 
         def take(joint: fx.GraphModule, partition: Partition) -> None:
-            def prepared(tagged: fx.GraphModule) -> Prepared:
+            def prepared(gm: fx.GraphModule) -> Prepared:
                 preparation = passes.preparation(compilation.table)
-                parts = [passes.run(gm, preparation) for gm in partition(tagged)]
+                parts = [passes.run(part, preparation) for part in partition(gm)]
                 return dict(zip(("forward", "backward"), parts, strict=True))
 
             graphs.update(

@@ -135,18 +135,3 @@ def read_mesh(text: str, gpus: int) -> tuple[int, int]:
         raise ValueError(f"--mesh {text!r}: expected replicas x shards, such as 2048x8")
     shards = int(found[2])
     return int(found[1]) if found[1] else gpus // shards, shards
-
-
-_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
-
-
-def read_bytes(text: str) -> int:
-    """Read a number of bytes from "40GiB", "500MB" or "64000000000".
-
-    Raises ValueError for anything else.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGiB]*)", text)
-    number = float(found[1]) * _UNITS.get(found[2], 0) if found else 0.0
-    if number < 1:
-        raise ValueError(f"--budget {text!r}: expected a number of bytes, such as 40GiB or 500MB")
-    return int(number)

@@ -38,8 +38,8 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
     tight = tight_line(report)
     lines += [tight, ""] if tight else []
     lines += [*_columns(time_rows(best)), "", interval_line(report), *margin_lines(best)]
-    if any(is_by_values(each.configuration) for each in report.tried):
-        lines += ["", *_columns(_front_rows(report)), "", BY_VALUES_LINE]
+    if any(_is_by_values(each.configuration) for each in report.tried):
+        lines += ["", *_columns(_front_rows(report)), "", _ABOUT_VALUES]
     if with_buckets:
         for kind, decision in best.decisions.items():
             lines += ["", kind, *_columns(_bucket_rows(decision))]
@@ -73,13 +73,13 @@ def verdict(report: PlanReport) -> str:
     return f"best of {tried} configurations" if tried > 1 else "as asked for"
 
 
-BY_VALUES_LINE = (
+_ABOUT_VALUES = (
     "values:35 computes values again that give up 35 % of the bytes that forward could give up, "
     "those first that take least time for their bytes"
 )
 
 
-def is_by_values(configuration: Configuration) -> bool:
+def _is_by_values(configuration: Configuration) -> bool:
     """Tell whether backward computes single values again, not those of whole units."""
     return configuration.checkpointing.startswith(VALUES)
 

@@ -131,28 +131,38 @@ def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
             assert {block.given_up_bytes for block in saved if block.name in CHECKPOINTED} == {0}
 
 
+class Tries(logging.Handler):
+    """What is logged of each decision that is tried: arguments of the messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, ...]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert isinstance(record.args, tuple)
+        self.found.append(record.args)
+
+
 @on_ranks(2)
 def test_what_is_tried(rank: int) -> None:
     """Blocks to come give up bytes for a peak in backward; and room for gathers saves time."""
     _, want, _ = trained(rank, Tower, lowering="eager", bucketing="per_unit")
     beside = 3 * sum(each.nbytes for each in want[3:])
-    log, tried = logging.getLogger("autoshard.handed"), list[logging.LogRecord]()
-    handler = logging.Handler()
-    handler.emit = tried.append  # type: ignore[method-assign]
-    log.addHandler(handler)
+    log, tries = logging.getLogger("autoshard.handed"), Tries()
+    log.addHandler(tries)
     log.setLevel(logging.INFO)
     try:
         model, _, _ = trained(rank, Tower, lowering="eager", memory_budget=BUDGET + beside)
     finally:
-        log.removeHandler(handler)
+        log.removeHandler(tries)
         log.setLevel(logging.NOTSET)
     blocks = len(autoshard.plans(model)[0].saved)
-    needs = [need for record in tried for need in record.args[0]]  # type: ignore[index,union-attr]
+    needs = [need for args in tries.found for need in args[0]]
     assert any(need.blocks < blocks for need in needs)
-    fit = [record.args for record in tried if record.args[4] == "nothing"]  # type: ignore[index]
-    first, best = fit[0][3], min(args[3] for args in fit)  # type: ignore[index]
+    fit = [args for args in tries.found if args[4] == "nothing"]
+    first, best = fit[0][3], min(args[3] for args in fit)
     assert best < first
-    for _, again_us, bound_us, *_ in fit:  # type: ignore[misc]
+    for _, again_us, bound_us, *_ in fit:
         assert bound_us <= again_us
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import os
 import re
 import subprocess
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,22 @@ def test_the_script_of_the_readme(rank: int) -> None:
     exec(script, names)
     assert math.isfinite(names["loss"].item())
     assert all(isinstance(param, DTensor) for param in names["model"].parameters())
+
+
+@on_ranks(2)
+def test_arguments_do_not_keep_a_model(rank: int) -> None:
+    """A policy that refers to the model is freed with it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = functools.partial(is_first, model)
+    autoshard.shard(model, policy=policy)
+    alive = weakref.ref(model)
+    del model, policy
+    gc.collect()
+    assert alive() is None
+
+
+def is_first(model: nn.Sequential, module: nn.Module) -> bool:
+    return module is model[0]
 
 
 SHARDED_BY = {
