@@ -21,6 +21,7 @@ from autoshard.passes.ir.match import (
     is_unshard,
     members_of,
 )
+from autoshard.passes.ir.meta import CHUNKS
 from autoshard.passes.plans.fusion import Fusion
 from autoshard.passes.plans.values import base_of, num_bytes_of, tensors_of
 
@@ -144,8 +145,8 @@ def _lives(graph: fx.Graph, fusion: Fusion | None) -> Iterator[tuple[fx.Node, in
 def _num_bytes(node: fx.Node) -> int:
     """Bytes of the tensors that `node` gives; 0 for a `hold_grad`.
 
-    A shard, whose rows differ by rank, counts as the largest one, as plans must be the same on all
-    ranks.
+    Of what is computed in chunks, one is in memory at a time. A shard, whose rows differ by rank,
+    counts as the largest one, as plans must be the same on all ranks.
     """
     if is_hold_grad(node):
         return 0  # it stands for nothing
@@ -154,7 +155,7 @@ def _num_bytes(node: fx.Node) -> int:
             (member,) = read_members(members_of(marker))
             numel = member.chunk_numel(groups.shards(group_of(marker)))
             return max(numel * tensor.dtype.itemsize for tensor in tensors_of(node))
-    return sum(map(num_bytes_of, tensors_of(node)))
+    return sum(map(num_bytes_of, tensors_of(node))) // (CHUNKS.get(node) or 1)
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -32,14 +32,17 @@ class Tower(nn.Module):
         return x.float().sum()
 
 
-@pytest.fixture(name="step")
-def traced(fake_world: None) -> Any:
-    @functools.cache
-    def step(**changes: Any) -> StepGraphs:
-        planned = PlannedModel("tower", Tower, None, 128, "bf16", "f32", "adamw", "eager")
-        return traced_step(dataclasses.replace(planned, **changes), 2, "none")
+@functools.cache
+def traced(**changes: Any) -> StepGraphs:
+    """Graphs of a step, without costs; each is traced once."""
+    planned = PlannedModel("tower", Tower, None, 128, "bf16", "f32", "adamw", "eager")
+    return traced_step(dataclasses.replace(planned, **changes), 2, "none")
 
-    return step
+
+@pytest.fixture
+def step(fake_world: None) -> Any:
+    """`traced`, in a group of ranks."""
+    return traced
 
 
 def found(step: StepGraphs, **changes: Any) -> Estimate:
@@ -155,6 +158,21 @@ def test_a_float8_step_has_its_head_as_it_was(step: Any) -> None:
         products = [each for each in graph.kernels if each is not None and each.product]
         assert {each.dtype for each in products if 384 in each.product} == {"bf16"}
         assert {each.dtype for each in products if 384 not in each.product} == {"f8e4m3"}
+
+
+def test_a_chunk_of_the_logits_is_in_memory(step: Any) -> None:
+    """An eighth of what has a row a token, and a column a word; times are as they were."""
+    whole, chunked = (
+        step(build=Reading, lowering="eager", is_loss_chunked=chunked).graphs
+        for chunked in (False, True)
+    )
+    numel = 2 * 128 * 384
+    for kind, size in (("forward", 2 + 4), ("backward", 2)):  # in bfloat16, and its float32 copy
+        before, after = whole[kind].problem, chunked[kind].problem
+        assert before.op_us == after.op_us
+        given_up = [a - b for a, b in zip(before.live_bytes, after.live_bytes, strict=True)]
+        assert min(given_up) == 0
+        assert max(given_up) == numel * size * 7 // 8
 
 
 def test_float8_is_for_all_but_the_vocabulary(step: Any) -> None:

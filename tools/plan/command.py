@@ -59,6 +59,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--fp8", action="store_true", help="linear layers compute in float8")
+    parser.add_argument(
+        "--loss",
+        choices=["whole", "chunked"],
+        default="whole",
+        help="chunked: it runs over an eighth of the tokens at a time, with the layer before it",
+    )
     parser.add_argument("--buckets", action="store_true", help="print buckets too, by unit")
     parser.add_argument("--html", metavar="FILE", help="write a page of pictures and tables, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -89,10 +95,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Keep Python's garbage collector from running in this context, as this process soon ends.
+    """Disable Python's garbage collector in this context; after it, it is as before.
 
-    Traces are a million objects that live, and each collection looks at all of them: a sixth of the
-    time. A compilation, in a process that goes on, only makes collections rare (`compilation.py`).
+    A trace is a million objects that live, and each collection looks at all of them, a sixth of the
+    command's time. The process soon ends, and its garbage with it. A compilation, whose process
+    goes on, only makes collections rare (`autoshard/compilation.py`).
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -129,7 +136,11 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             accumulate=options.accumulate,
             budget_bytes=read_size(options.budget, "--budget") if options.budget else None,
         )
-        model = dataclasses.replace(read_model(options, load), is_fp8=options.fp8)
+        model = dataclasses.replace(
+            read_model(options, load),
+            is_fp8=options.fp8,
+            is_loss_chunked=options.loss == "chunked",
+        )
         report = plan(model, topology, gpus, choices)
     except (ValueError, RuntimeError) as error:
         options.parser.error(str(error))

@@ -52,6 +52,7 @@ def model_line(report: PlanReport) -> str:
     return (
         f"{count(report.num_parameters)} parameters in {model.param_dtype}, "
         f"computed with in {model.dtype}; {model.optimizer}; sequences of {model.seq}"
+        + ("; the loss in chunks" if model.is_loss_chunked else "")
     )
 
 

@@ -17,6 +17,7 @@ from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
 from autoshard.tools.plan import batches
 from autoshard.tools.plan.blocks import Stack, cut_stacks, grown
+from autoshard.tools.plan.chunks import in_chunks
 from autoshard.tools.plan.dry_run import Prepared, mean_loss, trace
 from autoshard.tools.plan.estimate import Parameters, StepGraphs
 from autoshard.tools.plan.graphs import Graph, in_numbers
@@ -37,6 +38,7 @@ class PlannedModel:
     reduce_dtype: name of the dtype of reduces, if it is another.
     is_amp: whether computation is under autocast to `dtype`, with gathers in `param_dtype`.
     is_fp8: whether linear layers compute in float8, but for that of the vocabulary.
+    is_loss_chunked: whether the loss, and the layer before it, run over chunks of the tokens.
     """
 
     name: str
@@ -50,6 +52,7 @@ class PlannedModel:
     reduce_dtype: str | None = None
     is_amp: bool = False
     is_fp8: bool = False
+    is_loss_chunked: bool = False
 
 
 def traced_step(planned: PlannedModel, micro_batch: int, recompute: str) -> StepGraphs:
@@ -120,6 +123,7 @@ class _Traces:
         self.planned, self.traced_with = planned, traced_with
         self.ways, self.topology = ways, topology
         model = on_meta(planned)
+        self.vocabulary = _vocabulary(model)
         self.stacks = cut_stacks(model)
         self.cut = self._trace(model)
 
@@ -167,6 +171,9 @@ class _Traces:
                 kind: batches.of_microbatch(gm, self.traced_with, micro_batch)
                 for kind, gm in graphs.items()
             }
+        if self.planned.is_loss_chunked:
+            for gm in graphs.values():
+                in_chunks(gm, self.vocabulary, micro_batch * self.planned.seq, micro_batch)
         is_fused = self.planned.lowering == "inductor"
         found = {kind: in_numbers(gm, kind, is_fused=is_fused) for kind, gm in graphs.items()}
         return grown(found, stacks)
