@@ -171,12 +171,10 @@ class Unsharded:
     def check_unwritten(self) -> None:
         """Raise RuntimeError if an unsharded parameter was written to, which would be lost.
 
-        Does nothing where parameters are not cut, before `tensors` was called, or if that was in
+        Does nothing before `tensors` was called, after `drop`, or if the call of `tensors` was in
         inference mode.
         """
-        if self.unit.world == 1 or self._tensors is None:
-            return
-        written = _written(self._tensors, self._versions)
+        written = _written(self._tensors or {}, self._versions)
         if written:
             raise RuntimeError(
                 f"parameters {written} were written to in forward, where they are gathered copies: "
@@ -219,13 +217,10 @@ class Lent:
     def __init__(self, whole: Unsharded) -> None:
         """Hold the tensors of `whole`, waiting for its gather, and the versions they had there."""
         self.tensors = dict(whole.tensors())
-        self._versions = [] if whole.unit.world == 1 else list(whole._versions)
+        self._versions = list(whole._versions)
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if one of them was written to, which would be lost.
-
-        Does nothing where parameters are not cut.
-        """
+        """Raise RuntimeError if one of them was written to, which would be lost."""
         written = _written(self.tensors, self._versions)
         if written:
             raise RuntimeError(
@@ -238,12 +233,14 @@ class Lent:
 def _written(tensors: dict[ShardedParam, Tensor], versions: list[int]) -> list[str]:
     """Names of the parameters whose tensors were written to since they had `versions`.
 
+    A tensor that is the shard itself, where there is one and no cast, is not among them.
+
     versions: in the order of `tensors`; where the list ends, nothing is compared.
     """
     return [
         param.name
         for (param, tensor), version in zip(tensors.items(), versions, strict=False)
-        if tensor._version != version
+        if tensor._version != version and tensor.data_ptr() != param.shard.data_ptr()
     ]
 
 

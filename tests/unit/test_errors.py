@@ -161,6 +161,12 @@ def write_in_forward() -> None:
     net_loss(autoshard.shard(Clamping()), 0, 0)
 
 
+def write_to_a_copy_of_one_rank() -> None:
+    """No rank gathers, and what is computed with is cast."""
+    policy = autoshard.MixedPrecisionPolicy(torch.bfloat16)
+    net_loss(autoshard.shard(Clamping(), strategy="no_shard", mp_policy=policy), 0, 0)
+
+
 def write_in_compiled_forward() -> None:
     options = {"lowering": "eager", "strict": True}
     net_loss(torch.compile(Clamping(), backend="autoshard", options=options), 0, 0)
@@ -233,6 +239,7 @@ BAD_INPUTS: list[tuple[Callable[[], None], list[str]]] = [
     (zeroed_from_before, ["embed.weight", "model.parameters()"]),
     (never_called, ["AdamW", "WithMethod.embed.weight", "autoshard.shard(model)"]),
     (write_in_forward, ["layers.1.up.weight", "written to in forward", "outside of forward"]),
+    (write_to_a_copy_of_one_rank, ["layers.1.up.weight", "written to in forward"]),
     (write_in_compiled_forward, ["layers.1.up.weight", "written to", "outside of forward"]),
     (sparse_gradient, ["Embedding", "sparse=False"]),
     (embedding_that_renormalises, ["0 (Embedding)", "max_norm=1.0", "full_params()"]),
