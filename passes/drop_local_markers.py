@@ -29,15 +29,15 @@ _CAST = torch.ops.prims.convert_element_type.default  # Inductor lowers no aten 
 
 
 def drop_local_markers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace each `unshard` and `reduce_grad` over a group of one rank by its input, perhaps cast.
+    """Replace each `unshard` and `reduce_grad` over a group of one rank by its input.
 
-    The cast is the marker's own: to the dtype that is sent, then to the shard's, so that a gradient
-    is rounded even if it has the same dtype before and after. None is inserted where the dtype is
-    right.
+    It is cast where the op would cast it: by an `unshard` to the dtype that is gathered, by a
+    `reduce_grad` to the dtype that is reduced and then to the shard's. So a gradient is rounded
+    even if it has the same dtype before and after. What has the dtype already is not cast.
 
-    Two kinds of markers stay: those over a group with the user's settings (`groups.is_custom`), and
-    gradients that come from some of forward's outputs only (`outputs_of`), as whether there is one
-    is known at run time.
+    Two kinds stay: those to which the user's settings apply, such as a hook or a divide factor
+    (`groups.is_custom`), and each `reduce_grad` whose gradient comes from some of forward's outputs
+    only (`outputs_of`): whether there is a gradient is then known at run time.
     Numerics: unchanged, bit for bit.
     """
     for node in list(gm.graph.nodes):

@@ -52,7 +52,7 @@ class _Version(argparse.Action):
     """Option that prints versions, and ends the program. torch is not imported for it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        """Print them; raise SystemExit."""
+        """Print the versions of autoshard, torch and Python; raise SystemExit with status 0."""
         found = []
         for name in ("autoshard", "torch"):
             try:

@@ -18,9 +18,10 @@ from autoshard import _torch
 def lower_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return a boxed callable that runs `gm`: it takes the inputs as a list, and empties the list.
 
-    `gm` itself changes: it generates boxed code from now on, and each `aten.view` becomes a
-    `reshape`, which copies where a view is impossible: the strides that torch traced are not always
-    those that kernels give (`softplus_backward` in torch 2.11 to 2.15).
+    The graph of `gm` changes: code that is generated from it is boxed from now on, and each
+    `aten.view` is a `reshape`, which copies where a view is impossible. Strides that torch traced
+    are not always those of what a kernel returns: those of `softplus_backward` differ in torch 2.11
+    to 2.15.
     """
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default

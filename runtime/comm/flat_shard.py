@@ -78,7 +78,10 @@ class FlatDTensor(DTensor):
         return local
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """List what this rank writes to a checkpoint, for torch's planner: a box at a time."""
+        """List the write items of this rank's shard, for torch's planner of checkpoints.
+
+        There is one for each of `__create_chunk_list__`.
+        """
         properties = TensorProperties.create_from_tensor(_torch.dtensor.local_tensor(self))
         return [
             WriteItem(
@@ -90,7 +93,7 @@ class FlatDTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes of the tensor that this rank's run is made of, for torch's checkpoints."""
+        """List the rectangular blocks of the tensor that this rank's shard is made of."""
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             for offsets, sizes, _ in boxes(self)

@@ -290,7 +290,10 @@ def in_checkpoint() -> bool:
 
 
 def in_recomputation() -> bool:
-    """Tell whether what runs now is run again by a non-reentrant checkpoint."""
+    """Tell whether a non-reentrant checkpoint is recomputing its forward now.
+
+    False inside a checkpoint nested in it, and under saved-tensor hooks of the user's in it.
+    """
     hooks = _torch.autograd.saved_tensors_hooks_on_top()
     return hooks is not None and _torch.autograd.is_recomputation_hook(hooks[0])
 

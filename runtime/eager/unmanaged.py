@@ -64,9 +64,12 @@ def unwatch(param: nn.Parameter) -> None:
 
 
 def _watch(param: nn.Parameter, owner: str) -> None:
-    """Warn at the end of the next backward that reaches `param`, if it reaches sharded ones, too.
+    """Watch the next backward that gives `param` a gradient, and no other.
 
-    owner: type of the optimizer, for the message.
+    At its end `_tell` warns, if sharded parameters were part of it. `unwatch` finds the handle of
+    the hook on `param`.
+
+    owner: name of the optimizer's class, for the message.
     """
 
     def check(param: nn.Parameter) -> None:
@@ -100,7 +103,7 @@ def _is_taken_by_torch(param: nn.Parameter) -> bool:
 def _tell(param: nn.Parameter, owner: str) -> None:
     """Warn that `param` is trained and its gradient not averaged, unless torch's functions do so.
 
-    owner: type of the optimizer, for the message.
+    owner: name of the optimizer's class, for the message.
     """
     if _is_taken_by_torch(param):
         return

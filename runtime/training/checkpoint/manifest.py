@@ -59,7 +59,9 @@ class Manifest:
 def read(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint in `folder`.
 
-    Raises OSError if it is not there; TooNew, or ValueError if it is spoiled.
+    Other files are not looked at. Raises OSError if it is not there; TooNew if a later version of
+    autoshard wrote it in a newer format; ValueError if it can't be read, or if its digest is
+    another.
     """
     text = (folder / COMPLETE).read_text()
     try:

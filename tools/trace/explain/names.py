@@ -94,7 +94,11 @@ def kernel_bytes(args: dict[str, Any]) -> int:
 
 
 def operation_bytes(args: dict[str, Any]) -> int:
-    """Return the bytes of the largest input of an operation; 0 if shapes were not recorded."""
+    """Return the bytes of the largest input of an operation; 0 if shapes were not recorded.
+
+    args: of the profiler's event. A list of tensors is one input; elements of a dtype that is not
+        in `SIZES` count 4 bytes.
+    """
     shapes, types = args.get("Input Dims"), args.get("Input type")
     if not isinstance(shapes, list):
         return 0
