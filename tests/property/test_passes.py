@@ -170,7 +170,7 @@ def readers(value: fx.Node) -> set[fx.Node]:
 
 @given(programs(), BUCKETINGS)
 def test_gathers_follow_first_use_one_ahead(program: Program, bucketing: Any) -> None:
-    """D-65: a unit ahead, which has a bucket a dtype."""
+    """D-65: a unit ahead, which has a bucket a dtype; "auto" looks for how far ahead."""
     gm = program.planned(bucketing)
     order = {node: number for number, node in enumerate(gm.graph.nodes)}
     launches = [n for n in gm.graph.nodes if is_launch(n) and kind_of(n) == "gather"]
@@ -182,6 +182,8 @@ def test_gathers_follow_first_use_one_ahead(program: Program, bucketing: Any) ->
     for wait, first_use in zip(waits, first_uses, strict=True):
         between = list(gm.graph.nodes)[order[wait] : first_use]
         assert not any(map(is_compute, between)), "waited for before it is needed"
+    if bucketing == "auto":
+        return
     units = [list(map(bucket_of, unit)) for _, unit in itertools.groupby(launches, SOURCE.get)]
     expected: list[tuple[str, int]] = []
     for unit, before in itertools.zip_longest(units, [[], *units]):
@@ -212,7 +214,7 @@ def test_reduces_follow_readiness(program: Program, bucketing: Any) -> None:
 
 @given(programs(), BUCKETINGS)
 def test_at_most_two_are_in_flight(program: Program, bucketing: Any) -> None:
-    """One reduce, and the gathers of two units, which have a bucket a dtype."""
+    """One reduce, and the gathers of two units, which have a bucket a dtype; not of "auto"."""
     gm = program.planned(bucketing)
     units = {bucket_of(n): SOURCE.get(n) for n in gm.graph.nodes if is_launch(n)}
     for kind in ("gather", "reduce"):
@@ -222,6 +224,8 @@ def test_at_most_two_are_in_flight(program: Program, bucketing: Any) -> None:
                 in_flight.add(bucket)
             else:
                 in_flight.remove(bucket)
+            if bucketing == "auto":
+                continue
             if kind == "gather":
                 assert len({units[each] for each in in_flight}) <= 2
             else:

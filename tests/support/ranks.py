@@ -47,6 +47,7 @@ _ENVIRONMENT = {
     "TORCHINDUCTOR_VEC_ISA_OK": "1",  # what the CPU says is so: no program is run to see
 }
 
+_SPAWNS = multiprocessing.get_context("spawn")
 THREADS = 64  # of a rank: with more of them, left by groups that something holds, it ends
 LIMIT_S = 240.0  # a test that hangs; as many tests as there are cores share these
 
@@ -80,14 +81,15 @@ def _without_rank(test: Callable[..., None]) -> Any:
 
 class _Pool:
     def __init__(self, world: int) -> None:
-        context = forks() if world > 2 else multiprocessing.get_context("spawn")
+        # A copy has its original's hash seed. Of two ranks, one has another: it imports torch anew.
+        contexts = [forks()] * world if world != 2 else [forks(), _SPAWNS]
         port = free_port()
         self._pipes, self._processes = [], []
         self._num_threads = 0
         self._has_groups = False  # a rank has more than the one over all ranks
         self._folder = tempfile.TemporaryDirectory()
         self._is_paused = False
-        for rank in range(world):
+        for rank, context in enumerate(contexts):
             here, there = context.Pipe()
             arguments = (rank, world, port, there, self._stack_file(rank))
             process = context.Process(target=_serve, args=arguments, daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,6 +22,8 @@ from autoshard.tools.plan.blocks import Stack, cut_stacks, grown
 from autoshard.tools.plan.dry_run import mean_loss, trace
 from autoshard.tools.plan.estimate import Parameters, StepGraphs
 from autoshard.tools.plan.graphs import in_numbers
+from autoshard.tools.plan.steps import PlannedModel, traced_steps
+from autoshard.tools.plan.ways import BY_VALUES
 
 pytestmark = [
     pytest.mark.usefixtures("fake_world"),
@@ -151,6 +154,29 @@ def test_models_that_have_no_step(build: Any, message: str) -> None:
 # ---- the command
 
 
+Steps = dict[tuple[int, str], StepGraphs]
+
+
+_traced: dict[Any, Steps] = {}
+
+
+def traced_once(
+    planned: PlannedModel, sizes: Collection[int], ways: Collection[str], topology: Topology
+) -> Steps:
+    """Steps as `traced_steps` gives them, of a test before if there are; times are for values."""
+    times = topology.to_json() if {*ways} & {*BY_VALUES} else None
+    key = planned, frozenset(sizes), frozenset(ways), times
+    if key not in _traced:
+        _traced[key] = traced_steps(planned, sizes, ways, topology)
+    return _traced[key]
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of this file trace what others of it have not traced."""
+    monkeypatch.setattr(planning, "traced_steps", traced_once)
+
+
 def arguments(*more: str, gpus: str = "16xH100") -> list[str]:
     model = "tests.unit.test_dry_run:Tower"
     return ["plan", "--model", model, "--seq", "16", "--gpus", gpus, *more]
@@ -174,6 +200,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
             assert bucket["launch_us"] <= bucket["finish_us"]
 
 
+@pytest.mark.usefixtures("shared")
 def test_hybrid_reduces_twice(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--mesh", "2x8", "--strategy", "hybrid_shard", "--micro-batch", "1")
     assert main(arguments(*asked, "--checkpointing", "full", "--json")) == 0
@@ -185,6 +212,7 @@ def test_hybrid_reduces_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gather" in kinds
 
 
+@pytest.mark.usefixtures("shared")
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("--micro-batch", "1", "--checkpointing", "none", "--buckets")) == 0
     printed = capsys.readouterr().out
@@ -193,6 +221,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layers.6" in printed
 
 
+@pytest.mark.usefixtures("shared")
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     """The category that is one too many, and exit status 1."""
     small = json.loads(Topology.load("h100").to_json()) | {"memory_bytes": 100_000}
@@ -203,6 +232,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Any) ->
     assert "does not fit, with optimizer" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("shared")
 def test_what_is_tight(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     """It fits, but not with a fifth more that the allocator reserves; with more, no word."""
     asked = arguments("--micro-batch", "1", "--checkpointing", "none", "--mesh", "16")
@@ -218,6 +248,7 @@ def test_what_is_tight(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> Non
         assert ("\ntight: in published runs" in capsys.readouterr().out) is is_tight
 
 
+@pytest.mark.usefixtures("shared")
 def test_a_front_of_values(capsys: pytest.CaptureFixture[str]) -> None:
     """From no values that are computed again to all of them: less memory, more time."""
     asked = arguments("--micro-batch", "4", "--mesh", "16", "--strategy", "full_shard", "--json")
@@ -246,6 +277,7 @@ def test_blocks_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75])
+@pytest.mark.usefixtures("shared")
 def test_a_budget(share: float, capsys: pytest.CaptureFixture[str]) -> None:
     """As few values are computed again as it takes; not as slow as full checkpointing."""
     asked = arguments("--micro-batch", "4", "--mesh", "16", "--strategy", "full_shard", "--json")

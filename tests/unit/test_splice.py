@@ -44,7 +44,9 @@ def batch(micro_batch: int, seq: int) -> Any:
     return torch.zeros(micro_batch, seq, 64)
 
 
+@functools.cache
 def graphs(checkpointing: str, chosen: tuple[int, ...] = ()) -> dict[str, Graph]:
+    """Those of a step, with checkpoints of its own in the `chosen` blocks; traced once."""
     build = functools.partial(Tower, chosen)
     planned = PlannedModel("tower", build, batch, 128, "f32", "f32", "adamw", "eager")
     return dict(traced_step(planned, 2, checkpointing).graphs)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Net, net_loss
+from support.models import SmallNet, net_loss
 from support.ranks import on_ranks
 from support.training import (
     adamw,
@@ -113,14 +113,14 @@ def test_methods_before_the_first_call(rank: int) -> None:
         return model
 
     torch.manual_seed(0)
-    want = Net()
+    want = SmallNet()
     accumulated(want, want, torch.enable_grad)
     torch.manual_seed(0)
-    model = Net()
+    model = SmallNet()
     compiled = torch.compile(model, backend="autoshard", options=OPTIONS)
     accumulated(model, compiled, lambda: compiled.no_sync())
     assert_same(model, want)
-    by_method = Net()
+    by_method = SmallNet()
     by_method.compile(backend="autoshard", options=OPTIONS)
     by_method.set_requires_gradient_sync(True)
     assert isinstance(by_method, autoshard.ShardedModule)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Net, net_loss
+from support.models import SmallNet, net_loss
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, replicated, train
 from torch import nn
@@ -41,9 +41,9 @@ def by_ours(model: Any, **arguments: Any) -> Any:
 @on_ranks(2)
 def test_fsdp2_then_compiled(rank: int, steps: int) -> None:
     """It goes on with the same shards, and the same state of the optimizer."""
-    want, want_losses = replicated(Net, net_loss, steps=4)
+    want, want_losses = replicated(SmallNet, net_loss, steps=4)
     torch.manual_seed(0)
-    model = by_fsdp2(Net())
+    model = by_fsdp2(SmallNet())
     optimizer = adamw(model)
     losses = train(model, net_loss, optimizer, steps=steps)
     shards = [param.to_local().data_ptr() for param in model.parameters()]
@@ -58,7 +58,7 @@ def test_fsdp2_then_compiled(rank: int, steps: int) -> None:
     assert_same(model, want)
     assert [param.to_local().data_ptr() for param in model.parameters()] == shards
     assert isinstance(model, autoshard.ShardedModule)
-    assert type(model).__name__ == "Net"
+    assert type(model).__name__ == "SmallNet"
     assert len(optimizer.state) == len(list(model.parameters()))
     assert model.head.weight is model.embed.weight
 
@@ -80,7 +80,7 @@ def test_settings_are_kept(rank: int, what: str) -> None:
     losses = []
     for apply in (by_ours, by_fsdp2):
         torch.manual_seed(0)
-        model = apply(Net(), **arguments)
+        model = apply(SmallNet(), **arguments)
         model.compile(backend="autoshard", options=OPTIONS)
         losses.append(train(model, net_loss, adamw(model)))
         settings = [unit.settings for unit in units(model)]
@@ -103,7 +103,7 @@ def test_a_divisor_is_kept(rank: int) -> None:
     gradients = []
     for apply in (by_ours, by_fsdp2):
         torch.manual_seed(0)
-        model = apply(Net())
+        model = apply(SmallNet())
         for unit in (*model.layers, model):
             unit.set_gradient_divide_factor(8.0)
         model.compile(backend="autoshard", options=OPTIONS)
@@ -132,7 +132,7 @@ def test_what_units_were_told_is_kept(rank: int) -> None:
     found = []
     for apply in (by_ours, by_fsdp2):
         torch.manual_seed(0)
-        model = apply(Net())
+        model = apply(SmallNet())
         tell_all(model)
         model.compile(backend="autoshard", options=OPTIONS)
         model(torch.randint(0, 11, (2, 6)))
@@ -160,7 +160,7 @@ def test_a_microbatch_that_waits(rank: int) -> None:
     losses = []
     for apply in (by_ours, by_fsdp2):
         torch.manual_seed(0)
-        model = apply(Net())
+        model = apply(SmallNet())
         optimizer = adamw(model)
         options = {**OPTIONS, "bucketing": "per_unit"}
         gradients = []
@@ -184,7 +184,7 @@ def test_replicas(rank: int) -> None:
     want, want_losses = [], []
     for apply in (by_ours, by_fsdp2):
         torch.manual_seed(0)
-        model = apply(Net(), mesh=mesh)
+        model = apply(SmallNet(), mesh=mesh)
         model.compile(backend="autoshard", options=OPTIONS)
         want_losses.append(train(model, net_loss, adamw(model)))
         want.append(autoshard.full_state_dict(model))
@@ -195,7 +195,7 @@ def test_replicas(rank: int) -> None:
 @on_ranks(2)
 def test_what_is_refused(rank: int) -> None:
     """Before anything is changed."""
-    model = by_fsdp2(Net())
+    model = by_fsdp2(SmallNet())
     call = torch.compile(model, backend="autoshard", options={"strategy": "shard_grad_op"})
     with pytest.raises(ValueError, match=r"torch's fully_shard, whose settings .*'strategy'"):
         net_loss(call, rank, 0)
@@ -203,12 +203,14 @@ def test_what_is_refused(rank: int) -> None:
     model.compile(backend="autoshard", options=OPTIONS)
     with pytest.raises(ValueError, match=r"has a gradient of FSDP2's on rank .: call zero_grad"):
         net_loss(model, rank, 0)
-    model = Net()
+    model = SmallNet()
     fully_shard(model.layers[0])
     model.compile(backend="autoshard", options=OPTIONS)
-    with pytest.raises(ValueError, match=r"and Net itself was not: give it, too, or use autoshard"):
+    with pytest.raises(
+        ValueError, match=r"and SmallNet itself was not: give it, too, or use autoshard"
+    ):
         net_loss(model, rank, 0)
-    model = by_fsdp2(Net())
+    model = by_fsdp2(SmallNet())
     model.set_all_reduce_hook(lambda gradient: None)
     model.compile(backend="autoshard", options=OPTIONS)
     with pytest.raises(ValueError, match=r"has set_all_reduce_hook\(\), which can't be taken over"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.models import Net, SmallNet, net_loss
+from support.models import SmallNet, net_loss
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import (
@@ -144,9 +144,9 @@ def test_fewer_rows_than_ranks(rank: int, form: str) -> None:
 @on_ranks(2)
 def test_any_model(rank: int, form: str) -> None:
     """Ties, a module used twice, frozen parameters, buffers: as with rows."""
-    want, _ = replicated(Net, net_loss)
+    want, _ = replicated(SmallNet, net_loss)
     torch.manual_seed(0)
-    model = in_form(by_hand(fully_shard, shard_placement_fn=flat)(Net()), form)
+    model = in_form(by_hand(fully_shard, shard_placement_fn=flat)(SmallNet()), form)
     train(model, net_loss, adamw(model))
     assert_same(model, want)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Net, net_loss, tokens
+from support.models import SmallNet, net_loss, tokens
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, average_gradients, issued, sharded, train
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from autoshard import fully_shard
 OPTIONS = {"lowering": "eager", "strict": True}
 
 
-def by_hand(model: Net, **arguments: object) -> Net:
+def by_hand(model: SmallNet, **arguments: object) -> SmallNet:
     for layer in model.layers:
         fully_shard(layer, **arguments)
     return fully_shard(model, **arguments)
@@ -35,7 +35,7 @@ def assert_sharded(model: nn.Module) -> None:
 def test_reads(rank: int, compile: bool) -> None:
     """D-5, D-6: by attribute, by iteration, in the state dict; ties stay ties."""
     torch.manual_seed(0)
-    model = Net()
+    model = SmallNet()
     call: nn.Module = model
     if compile:
         call = torch.compile(model, backend="autoshard", options=OPTIONS)
@@ -43,7 +43,7 @@ def test_reads(rank: int, compile: bool) -> None:
     else:
         by_hand(model)
     torch.manual_seed(0)
-    plain = Net()
+    plain = SmallNet()
     before = list(model.parameters())
     with call.full_params():
         assert type(model.head.weight) is nn.Parameter
@@ -84,10 +84,10 @@ def new_data(param: nn.Parameter) -> None:
 def test_writes_are_kept(rank: int, write: Callable[[nn.Parameter], None], mesh: bool) -> None:
     """D-5: each rank keeps its rows, uneven and empty ones, and training goes on from there."""
     torch.manual_seed(0)
-    want = Net()
+    want = SmallNet()
     torch.manual_seed(0)
     axes = {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("data",))} if mesh else {}
-    got = by_hand(Net(), **axes)
+    got = by_hand(SmallNet(), **axes)
     for model in (want, got):
         optimizer = adamw(model)
         train(model, net_loss, optimizer, steps=1, replicated=model is want)
@@ -107,8 +107,8 @@ def test_writes_are_kept(rank: int, write: Callable[[nn.Parameter], None], mesh:
 def test_other_ways_to_write(rank: int) -> None:
     """D-5: load_state_dict, a parameter set anew, ties with it, requires_grad; and without."""
     torch.manual_seed(1)
-    want = Net()
-    model = by_hand(Net())
+    want = SmallNet()
+    model = by_hand(SmallNet())
     with model.full_params():
         model.load_state_dict(want.state_dict())
     assert_same(model, want)
@@ -131,7 +131,7 @@ def test_other_ways_to_write(rank: int) -> None:
 @on_ranks(2)
 def test_an_exception_inside(rank: int) -> None:
     """It goes on, on one rank only too; the parameters are sharded again, writes kept."""
-    model, _ = sharded(Net, net_loss, steps=0)
+    model, _ = sharded(SmallNet, net_loss, steps=0)
     bias = model.layers[0].up.bias
     raised = False
     try:
@@ -151,7 +151,7 @@ def test_an_exception_inside(rank: int) -> None:
 @on_ranks(2)
 def test_part_of_a_model(rank: int) -> None:
     """What is above and beside it stays sharded, except for what is tied to it."""
-    model = by_hand(Net())
+    model = by_hand(SmallNet())
     with model.layers[1].full_params():
         inside = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
         assert inside == {f"layers.1.{name}" for name, _ in model.layers[1].named_parameters()}
@@ -162,7 +162,7 @@ def test_part_of_a_model(rank: int) -> None:
     with torch.no_grad():
         assert torch.equal(model(tokens(rank, 0)), quiet)
 
-    tied = Net()
+    tied = SmallNet()
     fully_shard(tied.head)
     fully_shard(tied)
     with tied.head.full_params():
@@ -177,9 +177,9 @@ def test_part_of_a_model(rank: int) -> None:
 def test_forward_inside(rank: int, compile: bool) -> None:
     """Without gradients it runs, on one rank too; with them it is an error; then all goes on."""
     torch.manual_seed(0)
-    plain = Net()
+    plain = SmallNet()
     torch.manual_seed(0)
-    model = by_hand(Net())
+    model = by_hand(SmallNet())
     if compile:
         model.compile(backend="autoshard", options=OPTIONS)
     train(model, net_loss, adamw(model), steps=2)
@@ -191,7 +191,7 @@ def test_forward_inside(rank: int, compile: bool) -> None:
                 assert torch.equal(model(tokens(0, 9)), plain(tokens(0, 9)))
             with torch.inference_mode():
                 assert torch.equal(model(tokens(0, 9)), plain(tokens(0, 9)))
-        with pytest.raises(RuntimeError, match=r"forward of Net \(unit 'root'\).*no_grad"):
+        with pytest.raises(RuntimeError, match=r"forward of SmallNet \(unit 'root'\).*no_grad"):
             model(tokens(rank, 0))
         with pytest.raises(RuntimeError, match=r"forward of Block \(unit 'layers.0'\).*no_grad"):
             model.layers[0](torch.ones(2, 6))
@@ -201,7 +201,7 @@ def test_forward_inside(rank: int, compile: bool) -> None:
     assert_same(model, plain)
 
 
-class Peeks(Net):
+class Peeks(SmallNet):
     def forward(self, ids: Tensor) -> Tensor:
         with self.full_params():
             return super().forward(ids)
@@ -210,7 +210,7 @@ class Peeks(Net):
 @on_ranks(2)
 def test_errors(rank: int) -> None:
     """Nested, in forward and backward, on meta, with gradients made or a parameter gone inside."""
-    model = by_hand(Net())
+    model = by_hand(SmallNet())
     for inner in (model, model.layers[0]):
         with (
             model.full_params(),
@@ -243,7 +243,7 @@ def test_errors(rank: int) -> None:
         out.sum().backward()
 
     with torch.device("meta"):
-        empty = by_hand(Net())
+        empty = by_hand(SmallNet())
     with pytest.raises(RuntimeError, match=r"embed.weight.*meta device"), empty.full_params():
         pass
 
@@ -274,9 +274,9 @@ def test_errors(rank: int) -> None:
 def test_between_forward_and_backward(rank: int) -> None:
     """Reading leaves backward as it is; writing is an error then, as without full_params."""
     torch.manual_seed(0)
-    want = Net()
+    want = SmallNet()
     torch.manual_seed(0)
-    model = by_hand(Net())
+    model = by_hand(SmallNet())
     net_loss(want, rank, 0).backward()
     average_gradients(want)
     loss = net_loss(model, rank, 0)
@@ -297,7 +297,7 @@ def test_one_rank_elsewhere(rank: int) -> None:
     """A rank that runs a forward instead is found out, before anything hangs."""
     group = dist.new_group([0, 1])  # of which nothing is known from before
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("data",))
-    model = by_hand(Net(), mesh=mesh)
+    model = by_hand(SmallNet(), mesh=mesh)
     elsewhere = model.full_params() if rank == 0 else contextlib.nullcontext()
     with pytest.raises(RuntimeError, match=r"came to .* but rank . to ") as caught, elsewhere:
         net_loss(model, rank, 0)
