@@ -37,6 +37,7 @@ _PLACES = {
     "shard": "runtime.sharding.shard",
     "save_pretrained": "runtime.weights.save",
     "share_comm_ctx": "runtime.sharding.sharded_module",
+    "train_step": "runtime.training.whole_step",
     "watchdog": "runtime.ranks.watchdog",
 }
 _MODULES = ("errors", "passes", "runtime", "tools", "wrap")
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         save_checkpoint as save_checkpoint,
     )
     from autoshard.runtime.training.preemption import preempted as preempted
+    from autoshard.runtime.training.whole_step import train_step as train_step
     from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from autoshard.runtime.unit.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy

@@ -1,0 +1,255 @@
+"""A whole training step in one call: microbatches, reduction, clipping, the optimizer's update.
+
+    step = autoshard.train_step(model, optimizer, loss, accumulate=4, clip=1.0)
+    for microbatches in data:
+        mean = step(microbatches)
+
+It does what a loop written by hand does, with the same numbers:
+
+    each microbatch but the last    forward and backward; gradients wait, unsharded
+    the last microbatch             forward and backward, which reduces all of them
+                                    gradients unscaled; callbacks for "reduced"
+                                    the global norm, clipping; callbacks for "clipped"
+                                    the optimizer, the schedule; callbacks for "updated"
+                                    gradients are let go of
+
+Graphs of microbatches have no reduces, and are compiled beside that of the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from autoshard import _torch
+from autoshard.runtime.unit.unit import unit_of
+
+POINTS = ("reduced", "clipped", "updated")
+"""Points of a step at which callbacks run."""
+
+Loss = Callable[[Any, Any], Tensor]
+"""loss(model, batch): a scalar to differentiate."""
+
+Callback = Callable[["TrainStep"], "bool | None"]
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    schedule: Any = None,
+) -> TrainStep:
+    """Make a function that runs one training step of `model`, for a batch or for microbatches.
+
+    A model that is compiled or sharded already stays as it is, with its options; another one is
+    compiled with autoshard, in place, and sharded by its first call. All ranks call the function
+    together. Learning rates, `clip` and the loss scale may change at any time: none is a constant
+    of compiled code.
+
+    optimizer: trains parameters of `model`.
+    loss: called as loss(model, batch), once a microbatch; the mean over a rank's microbatches is
+        differentiated.
+    accumulate: microbatches of a step. Gradients of all but the last wait unsharded.
+    clip: largest global norm of gradients, after which they are scaled down; None: as they are.
+    scaler: scales losses, and leaves out the update after an inf or a NaN, on all ranks.
+    schedule: of learning rates; its `step()` is called after each update that was not left out.
+
+    Raises ValueError for a number out of range, for an optimizer that trains none of `model`'s
+    parameters, or for a model of which only parts are sharded.
+    """
+    return TrainStep(model, optimizer, loss, accumulate, clip, scaler, schedule)
+
+
+class TrainStep:
+    """Function that runs one training step; `train_step` makes it.
+
+    Calling it runs `gradients` and then `update`, which can be called one after the other as well.
+
+    accumulate: microbatches of a step. clip: largest norm, or None. Both may be set.
+    norm: of the gradients before clipping, at the last step that had `clip`; a scalar, the same on
+        all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        accumulate: int,
+        clip: float | None,
+        scaler: torch.amp.GradScaler | None,
+        schedule: Any,
+    ) -> None:
+        """Compile `model` if it is neither compiled nor sharded. Arguments as of `train_step`."""
+        self.accumulate, self.clip = accumulate, clip
+        self.norm: Tensor | None = None
+        self._model, self._module = model, _torch.ddp.inside(model)
+        self._optimizer, self._loss = optimizer, loss
+        self._scaler, self._schedule = scaler, schedule
+        self._callbacks = {point: OrderedDict[int, Callback]() for point in POINTS}
+        self._has_gradients = False
+        self._check()
+        if not hasattr(self._module, "no_sync"):  # which autoshard gives what it compiles or shards
+            self._module.compile(backend="autoshard")
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Run a step for `batch`, and return the loss, a scalar of this rank without a gradient.
+
+        batch: with `accumulate` over 1 a sequence of as many microbatches, else one batch, of
+            whatever type. The loss is the mean of theirs.
+        Raises as `gradients` and `update` do.
+        """
+        found = self.gradients(batch)
+        self.update()
+        return found
+
+    def gradients(self, batch: Any) -> Tensor:
+        """Run forward and backward of all microbatches, which leaves reduced gradients.
+
+        `batch` and the result are those of a call. After an exception gradients are as far as they
+        had come, those of earlier microbatches waiting, as in a loop; `zero_grad()` lets go of
+        them.
+        Raises ValueError for another number of microbatches than `accumulate`, and TypeError for a
+        loss that is no scalar.
+        """
+        self._check_numbers()
+        microbatches = self._microbatches(batch)
+        total: Tensor | None = None
+        for number, each in enumerate(microbatches):
+            is_last = number + 1 == len(microbatches)
+            # Its methods are those of `ShardedModule`, before it is sharded, too.
+            waits = contextlib.nullcontext() if is_last else self._module.no_sync()  # type: ignore[operator]
+            with waits:
+                found = self._scalar(self._loss(self._model, each), number)
+                if len(microbatches) > 1:
+                    found = found / len(microbatches)
+                scaled = found if self._scaler is None else self._scaler.scale(found)
+                scaled.backward()
+            total = found.detach() if total is None else total + found.detach()
+        self._has_gradients = True
+        assert total is not None
+        return total
+
+    def update(self) -> None:
+        """Clip gradients, step the optimizer and the schedule, and let go of gradients.
+
+        The optimizer does not step if a callback said no, or if the scaler found an inf or a NaN;
+        the schedule stays where it is then.
+        Raises RuntimeError if `gradients` was not called since the last update.
+        """
+        if not self._has_gradients:
+            raise RuntimeError(
+                "update() has no gradients to step with: call gradients(batch) first, or the step "
+                "itself, which does both"
+            )
+        scaler = self._scaler
+        is_unscaled = self.clip is not None or any(self._callbacks[each] for each in POINTS[:2])
+        if scaler is not None and is_unscaled:
+            scaler.unscale_(self._optimizer)
+        goes_on = self._tell("reduced")
+        if goes_on and self.clip is not None:
+            self.norm = self._module.clip_grad_norm_(self.clip)  # type: ignore[operator]  # likewise
+        if goes_on and self._tell("clipped"):
+            self._step()
+        elif scaler is not None:
+            scaler.update()
+        self._has_gradients = False
+        self._tell("updated")
+        self._optimizer.zero_grad()
+
+    def on(self, point: str, callback: Callback) -> RemovableHandle:
+        """Have `callback(step)` called at a point of each step; callbacks run in order.
+
+        point: "reduced", with all gradients reduced and unscaled; "clipped", after that, without
+            `clip`, too; "updated", with new parameters and the gradients that were used. A callback
+            of the first two that returns False leaves out what follows, up to "updated": on all
+            ranks, or on none.
+        Returns a handle, whose `remove()` takes the callback off. Raises ValueError for another
+        point.
+        """
+        if point not in POINTS:
+            raise ValueError(f"a step has no point {point!r}; expected one of {list(POINTS)}")
+        handle = RemovableHandle(self._callbacks[point])
+        self._callbacks[point][handle.id] = callback
+        return handle
+
+    def _tell(self, point: str) -> bool:
+        """Run the callbacks of `point`; tell whether none of them returned False."""
+        answers = [callback(self) for callback in list(self._callbacks[point].values())]
+        return not any(answer is False for answer in answers)
+
+    def _step(self) -> None:
+        """Step the optimizer and the schedule, unless the scaler has found an inf or a NaN."""
+        stepped, scaler = True, self._scaler
+        if scaler is None:
+            self._optimizer.step()
+        else:
+            scaler.step(self._optimizer)
+            # The host waits for a scale only where the schedule depends on it.
+            before = None if self._schedule is None else scaler.get_scale()
+            scaler.update()
+            stepped = before is None or scaler.get_scale() >= before
+        if stepped and self._schedule is not None:
+            self._schedule.step()
+
+    def _microbatches(self, batch: Any) -> Sequence[Any]:
+        """Return the microbatches of `batch`, or raise ValueError if there are not as many."""
+        if self.accumulate == 1:
+            return [batch]
+        given = f"one {type(batch).__name__}"
+        if isinstance(batch, Sequence) and not isinstance(batch, str):
+            if len(batch) == self.accumulate:
+                return batch
+            given = f"a sequence of {len(batch)}"
+        raise ValueError(
+            f"a step of {self.accumulate} microbatches was given {given}: give it a list of "
+            f"{self.accumulate} batches"
+        )
+
+    def _scalar(self, found: Any, number: int) -> Tensor:
+        """Return the loss `found` of microbatch `number`, or raise TypeError if it is no scalar."""
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            what = f"of size {list(found.shape)}" if isinstance(found, Tensor) else ""
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise TypeError(
+                f"the loss of microbatch {number} is a {type(found).__name__} {what} on rank "
+                f"{rank}, and a scalar tensor is expected: return a mean, or output.loss of a "
+                "model of transformers"
+            )
+        return found.reshape(()) if found.dim() else found
+
+    def _check_numbers(self) -> None:
+        """Raise ValueError if a number that may be set is out of range."""
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate!r}: a number from 1 on is expected")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip={self.clip!r}: a norm over 0 is expected, or None")
+
+    def _check(self) -> None:
+        """Raise ValueError as `train_step` does."""
+        self._check_numbers()
+        mine = {id(param) for param in self._module.parameters()}
+        groups = self._optimizer.param_groups
+        if not any(id(param) in mine for group in groups for param in group["params"]):
+            raise ValueError(
+                f"{type(self._optimizer).__name__} trains no parameter of "
+                f"{type(self._module).__name__}: build it from model.parameters()"
+            )
+        if unit_of(self._module) is None:
+            inside = [name for name, each in self._module.named_modules() if unit_of(each)]
+            if inside:
+                raise ValueError(
+                    f"{inside[0]} is sharded, and {type(self._module).__name__} around it is not: "
+                    "call autoshard.fully_shard(model) at last"
+                )

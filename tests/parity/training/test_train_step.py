@@ -1,0 +1,386 @@
+"""`train_step`: what a loop written by hand does, with the same bits, whatever is in the loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.models import SmallNet, tokens
+from support.ranks import on_ranks
+from support.selection import each_value
+from support.training import FORMS, assert_same, average_gradients, in_both_forms, in_form
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import autoshard
+from autoshard.runtime.training.whole_step import TrainStep
+
+STEPS = 5
+BAD = 2  # the step in which a loss is infinite on one rank, where there is a scaler
+
+Batch = tuple[Tensor, float]
+
+
+def batches_of(rank: int, step: int, accumulate: int, *, has_inf: bool) -> list[Batch]:
+    """Token ids of each microbatch, and a factor of its loss."""
+    factors = [float("inf") if has_inf and rank == step - 1 == BAD - 1 else 1.0] * accumulate
+    return [(tokens(rank, 10 * step + n), factor) for n, factor in enumerate(factors)]
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    ids, factor = batch
+    return functional.cross_entropy(model(ids).float(), ids.roll(-1)) * factor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is in a loop: microbatches, clipping, a scaler, an optimizer."""
+
+    accumulate: int
+    clip: float | None
+    is_scaled: bool
+    make: Callable[[nn.Module], torch.optim.Optimizer]
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        if not self.is_scaled:
+            return None
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+
+def by_hand(
+    model: Any, optimizer: torch.optim.Optimizer, setting: Setting, rank: int, *, replicated: bool
+) -> list[float]:
+    """The losses of a loop as users write it."""
+    scaler, losses = setting.scaler(), []
+    for step in range(STEPS):
+        total = torch.zeros(())
+        microbatches = batches_of(rank, step, setting.accumulate, has_inf=setting.is_scaled)
+        for number, batch in enumerate(microbatches):
+            waits = number + 1 < len(microbatches) and not replicated
+            with model.no_sync() if waits else contextlib.nullcontext():
+                loss = loss_of(model, batch)
+                if setting.accumulate > 1:
+                    loss = loss / setting.accumulate
+                (scaler.scale(loss) if scaler else loss).backward()
+            total += loss.detach()
+        if replicated:
+            average_gradients(model)
+        if scaler and setting.clip:
+            scaler.unscale_(optimizer)
+        if setting.clip and replicated:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
+        elif setting.clip:
+            model.clip_grad_norm_(setting.clip)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses
+
+
+def in_one_call(
+    model: Any, optimizer: torch.optim.Optimizer, setting: Setting, rank: int
+) -> list[float]:
+    step = autoshard.train_step(
+        model,
+        optimizer,
+        loss_of,
+        accumulate=setting.accumulate,
+        clip=setting.clip,
+        scaler=setting.scaler(),
+    )
+    losses = []
+    for number in range(STEPS):
+        given = batches_of(rank, number, setting.accumulate, has_inf=setting.is_scaled)
+        losses.append(step(given if setting.accumulate > 1 else given[0]).item())
+    return losses
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+    "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-2),
+}
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full_shard": {"strategy": "full_shard"},
+    "hybrid": {"strategy": "hybrid_shard"},
+    "replicate": {"strategy": "no_shard"},
+}
+
+
+@each_value(
+    form=FORMS,
+    optimizer=OPTIMIZERS,
+    accumulate=[1, 3, 3, 1, 3],
+    clip=[None, 0.05, 0.05],
+    is_scaled=[False, True, True, False, False, True],
+    strategy=STRATEGIES,
+    is_low=[False, True],
+)
+@on_ranks(2)
+def test_a_loop_by_hand(
+    rank: int,
+    form: str,
+    optimizer: str,
+    accumulate: int,
+    clip: float | None,
+    is_scaled: bool,
+    strategy: str,
+    is_low: bool,
+) -> None:
+    """Parameters, states and losses; and the replicated model's where none rounds otherwise."""
+    setting = Setting(accumulate, clip, is_scaled, OPTIMIZERS[optimizer])
+    found = []
+    for is_one_call in (False, True):
+        torch._dynamo.reset()
+        model = sharded(form, strategy, is_low=is_low)
+        trainer = setting.make(model)
+        if is_one_call:
+            losses = in_one_call(model, trainer, setting, rank)
+        else:
+            losses = by_hand(model, trainer, setting, rank, replicated=False)
+        found.append((model, trainer, losses))
+    (want, wants, want_losses), (got, gots, got_losses) = found
+    assert str(got_losses) == str(want_losses)  # inf and NaN equal themselves as text
+    assert_same(got, want)
+    for mine, theirs in zip(got.parameters(), want.parameters(), strict=True):
+        state, expected = gots.state[mine], wants.state[theirs]
+        assert list(state) == list(expected)
+        for key, value in state.items():
+            assert torch.equal(local(value), local(expected[key])), key
+    if not is_low:
+        torch.manual_seed(0)
+        plain = SmallNet()
+        losses = by_hand(plain, setting.make(plain), setting, rank, replicated=True)
+        # Gradients of microbatches add up before they are reduced, or after; and norms by shards.
+        rtol = 1e-5 if accumulate > 1 or clip else 0.0
+        assert losses == pytest.approx(got_losses, rel=1e-5, nan_ok=True)
+        assert_same(got, plain, rtol=rtol)
+
+
+def sharded(form: str, strategy: str = "full_shard", *, is_low: bool = False) -> Any:
+    torch.manual_seed(0)
+    policy = autoshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_low else None
+    model: Any = autoshard.shard(SmallNet(), mp_policy=policy, **STRATEGIES[strategy])
+    return in_form(model, form)
+
+
+def local(value: Any) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+
+
+@on_ranks(2)
+def test_a_plain_model_is_compiled(rank: int) -> None:
+    """And sharded, by its first call, an optimizer from before with it; the first may wait."""
+    torch.manual_seed(0)
+    model = SmallNet()
+    step = autoshard.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, accumulate=2
+    )
+    for number in range(2):
+        step(batches_of(rank, number, 2, has_inf=False))
+    assert isinstance(model, autoshard.ShardedModule)
+    assert [plan.graph for plan in autoshard.plans(model)][:2] == ["forward", "backward"]
+
+
+@contextlib.contextmanager
+def counted_frames() -> Iterator[list[int]]:
+    """Frames that Dynamo compiles in the context, as the one number of a list after it."""
+    before, found = _frames(), [0]
+    yield found
+    found[0] = _frames() - before
+
+
+def _frames() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@on_ranks(2)
+def test_what_changes_compiles_nothing(rank: int) -> None:
+    """Learning rates, weight decay, the scale, the norm, by hand and by a schedule."""
+    model = sharded("compiled")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    step = autoshard.train_step(
+        model, optimizer, loss_of, accumulate=2, clip=1.0, scaler=scaler, schedule=schedule
+    )
+    step(batches_of(rank, 0, 2, has_inf=False))
+    with counted_frames() as frames:
+        for number in range(1, 6):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * number
+            step.clip = 1.0 / number
+            step(batches_of(rank, number, 2, has_inf=False))
+    assert frames == [0]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**6)
+    assert scaler.get_scale() == 1024.0 * 2**6
+
+
+@on_ranks(2)
+def test_a_schedule_waits_for_the_optimizer(rank: int) -> None:
+    """It does not count a step that the scaler left out."""
+    model = sharded("eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step = autoshard.train_step(model, optimizer, loss_of, scaler=scaler, schedule=schedule)
+    for number in range(BAD + 2):
+        step(batches_of(rank, number, 1, has_inf=True)[0])
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (BAD + 1)
+    assert scaler.get_scale() == 512.0
+
+
+@in_both_forms
+@on_ranks(2)
+def test_callbacks(rank: int, form: str) -> None:
+    """In order; the first two see gradients unscaled, and may leave the update out."""
+    model = sharded(form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step = autoshard.train_step(model, optimizer, loss_of, clip=0.05, scaler=scaler)
+    seen: list[tuple[str, float]] = []
+    refuses: set[str] = set()
+
+    def look(point: str) -> Callable[[TrainStep], bool]:
+        def callback(given: TrainStep) -> bool:
+            assert given is step
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            seen.append((point, norm.full_tensor().item()))
+            return point not in refuses
+
+        return callback
+
+    handles = [step.on(point, look(point)) for point in ("updated", "clipped", "reduced")]
+
+    def run(number: int) -> tuple[list[str], bool]:
+        seen.clear()
+        before = [local(each).clone() for each in model.parameters()]
+        step(batches_of(rank, number, 1, has_inf=False)[0])
+        assert all(each.grad is None for each in model.parameters())
+        same = all(map(torch.equal, before, map(local, model.parameters())))
+        return [point for point, _ in seen], same
+
+    assert run(0) == (["reduced", "clipped", "updated"], False)
+    assert step.norm is not None
+    assert seen[0][1] == pytest.approx(step.norm.item())
+    assert seen[1][1] == pytest.approx(0.05, rel=1e-3)
+    refuses.add("clipped")
+    assert run(1) == (["reduced", "clipped", "updated"], True)
+    refuses.add("reduced")
+    assert run(2) == (["reduced", "updated"], True)
+    for handle in handles:
+        handle.remove()
+    assert run(3) == ([], False)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_in_two(rank: int, form: str) -> None:
+    """Gradients, and the update, with what a user does in between."""
+    models = []
+    for is_split in (False, True):
+        torch._dynamo.reset()
+        model = sharded(form)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = autoshard.train_step(model, optimizer, loss_of, accumulate=2)
+        for number in range(3):
+            batches = batches_of(rank, number, 2, has_inf=False)
+            if is_split:
+                loss = step.gradients(batches)
+                assert not loss.requires_grad
+                assert all(each.grad is not None for each in model.parameters())
+                step.update()
+            else:
+                step(batches)
+        with pytest.raises(RuntimeError, match=r"no gradients to step with: call gradients\(batch"):
+            step.update()
+        models.append(model)
+    assert_same(*models)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@in_both_forms
+@on_ranks(2)
+def test_an_exception_in_the_middle(rank: int, form: str) -> None:
+    """Gradients of earlier microbatches wait, as in a loop; the next step goes on as it does."""
+    models = []
+    for is_one_call in (False, True):
+        torch._dynamo.reset()
+        model = sharded(form)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def loss(model: Any, batch: Batch) -> Tensor:
+            if batch[1] == 0.0:
+                raise Interrupted
+            return loss_of(model, batch)
+
+        step = autoshard.train_step(model, optimizer, loss, accumulate=3)
+        for number in range(3):
+            batches = batches_of(rank, number, 3, has_inf=False)
+            if number == 1:
+                batches[1] = (batches[1][0], 0.0)
+            with pytest.raises(Interrupted) if number == 1 else contextlib.nullcontext():
+                if is_one_call:
+                    step(batches)
+                    continue
+                for each, batch in enumerate(batches):
+                    with model.no_sync() if each < 2 else contextlib.nullcontext():
+                        (loss(model, batch) / 3).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model)
+    assert_same(*models)
+
+
+def _of_two(model: Any, batch: Any) -> Tensor:
+    return torch.ones(2)
+
+
+def _number(model: Any, batch: Any) -> Any:
+    return 1.0
+
+
+@on_ranks(2)
+def test_bad_input(rank: int) -> None:
+    model = sharded("eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given, message in (
+        ({"accumulate": 0}, "accumulate=0: a number from 1 on"),
+        ({"accumulate": 1.5}, "accumulate=1.5: a number from 1 on"),
+        ({"clip": 0.0}, "clip=0.0: a norm over 0"),
+        ({"clip": float("nan")}, "clip=nan: a norm over 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            autoshard.train_step(model, optimizer, loss_of, **given)  # type: ignore[arg-type]
+    of_another = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"SGD trains no parameter of SmallNet: build it from mod"):
+        autoshard.train_step(model, of_another, loss_of)
+    step = autoshard.train_step(model, optimizer, loss_of, accumulate=2)
+    batch = batches_of(rank, 0, 1, has_inf=False)[0]
+    wrong = (([batch], "a sequence of 1"), (torch.ones(2), "one Tensor"), ("ab", "one str"))
+    for batches, what in wrong:
+        with pytest.raises(ValueError, match=rf"2 microbatches was given {what}: give it a list"):
+            step(batches)
+    with pytest.raises(ValueError, match=r"no point 'after'; expected one of \['reduced', 'clipp"):
+        step.on("after", print)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"microbatch 0 is a Tensor of size \[2\] on rank {rank}"):
+        autoshard.train_step(model, optimizer, _of_two)(batch)
+    with pytest.raises(TypeError, match=r"is a float .*return a mean, or output\.loss"):
+        autoshard.train_step(model, optimizer, _number)(batch)
+    part = SmallNet()
+    autoshard.fully_shard(part.layers[0])
+    with pytest.raises(ValueError, match=r"layers\.0 is sharded, and SmallNet around it is not"):
+        autoshard.train_step(part, torch.optim.SGD(part.parameters(), lr=0.1), loss_of)
