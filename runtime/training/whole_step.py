@@ -42,7 +42,7 @@ Callback = Callable[["TrainStep"], "bool | None"]
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loss: Loss,
     *,
     accumulate: int = 1,
@@ -57,18 +57,22 @@ def train_step(
     together. Learning rates, `clip` and the loss scale may change at any time: none is a constant
     of compiled code.
 
-    optimizer: trains parameters of `model`.
+    optimizer: trains parameters of `model`; or several, such as Muon for matrices and AdamW for the
+        rest, which step in this order.
     loss: called as loss(model, batch), once a microbatch; the mean over a rank's microbatches is
         differentiated.
     accumulate: microbatches of a step. Gradients of all but the last wait unsharded.
     clip: largest global norm of gradients, after which they are scaled down; None: as they are.
     scaler: scales losses, and leaves out the update after an inf or a NaN, on all ranks.
-    schedule: of learning rates; its `step()` is called after each update that was not left out.
+    schedule: of learning rates, or several; each one's `step()` is called after each update that
+        was not left out.
 
     Raises ValueError for a number out of range, for an optimizer that trains none of `model`'s
     parameters, or for a model of which only parts are sharded.
     """
-    return TrainStep(model, optimizer, loss, accumulate, clip, scaler, schedule)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    schedules = [] if schedule is None else [schedule] if hasattr(schedule, "step") else schedule
+    return TrainStep(model, optimizers, loss, accumulate, clip, scaler, schedules)
 
 
 class TrainStep:
@@ -84,19 +88,19 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         loss: Loss,
         accumulate: int,
         clip: float | None,
         scaler: torch.amp.GradScaler | None,
-        schedule: Any,
+        schedules: Sequence[Any],
     ) -> None:
         """Compile `model` if it is neither compiled nor sharded. Arguments as of `train_step`."""
         self.accumulate, self.clip = accumulate, clip
         self.norm: Tensor | None = None
         self._model, self._module = model, _torch.ddp.inside(model)
-        self._optimizer, self._loss = optimizer, loss
-        self._scaler, self._schedule = scaler, schedule
+        self._optimizers, self._loss = tuple(optimizers), loss
+        self._scaler, self._schedules = scaler, tuple(schedules)
         self._callbacks = {point: OrderedDict[int, Callback]() for point in POINTS}
         self._has_gradients = False
         self._check()
@@ -142,10 +146,10 @@ class TrainStep:
         return total
 
     def update(self) -> None:
-        """Clip gradients, step the optimizer and the schedule, and let go of gradients.
+        """Clip gradients, step optimizers and schedules, and let go of gradients.
 
-        The optimizer does not step if a callback said no, or if the scaler found an inf or a NaN;
-        the schedule stays where it is then.
+        Optimizers do not step if a callback said no, or if the scaler found an inf or a NaN;
+        schedules stay where they are then.
         Raises RuntimeError if `gradients` was not called since the last update.
         """
         if not self._has_gradients:
@@ -156,7 +160,8 @@ class TrainStep:
         scaler = self._scaler
         is_unscaled = self.clip is not None or any(self._callbacks[each] for each in POINTS[:2])
         if scaler is not None and is_unscaled:
-            scaler.unscale_(self._optimizer)
+            for optimizer in self._optimizers:
+                scaler.unscale_(optimizer)
         goes_on = self._tell("reduced")
         if goes_on and self.clip is not None:
             self.norm = self._module.clip_grad_norm_(self.clip)  # type: ignore[operator]  # likewise
@@ -166,7 +171,8 @@ class TrainStep:
             scaler.update()
         self._has_gradients = False
         self._tell("updated")
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
 
     def on(self, point: str, callback: Callback) -> RemovableHandle:
         """Have `callback(step)` called at a point of each step; callbacks run in order.
@@ -190,18 +196,21 @@ class TrainStep:
         return not any(answer is False for answer in answers)
 
     def _step(self) -> None:
-        """Step the optimizer and the schedule, unless the scaler has found an inf or a NaN."""
+        """Step optimizers and schedules, unless the scaler has found an inf or a NaN."""
         stepped, scaler = True, self._scaler
         if scaler is None:
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
         else:
-            scaler.step(self._optimizer)
-            # The host waits for a scale only where the schedule depends on it.
-            before = None if self._schedule is None else scaler.get_scale()
+            for optimizer in self._optimizers:
+                scaler.step(optimizer)
+            # The host waits for a scale only where a schedule depends on it.
+            before = scaler.get_scale() if self._schedules else None
             scaler.update()
             stepped = before is None or scaler.get_scale() >= before
-        if stepped and self._schedule is not None:
-            self._schedule.step()
+        if stepped:
+            for schedule in self._schedules:
+                schedule.step()
 
     def _microbatches(self, batch: Any) -> Sequence[Any]:
         """Return the microbatches of `batch`, or raise ValueError if there are not as many."""
@@ -240,12 +249,13 @@ class TrainStep:
         """Raise ValueError as `train_step` does."""
         self._check_numbers()
         mine = {id(param) for param in self._module.parameters()}
-        groups = self._optimizer.param_groups
-        if not any(id(param) in mine for group in groups for param in group["params"]):
-            raise ValueError(
-                f"{type(self._optimizer).__name__} trains no parameter of "
-                f"{type(self._module).__name__}: build it from model.parameters()"
-            )
+        for optimizer in self._optimizers:
+            trained = (param for group in optimizer.param_groups for param in group["params"])
+            if mine.isdisjoint(map(id, trained)):
+                raise ValueError(
+                    f"{type(optimizer).__name__} trains no parameter of "
+                    f"{type(self._module).__name__}: build it from model.parameters()"
+                )
         if unit_of(self._module) is None:
             inside = [name for name, each in self._module.named_modules() if unit_of(each)]
             if inside:

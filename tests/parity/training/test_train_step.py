@@ -168,6 +168,63 @@ def test_a_loop_by_hand(
         assert_same(got, plain, rtol=rtol)
 
 
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if param.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def adafactor(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adafactor(model.parameters(), lr=1e-2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "is_scaled"),
+    [
+        (muon_and_adamw, "full_shard", False),
+        (muon_and_adamw, "hybrid", True),
+        (adafactor, "replicate", False),
+    ],
+)
+@in_both_forms
+@on_ranks(2)
+def test_optimizers_of_whole_matrices(
+    rank: int, form: str, make: Any, strategy: str, is_scaled: bool
+) -> None:
+    """Two of them, of which each has its parameters; schedules of both."""
+    models = []
+    for is_one_call in (False, True):
+        torch._dynamo.reset()
+        model = sharded(form, strategy)
+        optimizers = make(model)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if is_scaled else None
+        step = autoshard.train_step(
+            model, optimizers, loss_of, clip=0.5, scaler=scaler, schedule=schedules
+        )
+        for number in range(3):
+            (batch,) = batches_of(rank, number, 1, has_inf=False)
+            if is_one_call:
+                step(batch)
+                continue
+            loss = loss_of(model, batch)
+            (scaler.scale(loss) if scaler else loss).backward()
+            for each in optimizers:
+                if scaler:
+                    scaler.unscale_(each)
+            model.clip_grad_norm_(0.5)
+            for each in optimizers:
+                scaler.step(each) if scaler else each.step()
+            if scaler:
+                scaler.update()
+            for schedule in schedules:
+                schedule.step()
+            model.zero_grad()
+        models.append(model)
+        assert all(each.param_groups[0]["lr"] < 0.0146 for each in optimizers)
+    assert_same(*models)
+
+
 def sharded(form: str, strategy: str = "full_shard", *, is_low: bool = False) -> Any:
     torch.manual_seed(0)
     policy = autoshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_low else None
