@@ -52,10 +52,10 @@ def train_step(
 ) -> TrainStep:
     """Make a function that runs one training step of `model`, for a batch or for microbatches.
 
-    A model that is compiled or sharded already stays as it is, with its options; another one is
-    compiled with autoshard, in place, and sharded by its first call. All ranks call the function
-    together. Learning rates, `clip` and the loss scale may change at any time: none is a constant
-    of compiled code.
+    A model that is compiled or sharded already stays as it is, with its options. Another one is
+    compiled with autoshard, in place, and so is `loss` with it, in one graph; the first call shards
+    it. All ranks call the function together. Learning rates, `clip` and the loss scale may change
+    at any time: none is a constant of compiled code.
 
     optimizer: trains parameters of `model`; or several, such as Muon for matrices and AdamW for the
         rest, which step in this order.
@@ -95,7 +95,10 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None,
         schedules: Sequence[Any],
     ) -> None:
-        """Compile `model` if it is neither compiled nor sharded. Arguments as of `train_step`."""
+        """Compile `model` and `loss` if `model` is neither compiled nor sharded.
+
+        Arguments are those of `train_step`, with optimizers and schedules as sequences.
+        """
         self.accumulate, self.clip = accumulate, clip
         self.norm: Tensor | None = None
         self._model, self._module = model, _torch.ddp.inside(model)
@@ -106,6 +109,7 @@ class TrainStep:
         self._check()
         if not hasattr(self._module, "no_sync"):  # which autoshard gives what it compiles or shards
             self._module.compile(backend="autoshard")
+            self._loss = torch.compile(loss, backend="autoshard")
 
     def __call__(self, batch: Any) -> Tensor:
         """Run a step for `batch`, and return the loss, a scalar of this rank without a gradient.

@@ -236,18 +236,32 @@ def local(value: Any) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @on_ranks(2)
-def test_a_plain_model_is_compiled(rank: int) -> None:
-    """And sharded, by its first call, an optimizer from before with it; the first may wait."""
+def test_a_plain_model_is_compiled(rank: int, accumulate: int) -> None:
+    """With the loss, and sharded by its first call, which may wait, with an optimizer from before.
+
+    Inductor rounds otherwise.
+    """
+    seen: dict[str, bool] = {}
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        seen["compiled"] = torch.compiler.is_compiling()
+        return loss_of(model, batch)
+
+    setting = Setting(accumulate, None, False, OPTIMIZERS["sgd"])
     torch.manual_seed(0)
-    model = SmallNet()
-    step = autoshard.train_step(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, accumulate=2
-    )
-    for number in range(2):
-        step(batches_of(rank, number, 2, has_inf=False))
+    model, plain = SmallNet(), SmallNet()
+    plain.load_state_dict(model.state_dict())
+    step = autoshard.train_step(model, setting.make(model), loss, accumulate=accumulate)
+    for number in range(STEPS):
+        given = batches_of(rank, number, accumulate, has_inf=False)
+        step(given if accumulate > 1 else given[0])
+        assert seen == {"compiled": True}
     assert isinstance(model, autoshard.ShardedModule)
-    assert [plan.graph for plan in autoshard.plans(model)][:2] == ["forward", "backward"]
+    assert {plan.graph for plan in autoshard.plans(model)} == {"forward", "backward"}
+    by_hand(plain, setting.make(plain), setting, rank, replicated=True)
+    assert_same(model, plain, rtol=1e-4)
 
 
 @contextlib.contextmanager
