@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,11 @@ def tuner(folder: Path, options: dict[str, Any] | None, adapters: str) -> Any:
     return Tuner(llama(), autoshard=options, **given)
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason=REASON.format("TRL"))
 @pytest.mark.parametrize("adapters", ["none", "LoRA", "DoRA"])
 @on_ranks(2)
 def test_fine_tuning(rank: int, adapters: str, tmp_path: Path) -> None:
     """TRL, and PEFT with it: losses are DDP's; resumed; saved, loaded, merged; and it generates."""
-    pytest.importorskip("trl", reason=REASON.format("TRL"))
     ids = texts(1)[0][None]
     with launched(rank) as gradients:
         ddp = tuner(tmp_path / "ddp", None, adapters)

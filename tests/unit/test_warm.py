@@ -51,7 +51,8 @@ def test_what_it_is_told_to_run(how: str, tmp_path: Path) -> None:
     )
     assert copy.stdout == real.stdout
     assert (copy.returncode, real.returncode) == (0, 0)
-    assert (copy.stderr, real.stderr) == ("True\n", "False\n")
+    first = [each.stderr.splitlines()[0] for each in (copy, real)]  # a Triton may tell of leaks
+    assert first == ["True", "False"]
 
 
 @pytest.mark.parametrize("code", ENDS.values(), ids=ENDS.keys())
