@@ -223,6 +223,20 @@ def _kept_dtype(sharded: ShardedParam) -> torch.dtype | None:
     return unit.reduced_member(sharded, gathered).dtype
 
 
+def _with_pending(sharded: ShardedParam, grad: Tensor) -> Tensor:
+    """Return `grad`, a rank's part, with the gradient of `sharded` that waited, if it is to add it.
+
+    That is where no other rank shares the parameter, so that graphs have no reduce, which adds it
+    elsewhere. The sum is made in the dtype of reduces.
+    """
+    if sharded.pending is None or sharded.axes.num_ranks > 1:
+        return grad
+    dtype = sharded.pending.sum.total.dtype
+    total = reduce.take_pending(sharded, grad.reshape(sharded.member.size), dtype)
+    assert total is not None
+    return total.reshape(grad.shape).to(grad.dtype)
+
+
 class _LocalShards(torch.autograd.Function):
     """Autograd function that gives the graph's inputs for all sharded parameters at once.
 
@@ -300,6 +314,7 @@ class _LocalShards(torch.autograd.Function):
             param = sharded.param
             accumulates = _torch.autograd.accumulates_gradient(leaf)
             if accumulates:
+                grad = _with_pending(sharded, grad)
                 reduce.drop_placeholder(sharded)  # before its dtype may change
                 used.add(sharded)
             if kept_as is not None:  # exact: it was reduced in that dtype

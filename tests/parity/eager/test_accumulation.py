@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections import Counter
@@ -68,6 +69,36 @@ def test_no_sync(rank: int, form: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_same(model, want)
+
+
+@each_value(
+    form=["eager", "compiled"],
+    is_low=[False, False, True, True],
+    is_emptied=[False, True, False],
+    strategy=["full_shard", "no_shard", "hybrid_shard"],
+)
+@on_ranks(1)
+def test_no_sync_on_one_rank(
+    rank: int, form: str, is_low: bool, is_emptied: bool, strategy: str
+) -> None:
+    """Nothing is reduced there, and what waits is added all the same, unless it is let go of."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_low else None
+    model = in_form(autoshard.shard(build(), strategy=strategy, mp_policy=policy), form)
+    twin = autoshard.shard(build(), strategy=strategy, mp_policy=policy)
+    optimizer, of_twin = sgd(model), sgd(twin)
+    for step in range(3):
+        for batch in range(BATCHES):
+            with model.no_sync() if batch + 1 < BATCHES else contextlib.nullcontext():
+                net_loss(model, rank, BATCHES * step + batch).backward()
+            if is_emptied and batch == 0:
+                model.zero_grad()
+            else:
+                net_loss(twin, rank, BATCHES * step + batch).backward()
+        optimizer.step()
+        of_twin.step()
+        optimizer.zero_grad()
+        of_twin.zero_grad()
+    assert_same(model, twin)
 
 
 @pytest.mark.parametrize(
