@@ -19,6 +19,7 @@ Graphs of microbatches have no reduces, and are compiled beside that of the last
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ POINTS = ("reduced", "clipped", "updated")
 Loss = Callable[[Any, Any], Tensor]
 """loss(model, batch): a scalar to differentiate."""
 
-Callback = Callable[["TrainStep"], "bool | None"]
+Callback = Callable[["TrainStep"], Any]
+"""callback(step): None, or whether the step goes on."""
 
 
 def train_step(
@@ -52,7 +54,7 @@ def train_step(
 ) -> TrainStep:
     """Make a function that runs one training step of `model`, for a batch or for microbatches.
 
-    A model that is compiled or sharded already stays as it is, with its options. Another one is
+    A model that autoshard has compiled or sharded stays as it is, with its options. Another one is
     compiled with autoshard, in place, and so is `loss` with it, in one graph; the first call shards
     it. All ranks call the function together. Learning rates, `clip` and the loss scale may change
     at any time: none is a constant of compiled code.
@@ -64,11 +66,13 @@ def train_step(
     accumulate: microbatches of a step. Gradients of all but the last wait unsharded.
     clip: largest global norm of gradients, after which they are scaled down; None: as they are.
     scaler: scales losses, and leaves out the update after an inf or a NaN, on all ranks.
-    schedule: of learning rates, or several; each one's `step()` is called after each update that
-        was not left out.
+    schedule: of learning rates, or several; each one's `step()`, without an argument, is called
+        after each update that was not left out.
 
-    Raises ValueError for a number out of range, for an optimizer that trains none of `model`'s
-    parameters, or for a model of which only parts are sharded.
+    Raises ValueError for a number out of range; for an optimizer that trains none of `model`'s
+    parameters, or whose step takes a closure; for a schedule that steps by a metric; or for a model
+    of which only parts are sharded. Warns of parameters that no optimizer trains, whose gradients
+    are part of the norm.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     schedules = [] if schedule is None else [schedule] if hasattr(schedule, "step") else schedule
@@ -107,6 +111,7 @@ class TrainStep:
         self._callbacks = {point: OrderedDict[int, Callback]() for point in POINTS}
         self._has_gradients = False
         self._check()
+        self._warn_of_untrained()
         if not hasattr(self._module, "no_sync"):  # which autoshard gives what it compiles or shards
             self._module.compile(backend="autoshard")
             self._loss = torch.compile(loss, backend="autoshard")
@@ -127,12 +132,15 @@ class TrainStep:
 
         `batch` and the result are those of a call. After an exception gradients are as far as they
         had come, those of earlier microbatches waiting, as in a loop; `zero_grad()` lets go of
-        them.
+        them. Gradients of another call since the last update are added to.
         Raises ValueError for another number of microbatches than `accumulate`, and TypeError for a
         loss that is no scalar.
         """
         self._check_numbers()
         microbatches = self._microbatches(batch)
+        if unit_of(self._module) is None:
+            with self._module.no_sync():  # type: ignore[operator]  # shards, and is not traced
+                pass
         total: Tensor | None = None
         for number, each in enumerate(microbatches):
             is_last = number + 1 == len(microbatches)
@@ -152,8 +160,8 @@ class TrainStep:
     def update(self) -> None:
         """Clip gradients, step optimizers and schedules, and let go of gradients.
 
-        Optimizers do not step if a callback said no, or if the scaler found an inf or a NaN;
-        schedules stay where they are then.
+        Optimizers do not step if a callback said no, and one of them does not if the scaler found
+        an inf or a NaN in its gradients; schedules stay where they are in both cases.
         Raises RuntimeError if `gradients` was not called since the last update.
         """
         if not self._has_gradients:
@@ -175,6 +183,7 @@ class TrainStep:
             scaler.update()
         self._has_gradients = False
         self._tell("updated")
+        self._module.zero_grad()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
@@ -182,11 +191,12 @@ class TrainStep:
         """Have `callback(step)` called at a point of each step; callbacks run in order.
 
         point: "reduced", with all gradients reduced and unscaled; "clipped", after that, without
-            `clip`, too; "updated", with new parameters and the gradients that were used. A callback
-            of the first two that returns False leaves out what follows, up to "updated": on all
-            ranks, or on none.
+            `clip`, too; "updated", at the end, with the gradients still there, and also if the
+            update was left out.
+        callback: returns None, or a bool, of NumPy or a tensor, too. With False of the first two
+            points, what follows is left out, up to "updated": on all ranks, or on none.
         Returns a handle, whose `remove()` takes the callback off. Raises ValueError for another
-        point.
+        point. The step raises TypeError for another result.
         """
         if point not in POINTS:
             raise ValueError(f"a step has no point {point!r}; expected one of {list(POINTS)}")
@@ -197,7 +207,12 @@ class TrainStep:
     def _tell(self, point: str) -> bool:
         """Run the callbacks of `point`; tell whether none of them returned False."""
         answers = [callback(self) for callback in list(self._callbacks[point].values())]
-        return not any(answer is False for answer in answers)
+        for answer in answers:
+            if answer is not None and not _is_bool(answer):
+                raise TypeError(
+                    f"a callback for {point!r} returned {answer!r}: return True, False or None"
+                )
+        return all(answer is None or bool(answer) for answer in answers)
 
     def _step(self) -> None:
         """Step optimizers and schedules, unless the scaler has found an inf or a NaN."""
@@ -233,10 +248,10 @@ class TrainStep:
     def _scalar(self, found: Any, number: int) -> Tensor:
         """Return the loss `found` of microbatch `number`, or raise TypeError if it is no scalar."""
         if not isinstance(found, Tensor) or found.numel() != 1:
-            what = f"of size {list(found.shape)}" if isinstance(found, Tensor) else ""
+            what = f" of size {list(found.shape)}" if isinstance(found, Tensor) else ""
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise TypeError(
-                f"the loss of microbatch {number} is a {type(found).__name__} {what} on rank "
+                f"the loss of microbatch {number} is a {type(found).__name__}{what} on rank "
                 f"{rank}, and a scalar tensor is expected: return a mean, or output.loss of a "
                 "model of transformers"
             )
@@ -253,12 +268,26 @@ class TrainStep:
         """Raise ValueError as `train_step` does."""
         self._check_numbers()
         mine = {id(param) for param in self._module.parameters()}
+        if not self._optimizers:
+            raise ValueError("there is no optimizer: give train_step one, or a list of several")
         for optimizer in self._optimizers:
             trained = (param for group in optimizer.param_groups for param in group["params"])
             if mine.isdisjoint(map(id, trained)):
                 raise ValueError(
                     f"{type(optimizer).__name__} trains no parameter of "
-                    f"{type(self._module).__name__}: build it from model.parameters()"
+                    f"{type(self._module).__name__}: build it from model.parameters(), and after "
+                    "sharding"
+                )
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError(
+                    "LBFGS runs forward and backward several times in its step: call it in a loop "
+                    "of your own, with a closure"
+                )
+        for schedule in self._schedules:
+            if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise ValueError(
+                    "ReduceLROnPlateau steps by a metric, which a training step has not: call its "
+                    "step(metric) yourself, after an evaluation"
                 )
         if unit_of(self._module) is None:
             inside = [name for name, each in self._module.named_modules() if unit_of(each)]
@@ -267,3 +296,24 @@ class TrainStep:
                     f"{inside[0]} is sharded, and {type(self._module).__name__} around it is not: "
                     "call autoshard.fully_shard(model) at last"
                 )
+
+    def _warn_of_untrained(self) -> None:
+        """Warn of a parameter with gradients that no optimizer trains."""
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        trained = {id(param) for group in groups for param in group["params"]}
+        for name, param in self._module.named_parameters():
+            if param.requires_grad and id(param) not in trained:
+                warnings.warn(
+                    f"{name} requires a gradient, which is part of the norm, and no optimizer "
+                    f"trains it: call {name}.requires_grad_(False), or give it to an optimizer",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                return
+
+
+def _is_bool(answer: Any) -> bool:
+    """Tell whether `answer` is a bool, of NumPy or a tensor, too."""
+    if isinstance(answer, Tensor):
+        return answer.dtype == torch.bool and answer.numel() == 1
+    return type(answer).__name__ in ("bool", "bool_")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.fsdp
 from support.models import SmallNet, tokens
 from support.ranks import on_ranks
 from support.selection import each_value
 from support.training import FORMS, assert_same, average_gradients, in_both_forms, in_form
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -436,6 +440,13 @@ def test_bad_input(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             autoshard.train_step(model, optimizer, loss_of, **given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no optimizer: give"):
+        autoshard.train_step(model, [], loss_of)
+    with pytest.raises(ValueError, match="LBFGS runs forward and backward several times"):
+        autoshard.train_step(model, torch.optim.LBFGS(model.parameters()), loss_of)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau steps by a metric.*step\(metric\)"):
+        autoshard.train_step(model, optimizer, loss_of, schedule=[plateau])
     of_another = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"SGD trains no parameter of SmallNet: build it from mod"):
         autoshard.train_step(model, of_another, loss_of)
@@ -449,9 +460,91 @@ def test_bad_input(rank: int) -> None:
         step.on("after", print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=rf"microbatch 0 is a Tensor of size \[2\] on rank {rank}"):
         autoshard.train_step(model, optimizer, _of_two)(batch)
-    with pytest.raises(TypeError, match=r"is a float .*return a mean, or output\.loss"):
+    with pytest.raises(TypeError, match=r"is a float on rank .*return a mean, or output\.loss"):
         autoshard.train_step(model, optimizer, _number)(batch)
+    step = autoshard.train_step(model, optimizer, loss_of)
+    for wrong_answer in (0.5, torch.ones(2)):
+        handle = step.on("clipped", lambda _, given=wrong_answer: given)
+        with pytest.raises(
+            TypeError, match=r"callback for 'clipped' returned .*: return True, Fal"
+        ):
+            step(batch)
+        handle.remove()
     part = SmallNet()
     autoshard.fully_shard(part.layers[0])
     with pytest.raises(ValueError, match=r"layers\.0 is sharded, and SmallNet around it is not"):
         autoshard.train_step(part, torch.optim.SGD(part.parameters(), lr=0.1), loss_of)
+
+
+@in_both_forms
+@on_ranks(2)
+def test_parameters_in_no_optimizer(rank: int, form: str) -> None:
+    """A warning names one; their gradients are let go of, too."""
+    model = sharded(form)
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    with pytest.warns(RuntimeWarning, match=r"layers\.0\.norm\.weight requires a gradient, "):
+        step = autoshard.train_step(model, optimizer, loss_of, clip=float("inf"))
+    norms = []
+    for _ in range(3):
+        step(batches_of(rank, 0, 1, has_inf=False)[0])
+        assert all(each.grad is None for each in model.parameters())
+        norms.append(step.norm)
+    assert norms[0] is not norms[1]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(2):
+        step(batches_of(rank, 0, 1, has_inf=False)[0])
+        norms.append(step.norm)
+    assert norms[-1] == norms[-2]
+
+
+def _by_tensor(step: TrainStep) -> Any:
+    return step.norm < 0
+
+
+def _by_numpy(step: TrainStep) -> Any:
+    return np.float64(1.0) < 0.0
+
+
+@pytest.mark.parametrize("callback", [_by_tensor, _by_numpy])
+@on_ranks(2)
+def test_what_a_callback_returns(rank: int, callback: Any) -> None:
+    """A comparison of a tensor, or of a number of NumPy's, is a bool."""
+    model = sharded("eager")
+    step = autoshard.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, clip=1.0
+    )
+    step.on("clipped", callback)
+    before = [local(each).clone() for each in model.parameters()]
+    step(batches_of(rank, 0, 1, has_inf=False)[0])
+    assert all(map(torch.equal, before, map(local, model.parameters())))
+
+
+def by_ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def by_fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:  # type: ignore[union-attr]
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    return torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrap", [by_ddp, by_fsdp2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@on_ranks(2)
+def test_a_model_in_another_wrapper(rank: int, wrap: Any, accumulate: int) -> None:
+    """It is taken over, as where it is compiled by hand."""
+    setting = Setting(accumulate, None, False, OPTIMIZERS["sgd"])
+    torch.manual_seed(0)
+    plain = SmallNet()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DDP lets go, and says so
+        model = wrap(SmallNet())
+        in_one_call(model, setting.make(model), setting, rank)
+    by_hand(plain, setting.make(plain), setting, rank, replicated=True)
+    inside: Any = getattr(model, "module", model)
+    assert isinstance(inside, autoshard.ShardedModule)
+    assert_same(inside, plain, rtol=1e-4)
