@@ -70,6 +70,7 @@ def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
     return any(adopted)
 
 
+@_torch.dynamo.disable
 def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     """Shard `root`, and have all optimizers that hold its parameters train the sharded ones.
 

@@ -74,6 +74,23 @@ def test_ddp_lets_go(rank: int, way: str) -> None:
 
 
 @on_ranks(2)
+def test_a_loss_that_is_compiled_around_it(rank: int) -> None:
+    """The first call of the model, which shards it, is in a function that Dynamo traces."""
+    want, want_losses = replicated(Net, net_loss)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    model.compile(backend="autoshard", options=OPTIONS)
+    ddp = DistributedDataParallel(model)
+    loss = torch.compile(net_loss, backend="autoshard", options=OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it lets go
+        losses = train(ddp, loss, adamw(model))
+    assert losses == pytest.approx(want_losses)
+    assert_same(model, want)
+
+
+@on_ranks(2)
 def test_ddp_around_more_is_refused(rank: int) -> None:
     """Nobody would average the rest."""
 
