@@ -70,7 +70,7 @@ def adopt(params: list[nn.Parameter], shard_arguments: dict[str, Any]) -> bool:
     return any(adopted)
 
 
-@_torch.dynamo.disable
+@_torch.dynamo.disable  # a function that is traced may be the first to call the model
 def adopt_module(root: nn.Module, shard_arguments: dict[str, Any]) -> bool:
     """Shard `root`, and have all optimizers that hold its parameters train the sharded ones.
 

@@ -105,14 +105,16 @@ class TrainStep:
         """
         self.accumulate, self.clip = accumulate, clip
         self.norm: Tensor | None = None
-        self._model, self._module = model, _torch.ddp.inside(model)
+        self._model = model
+        # Compiled with autoshard or sharded, it has the methods of `ShardedModule`.
+        self._module: Any = _torch.ddp.inside(model)
         self._optimizers, self._loss = tuple(optimizers), loss
         self._scaler, self._schedules = scaler, tuple(schedules)
         self._callbacks = {point: OrderedDict[int, Callback]() for point in POINTS}
         self._has_gradients = False
         self._check()
         self._warn_of_untrained()
-        if not hasattr(self._module, "no_sync"):  # which autoshard gives what it compiles or shards
+        if not hasattr(self._module, "no_sync"):
             self._module.compile(backend="autoshard")
             self._loss = torch.compile(loss, backend="autoshard")
 
@@ -138,15 +140,10 @@ class TrainStep:
         """
         self._check_numbers()
         microbatches = self._microbatches(batch)
-        if unit_of(self._module) is None:
-            with self._module.no_sync():  # type: ignore[operator]  # shards, and is not traced
-                pass
         total: Tensor | None = None
         for number, each in enumerate(microbatches):
             is_last = number + 1 == len(microbatches)
-            # Its methods are those of `ShardedModule`, before it is sharded, too.
-            waits = contextlib.nullcontext() if is_last else self._module.no_sync()  # type: ignore[operator]
-            with waits:
+            with contextlib.nullcontext() if is_last else self._module.no_sync():
                 found = self._scalar(self._loss(self._model, each), number)
                 if len(microbatches) > 1:
                     found = found / len(microbatches)
@@ -176,7 +173,7 @@ class TrainStep:
                 scaler.unscale_(optimizer)
         goes_on = self._tell("reduced")
         if goes_on and self.clip is not None:
-            self.norm = self._module.clip_grad_norm_(self.clip)  # type: ignore[operator]  # likewise
+            self.norm = self._module.clip_grad_norm_(self.clip)
         if goes_on and self._tell("clipped"):
             self._step()
         elif scaler is not None:
@@ -271,8 +268,7 @@ class TrainStep:
         if not self._optimizers:
             raise ValueError("there is no optimizer: give train_step one, or a list of several")
         for optimizer in self._optimizers:
-            trained = (param for group in optimizer.param_groups for param in group["params"])
-            if mine.isdisjoint(map(id, trained)):
+            if mine.isdisjoint(_trained_by(optimizer)):
                 raise ValueError(
                     f"{type(optimizer).__name__} trains no parameter of "
                     f"{type(self._module).__name__}: build it from model.parameters(), and after "
@@ -299,17 +295,21 @@ class TrainStep:
 
     def _warn_of_untrained(self) -> None:
         """Warn of a parameter with gradients that no optimizer trains."""
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        trained = {id(param) for group in groups for param in group["params"]}
+        trained = set().union(*map(_trained_by, self._optimizers))
         for name, param in self._module.named_parameters():
             if param.requires_grad and id(param) not in trained:
                 warnings.warn(
                     f"{name} requires a gradient, which is part of the norm, and no optimizer "
-                    f"trains it: call {name}.requires_grad_(False), or give it to an optimizer",
+                    "trains it: freeze it by requires_grad_(False), or give it to an optimizer",
                     RuntimeWarning,
                     stacklevel=4,
                 )
                 return
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Collect the ids of the parameters that `optimizer` trains."""
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 def _is_bool(answer: Any) -> bool:

@@ -175,6 +175,11 @@ def test_a_chunk_of_the_logits_is_in_memory(step: Any) -> None:
         assert max(given_up) == numel * size * 7 // 8
 
 
+def test_a_loss_in_chunks_needs_logits(step: Any) -> None:
+    with pytest.raises(RuntimeError, match="a loss in chunks needs logits: this model makes no t"):
+        step(is_loss_chunked=True)
+
+
 def test_float8_is_for_all_but_the_vocabulary(step: Any) -> None:
     """Its products are faster where they are large; with their width as vocabulary, none is."""
     graph = step().graphs["forward"]

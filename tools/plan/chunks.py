@@ -7,6 +7,8 @@ logits, and what is of their size, then count as one chunk.
 
 from __future__ import annotations
 
+import math
+
 from torch import fx
 
 from autoshard.passes.ir.meta import CHUNKS
@@ -15,17 +17,19 @@ from autoshard.passes.plans.values import hint_of, tensors_of
 NUM_CHUNKS = 8  # what torchtune's and torchtitan's losses have by default
 
 
-def in_chunks(gm: fx.GraphModule, vocabulary: int, tokens: int, sequences: int) -> None:
+def in_chunks(gm: fx.GraphModule, vocabulary: int, tokens: int, sequences: int) -> bool:
     """Have the values of `gm` that are as large as the logits count as one chunk in memory.
 
     Their last size is `vocabulary`, and the others hold `tokens`, or one less for each of
     `sequences` where labels are the tokens that follow. Times stay: all chunks are computed.
+
+    Returns whether there are any.
     """
-    fewest = tokens - sequences
+    found = False
     for node in gm.graph.nodes:
         for tensor in tensors_of(node):
-            sizes = list(map(hint_of, tensor.shape))
-            if sizes and sizes[-1] == vocabulary:
-                rows = tensor.numel() // vocabulary
-                if fewest <= rows <= tokens:
-                    CHUNKS.set(node, NUM_CHUNKS)
+            *rows, columns = [1, *map(hint_of, tensor.shape)]
+            if columns == vocabulary and tokens - sequences <= math.prod(rows) <= tokens:
+                CHUNKS.set(node, NUM_CHUNKS)
+                found = True
+    return found

@@ -172,8 +172,13 @@ class _Traces:
                 for kind, gm in graphs.items()
             }
         if self.planned.is_loss_chunked:
-            for gm in graphs.values():
-                in_chunks(gm, self.vocabulary, micro_batch * self.planned.seq, micro_batch)
+            tokens = micro_batch * self.planned.seq
+            cut = [in_chunks(gm, self.vocabulary, tokens, micro_batch) for gm in graphs.values()]
+            if not any(cut):
+                raise RuntimeError(
+                    "a loss in chunks needs logits: this model makes no tensor of its tokens by "
+                    f"{self.vocabulary}, the rows of its largest embedding"
+                )
         is_fused = self.planned.lowering == "inductor"
         found = {kind: in_numbers(gm, kind, is_fused=is_fused) for kind, gm in graphs.items()}
         return grown(found, stacks)
