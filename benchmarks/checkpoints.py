@@ -69,7 +69,8 @@ def load(folder: str, over: Event, loads: Any, errors: Any) -> None:
 
 def two_jobs(folder: Path, saves: int) -> tuple[list[str], int]:
     """Run two jobs of `saves` / 2 saves each, and READERS; return errors, and how many loads."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # one import of torch for all processes
+    context.set_forkserver_preload(["autoshard.runtime.training.checkpoint.save_and_load"])
     over, loads, errors = context.Event(), context.Queue(), context.Queue()
     jobs = [
         context.Process(target=save, args=(str(folder), job, saves // 2, errors)) for job in (1, 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import shutil
@@ -25,7 +26,6 @@ from autoshard.runtime.training.checkpoint.reader import Reader
 # that may be gone; two jobs that go on from one checkpoint are of one run.
 ABANDONED_S, LEFT_S = 24 * 3600, 600
 _NAME = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
-_PROCESS = uuid.uuid4().hex
 _runs: dict[Path, str] = {}  # by folder: which run this is; rank 0 alone knows
 
 
@@ -41,10 +41,10 @@ def prepare(root: Path, step: int) -> Path:
         _warn_of_other_runs(root)
     run = _run(root)
     for left in (*root.glob(".writing_*"), *root.glob(".deleting_*")):
-        is_own, is_of_run = left.name.endswith(_PROCESS), f".{run}." in left.name
+        is_own, is_of_run = left.name.endswith(_process(os.getpid())), f".{run}." in left.name
         if is_own or time.time() - _written(left) > (LEFT_S if is_of_run else ABANDONED_S):
             shutil.rmtree(left, ignore_errors=True)
-    aside = folder_aside(root, step, f"{run}.{_PROCESS}")
+    aside = folder_aside(root, step, f"{run}.{_process(os.getpid())}")
     aside.mkdir()
     return aside
 
@@ -77,6 +77,12 @@ def _warn_of_other_runs(root: Path) -> None:
 def _run(root: Path) -> str:
     """Name of the run that this process is of, as far as `root` is concerned."""
     return _runs.setdefault(root.resolve(), uuid.uuid4().hex)
+
+
+@functools.cache
+def _process(pid: int) -> str:
+    """Name of this process, whose number is `pid`; a forked copy of it has another number."""
+    return uuid.uuid4().hex
 
 
 def _written(folder: Path) -> float:
