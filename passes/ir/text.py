@@ -177,7 +177,8 @@ class _Reader:
         head, _, body = line.removeprefix("in ").partition(" = ")
         name, _, type_text = head.removeprefix("%").partition(": ")
         if line.startswith("in "):
-            node = self.graph.placeholder(name)
+            # By its name: `placeholder()` would make a name of it, in small letters.
+            node = self.graph.create_node("placeholder", name, name=name)
         elif body.startswith("get_attr("):
             path = ast.literal_eval(body[9:-1])
             if not isinstance(path, str) or not _PATH.fullmatch(path):

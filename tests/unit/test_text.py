@@ -347,3 +347,9 @@ def like(value: Any) -> Any:
 def node(graph: fx.Graph, name: str) -> fx.Node:
     (found,) = (node for node in graph.nodes if node.name == name)
     return found
+
+
+def test_names_of_inputs_stay_as_they_are() -> None:
+    """FX would write those of inputs in small letters, as of a LayerNorm's weight."""
+    text = "in %norm_LayerNorm_weight: f32[4]\nreturn [%norm_LayerNorm_weight]\n"
+    assert render(parse(text)) == text
