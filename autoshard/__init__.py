@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PLACES = {
+    "ArtefactError": "artefacts.folder",
     "CPUOffloadPolicy": "runtime.unit.policies",
     "CheckpointError": "runtime.training.checkpoint.on_ranks",
     "FlatShard": "runtime.comm.flat_shard",
@@ -27,6 +28,7 @@ _PLACES = {
     "full_state_dict": "runtime.weights.full_state",
     "hybrid_mesh": "runtime.comm.mesh",
     "load_checkpoint": "runtime.training.checkpoint.save_and_load",
+    "load_compiled": "artefacts.load",
     "load_pretrained": "runtime.sharding.load_pretrained",
     "parity": "tools.parity.compare",
     "plans": "runtime.compiled.plans",
@@ -44,6 +46,8 @@ _MODULES = ("errors", "passes", "runtime", "tools", "wrap")
 
 if TYPE_CHECKING:
     from autoshard import wrap as wrap
+    from autoshard.artefacts.folder import ArtefactError as ArtefactError
+    from autoshard.artefacts.load import load_compiled as load_compiled
     from autoshard.passes.ir.plan import Plan as Plan
     from autoshard.runtime.comm.flat_shard import FlatShard as FlatShard
     from autoshard.runtime.comm.mesh import hybrid_mesh as hybrid_mesh

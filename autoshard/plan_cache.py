@@ -26,7 +26,7 @@ NO_PLAN = "null"  # of a graph without collectives
 
 def frame_key(facts: Sequence[object]) -> str:
     """Digest of `facts`, as text, and of this package's source."""
-    return hashlib.sha256(f"{_digest_of_sources()} {list(facts)!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{digest_of_sources()} {list(facts)!r}".encode()).hexdigest()
 
 
 def sources() -> list[Path]:
@@ -35,7 +35,7 @@ def sources() -> list[Path]:
     Their order is the same wherever the package is installed.
     """
     here = Path(__file__).parent
-    folders = ("_torch", "passes", "runtime")
+    folders = ("_torch", "artefacts", "passes", "runtime")
     inside = [(here / folder).resolve() for folder in folders]  # rglob needs no links
     return [
         *sorted(here.glob("*.py")),
@@ -44,7 +44,7 @@ def sources() -> list[Path]:
 
 
 @functools.cache
-def _digest_of_sources() -> str:
+def digest_of_sources() -> str:
     """Return the digest of the package's version and source files, read once in a process."""
     found = hashlib.sha256(importlib.metadata.version("autoshard").encode())
     for path in sources():

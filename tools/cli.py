@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from autoshard import __version__
 from autoshard.one_piece import MANY, in_one_piece
-from autoshard.tools import checkpoint, opt
+from autoshard.tools import checkpoint, compile, opt
 from autoshard.tools.bench import command as bench
 from autoshard.tools.doctor import command as doctor
 from autoshard.tools.parity import command as parity
@@ -30,6 +30,7 @@ COMMANDS = (
     parity.add_parser,
     bench.add_parser,  # two: calibrate and step
     plan.add_parser,
+    compile.add_parser,
     trace.add_parser,
     golden.add_parser,
     explain.add_parser,

@@ -115,6 +115,23 @@ def ambient_dtypes() -> list[tuple[object, ...]]:
     ]
 
 
+def outputs_of_forward() -> tuple[list[bool], list[str]]:
+    """Tell, of the frame that is compiled now, which outputs require a gradient, and what is odd.
+
+    Returns (a bool for each output, what its graphs alone do not do, in words): AOTAutograd would
+    write to inputs, or make views of them, beside its graphs. To be called as graphs are lowered.
+    """
+    meta: Any = torch._guards.TracingContext.get().fw_metadata
+    odd = [
+        f"output {number} is {each.output_type.name.replace('_', ' ')}"
+        for number, each in enumerate(meta.output_info)
+        if each.output_type not in (OutputType.non_alias, OutputType.unsafe_view_alias)
+    ]
+    if meta.num_mutated_inp_runtime_indices:
+        odd.append("an input that requires a gradient, or is a view, is written to")
+    return [bool(each.requires_grad) for each in meta.output_info], odd
+
+
 def compiled_node(outputs: Sequence[Any]) -> Any:
     """Find AOTAutograd's node, of a compiled backward, from the `outputs` of its forward.
 

@@ -5,6 +5,8 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -30,3 +32,15 @@ def cpu_allocations(profile: torch.profiler.profile) -> list[int]:
         if is_allocation and event.extra_fields.device.type == "cpu":
             found.append((event.start_time_ns, event.extra_fields.alloc_size))
     return [num_bytes for _, num_bytes in sorted(found, key=lambda each: each[0])]
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Versions of what compiles kernels for `device`, and runs them, by name."""
+    found = {}
+    if importlib.util.find_spec("triton") is not None:
+        found["triton"] = importlib.metadata.version("triton")
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+        found["capability"] = str(torch.cuda.get_device_capability(device))
+    return found

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +26,14 @@ from torch._dynamo.exc import (
     UnspecializeRestartAnalysis,
 )
 from torch._dynamo.guards import GuardBuilder
-from torch._guards import CompileContext
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._guards import CompileContext, TracingContext
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
 from torch.distributed.tensor import DTensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_NEW = (AttributeMutationNew, ValueMutationNew)  # of what a trace has made itself
 
 break_graph: Callable[[], None] = torch._dynamo.graph_break
 
@@ -161,6 +164,59 @@ def traced_code() -> str:
                 line = inspect.unwrap(function).__code__.co_firstlineno
                 return f"{type(owner).__name__}.forward:{line}"
     return f"{code.co_qualname}:{code.co_firstlineno}"
+
+
+def guard_expressions() -> list[str]:
+    """List the Python expressions that code which is compiled now is guarded by, each once.
+
+    Where it is guarded by whether a dict has a key, that is one, too: `contains(dict, 'key')`.
+    Only to be called by a backend.
+    """
+    found = set()
+    for guard in TracingContext.get().guards_context.dynamo_guards.inner:
+        if not guard.name:
+            continue
+        found.add(guard.name)
+        key = getattr(guard.create_fn, "keywords", {}).get("key")
+        if isinstance(key, (str, bytes, int)):
+            found.add(f"contains({guard.name}, {key!r})")
+    return sorted(found)
+
+
+def codes() -> list[CodeType]:
+    """List the code of all functions that were traced into the graph that is compiled now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return list(InstructionTranslator.current_tx().output.traced_code)
+
+
+def effects() -> list[str]:
+    """Name what the traced code changes besides tensors, such as a module's attributes.
+
+    What it makes itself does not count, nor an attribute that gets a constant which it has.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    found = []
+    for variable in effects.id_to_variable.values():
+        if not effects.is_modified(variable) or isinstance(variable.mutation_type, _NEW):
+            continue
+        name = variable.source.name if variable.source is not None else type(variable).__name__
+        stored = effects.store_attr_mutations.get(variable)
+        if stored is None:
+            found.append(str(name))
+            continue
+        value = getattr(variable, "value", None)
+        found += [
+            f"{name}.{attribute}"
+            for attribute, new in stored.items()
+            if not (
+                new.is_python_constant()
+                and new.as_python_constant() is getattr(value, attribute, _NEW)
+            )
+        ]
+    return found
 
 
 def graph_break() -> tuple[str, str] | None:

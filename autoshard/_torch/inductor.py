@@ -30,6 +30,19 @@ def known_settings(**wanted: object) -> dict[str, object]:
     return {key: value for key, value in named.items() if key in known}
 
 
+def flags(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of Inductor's that its code may depend on, with `settings` among them, as text."""
+    from torch._inductor import config
+
+    with config.patch(dict(settings)):
+        found = config.save_config_portable()
+    return {f"inductor {key}": repr(found[key]) for key in sorted(found) if key not in _OF_HOSTS}
+
+
+_OF_HOSTS = ("cpp.vec_isa_ok", "compile_threads", "cpp.threads")
+"""Settings of Inductor's that say how a host compiles, or how many cores it has."""
+
+
 NO_GRAPHS = {"triton.cudagraphs": False}
 """Setting with which Inductor makes no CUDA graphs."""
 
@@ -272,6 +285,35 @@ def tracing_again(example_inputs: Sequence[Any]) -> Iterator[None]:
 
     with tracing(TracingContext(detect_fake_mode(example_inputs))):
         yield
+
+
+@contextlib.contextmanager
+def lowering_again(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    num_outputs: int,
+    settings: Mapping[str, Any],
+) -> Iterator[list[tuple[int, ...] | None]]:
+    """Allow `gm`, a graph that was read from text, to be lowered in this context.
+
+    example_inputs: fake; nodes of `gm` get examples that follow from them.
+    num_outputs: of its outputs, those that the user sees: their layouts are kept.
+    settings: by key of Inductor's config.
+    Yields a list that is filled with the strides of its outputs, None where they are as traced.
+    """
+    from torch._guards import TracingContext, detect_fake_mode
+    from torch._inductor import config
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    mode: Any = detect_fake_mode(example_inputs)
+    FakeTensorProp(gm, mode=mode).propagate_dont_convert_inputs(*example_inputs)
+    gm.graph.output_node().meta["user_visible_output_idxs"] = list(range(num_outputs))
+    with (
+        tracing_again(example_inputs),
+        config.patch({**settings, **NO_GRAPHS}),
+        TracingContext.report_output_strides() as strides,
+    ):
+        yield strides if strides is not None else []
 
 
 def fresh_cache() -> contextlib.AbstractContextManager[Any]:

@@ -90,3 +90,18 @@ def weight_names(rnn: Any) -> list[str]:
 def unsaved_buffers(module: nn.Module) -> set[str]:
     """Return the names of the module's own buffers that are in no state dict."""
     return module._non_persistent_buffers_set
+
+
+def hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
+    """List the dicts in which hooks on the forward and backward of `module` are registered."""
+    return [
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ]
+
+
+def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have a call of `module` run `call` instead of its forward and hooks, as after `compile()`."""
+    module._compiled_call_impl = call  # type: ignore[assignment]  # as Module.compile sets it

@@ -23,6 +23,7 @@ from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.comm import threads
 from autoshard.runtime.compiled import extensions
 from autoshard.runtime.compiled.frame import Frame
+from autoshard.runtime.compiled.planned import node_of
 from autoshard.runtime.compiled.tables import Table, Tables
 from autoshard.runtime.eager import outside, unmanaged, unordered
 from autoshard.runtime.eager import step as steps
@@ -118,11 +119,15 @@ def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) 
     backward are left alone. Backward raises RuntimeError for a gradient that is a DTensor, unless
     one of the results is a DTensor.
     """
-    node = _torch.aot.compiled_node(results) if isinstance(results, (list, tuple)) else None
+    if not isinstance(results, (list, tuple)):
+        return
+    planned = node_of(results)
+    node, positions = planned or (_torch.aot.compiled_node(results), [])
     if node is None:
         return
-    _torch.aot.keep_in_one_piece(node)
-    positions = _torch.aot.tangent_positions(node)
+    if planned is None:
+        _torch.aot.keep_in_one_piece(node)
+        positions = _torch.aot.tangent_positions(node)
     has_dtensors = any(isinstance(result, DTensor) for result in results)
 
     def note(grads: Sequence[Tensor | None]) -> None:

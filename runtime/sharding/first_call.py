@@ -63,7 +63,7 @@ def watch_first_calls(read_options: ReadOptions) -> None:
             return compiled
         owner = getattr(fn, "__self__", None) or getattr(fn, "__wrapped__", None)
         if isinstance(owner, nn.Module):
-            return _sharding_first(owner, compiled, arguments)
+            return sharding_first(owner, compiled, arguments)
         return _expecting_a_graph(fn, compiled)
 
     _torch.dynamo.watch_compile("autoshard", wrap)
@@ -78,7 +78,7 @@ def watch_first_calls(read_options: ReadOptions) -> None:
         )
 
 
-def _sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
+def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) -> Any:
     """Wrap `compiled`, made of a method of `module`, to shard `module` at the first call.
 
     Gives `module` the methods of `ShardedModule` now, and has all optimizers' steps of this process

@@ -37,6 +37,7 @@ ROOMS = (
     "autoshard.handed",
     "autoshard.compilation",
     "autoshard.agreed_plan",
+    "autoshard.artefacts",
     "autoshard.backend",
     "autoshard",  # the tools, and the names that users import
 )

@@ -1,0 +1,155 @@
+"""Calls of a model as data: what is passed to its graphs, and what is made of their outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.artefacts.graphs import CannotBeKept
+
+JSON = Any
+"""What `json` reads and writes."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way to call a model, and the graphs that run it.
+
+    call:     "train", "accumulate" (a microbatch whose gradients wait) or "evaluate".
+    takes:    what the call is given: a tree of "arg" and constants; see `Signature`.
+    tensors:  [dtype, size, requires a gradient] of each tensor in it.
+    returns:  a tree of "output" (of the graph, by number), "arg" and constants.
+    inputs:   of the frame: ["param", name], ["buffer", name] or ["arg", number].
+    local:    numbers of the inputs for which shards are passed.
+    table:    names of the frame's parameters, in the order of their numbers.
+    stays:    numbers of those that are passed unsharded.
+    markers:  by name: how each parameter is gathered and reduced; groups are tokens.
+    modes:    names of the modules in train mode, "" for the model.
+    trained:  for each output of the frame: whether it requires a gradient.
+    tangents: strides of the gradients that the backward graph is given.
+    graphs:   by kind, "forward", "backward" or "inference": name of the file.
+    plans:    of the graphs with collectives, as JSON.
+    reads:    paths of what was read of the model, and what was there; see `guards.py`.
+    ambient:  flags of torch as the call was traced; see `facts.ambient`.
+    """
+
+    call: str
+    takes: JSON
+    tensors: list[JSON]
+    returns: JSON
+    inputs: list[list[Any]]
+    local: list[int]
+    table: list[str]
+    stays: list[int]
+    markers: dict[str, list[Any]]
+    modes: list[str]
+    trained: list[bool]
+    tangents: list[list[int]]
+    graphs: dict[str, str]
+    plans: list[str]
+    reads: dict[str, str]
+    ambient: dict[str, str]
+
+    def to_json(self) -> dict[str, JSON]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(found: Mapping[str, JSON]) -> Entry:
+        """Read what `to_json` made. Raises TypeError for other fields."""
+        return Entry(**found)
+
+
+def described(value: Any, tensors: list[Tensor]) -> JSON:
+    """Describe `value` as a tree, and add the tensors in it, each once, to `tensors`.
+
+    Lists, tuples, dicts with text as keys, and dataclasses and dicts of other classes are branches.
+    Raises CannotBeKept for a leaf that is neither a tensor nor a constant.
+    """
+    if isinstance(value, Tensor):
+        known = next((at for at, each in enumerate(tensors) if each is value), None)
+        if known is None:
+            known = len(tensors)
+            tensors.append(value)
+        return {"tensor": known}
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return {"constant": value}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    cls = type(value)
+    if cls in (list, tuple):
+        return {cls.__name__: [described(each, tensors) for each in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        items = {key: described(each, tensors) for key, each in value.items()}
+        return {"dict": items} if cls is dict else {"mapping": items, "class": _class_name(cls)}
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        parts = [described(each, tensors) for each in value]
+        return {"named": parts, "class": _class_name(cls)}
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        items = {name: described(getattr(value, name), tensors) for name in names}
+        return {"mapping": items, "class": _class_name(cls)}
+    raise CannotBeKept(
+        f"a {cls.__module__}.{cls.__qualname__} among the arguments or outputs can't be kept: give "
+        "tensors, numbers, text, and lists and dicts of them"
+    )
+
+
+def built(tree: JSON, tensors: Sequence[Any]) -> Any:
+    """Build the value that `tree` describes, of `tensors`. Raises LookupError for what is none."""
+    ((kind, of),) = ((key, value) for key, value in tree.items() if key != "class")
+    match kind:
+        case "tensor":
+            return tensors[of]
+        case "constant":
+            return of
+        case "dtype":
+            return getattr(torch, of)
+        case "list" | "tuple":
+            parts = [built(each, tensors) for each in of]
+            return parts if kind == "list" else tuple(parts)
+        case "dict":
+            return {key: built(each, tensors) for key, each in of.items()}
+        case "named":
+            return class_of(tree["class"])(*(built(each, tensors) for each in of))
+        case "mapping":
+            return class_of(tree["class"])(**{k: built(v, tensors) for k, v in of.items()})
+    raise LookupError(f"{kind!r} is no part of a tree")
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def class_of(name: str) -> Any:
+    """Find a class of outputs, in a module that is imported already; nothing is imported.
+
+    Raises LookupError if it is not there, or is no class of data.
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    is_data = isinstance(found, type) and (
+        dataclasses.is_dataclass(found) or issubclass(found, (dict, tuple))
+    )
+    if not is_data:
+        raise LookupError(f"{name} is no class of outputs")
+    return found
+
+
+def kind_of(tensor: Tensor) -> list[Any]:
+    """[dtype, size, whether it requires a gradient] of an argument."""
+    size = list(tensor.shape)
+    return [str(tensor.dtype).removeprefix("torch."), size, tensor.requires_grad]
+
+
+def of_args(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[JSON, list[Tensor]]:
+    """Describe the arguments of a call: (tree, the tensors in it)."""
+    tensors: list[Tensor] = []
+    return described([list(args), dict(kwargs)], tensors), tensors

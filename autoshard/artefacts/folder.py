@@ -1,0 +1,143 @@
+"""Folder of an artefact: graphs as text, and a manifest with a digest of each file and of itself.
+
+    manifest.json       what it depends on, how calls are made, the digest of each file
+    train.forward.txt   a planned graph, as text
+    train.backward.txt
+
+No file is pickled, and none has a path, a time or a rank in it: made twice, it is the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoshard.artefacts.entry import Entry
+from autoshard.options import CompileOptions
+from autoshard.runtime.comm.mesh import hybrid_mesh
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class ArtefactError(RuntimeError):
+    """Error for an artefact that can't be made, is spoiled, or is not for what is at hand."""
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """Compiled calls of a model, as they lie in a folder.
+
+    facts:   what they depend on, by name; see `facts.py`.
+    options: of the backend, as they were given.
+    mesh:    replicas and shards, for a model that is sharded as it is loaded; or None.
+    sources: (module, qualified name) of what was traced.
+    entries: one for each way to call the model.
+    texts:   graphs by the name of their file.
+    """
+
+    facts: Mapping[str, str]
+    options: Mapping[str, object]
+    mesh: tuple[int, int] | None
+    sources: list[tuple[str, str]]
+    entries: list[Entry]
+    texts: Mapping[str, str]
+
+    def given(self) -> CompileOptions:
+        """Options of the backend, with the mesh over this process's ranks; all ranks call this.
+
+        Raises ValueError for a wrong option, or a mesh that the ranks can't be divided into.
+        """
+        more = {} if self.mesh is None else {"mesh": hybrid_mesh(self.mesh[1])}
+        return CompileOptions.read({**self.options, **more})
+
+    def write(self, folder: Path) -> str:
+        """Write it to `folder`, the manifest last; return its digest. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in self.texts.items():
+            _replace(folder / name, text)
+        described = {
+            "facts": dict(self.facts),
+            "options": dict(self.options),
+            "mesh": self.mesh,
+            "sources": [list(each) for each in self.sources],
+            "entries": [each.to_json() for each in self.entries],
+            "files": {name: _digest(text) for name, text in self.texts.items()},
+        }
+        _replace(folder / MANIFEST, _with_digest(described))
+        return _digest(_with_digest(described))
+
+    @staticmethod
+    def read(folder: Path) -> tuple[Artefact, str]:
+        """Read the artefact in `folder`: (it, its digest), after all files were compared.
+
+        Raises ArtefactError if there is none, or if a file is missing or was changed.
+        """
+        try:
+            text = (folder / MANIFEST).read_bytes().decode()
+        except FileNotFoundError:
+            raise ArtefactError(
+                f"{folder} has no {MANIFEST}: make it with `autoshard compile --out {folder}`"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArtefactError(f"{folder / MANIFEST} can't be read: {error}. {_ANEW}") from None
+        try:
+            found = json.loads(text)
+            format_ = found.pop("format")
+            found.pop("sha256")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ArtefactError(f"{folder / MANIFEST} is spoiled: {error}. {_ANEW}") from None
+        if format_ != FORMAT:
+            raise ArtefactError(
+                f"{folder / MANIFEST} has format {format_!r}, and this version of autoshard reads "
+                f"{FORMAT}. {_ANEW}"
+            )
+        if _with_digest(found) != text:
+            raise ArtefactError(f"{folder / MANIFEST} is spoiled: its digest is another. {_ANEW}")
+        texts = {}
+        for name, digest in found["files"].items():
+            try:
+                texts[name] = (folder / name).read_bytes().decode()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ArtefactError(f"{folder / name} can't be read: {error}. {_ANEW}") from None
+            if Path(name).name != name or _digest(texts[name]) != digest:
+                raise ArtefactError(f"{folder / name} is spoiled: its digest is another. {_ANEW}")
+        artefact = Artefact(
+            found["facts"],
+            found["options"],
+            None if found["mesh"] is None else (found["mesh"][0], found["mesh"][1]),
+            [(module, name) for module, name in found["sources"]],
+            [Entry.from_json(each) for each in found["entries"]],
+            texts,
+        )
+        return artefact, _digest(text)
+
+
+_ANEW = "Make it anew with `autoshard compile`"
+
+
+def _with_digest(described: Mapping[str, object]) -> str:
+    """Write `described` as JSON, with a digest of it."""
+    said = json.dumps(described, sort_keys=True, indent=1)
+    return json.dumps(
+        {"format": FORMAT, "sha256": _digest(said), **described}, sort_keys=True, indent=1
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write `text` to `path`, which is there as a whole or not at all."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        aside.write_text(text)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,234 @@
+"""Guards as data: what a traced call has read, as paths from the model, and what was found there.
+
+Dynamo guards its code by Python expressions, such as `L['model']._modules['a'].scale`. A path is
+such an expression, with `model` for the model, and `module('pkg.mod')` for globals of a module:
+
+    model._modules['blocks']._modules['0'].scale      "0.5"
+    module('pkg.layers').EPSILON                      "1e-05"
+    model._modules['head'].__dict__['activation']     "function torch.nn.functional.gelu"
+
+A path is data: `find` walks over attributes and items, and calls nothing of the model's.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.runtime.eager.access import original_class
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, enum.Enum)
+"""Types whose values are facts by themselves."""
+
+_IMPORTED = re.compile(r"G\['__import_(\w+)'\]")
+_OURS = (  # what sharding puts on modules, and what of it is compared by itself, or differs by rank
+    *("_autoshard_", "__dict__['_autoshard_unit']", "._spec", ".device_mesh", "._local_tensor"),
+    *("_parameters['", "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"),
+    *("_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl", ".fget"),
+)
+_STEPS: dict[str, Callable[..., Any]] = {
+    "type": type,
+    "dict": dict,
+    "list": list,
+    "tuple": tuple,
+    "len": len,
+    "dict.keys": dict.keys,
+    "dict.values": dict.values,
+}
+
+
+MISSING = (LookupError, AttributeError, TypeError, StopIteration)
+"""What `find` raises where there is nothing at a path."""
+
+
+NOTHING = object()
+"""What stands for the value at a path where there is none."""
+
+
+class UnknownPath(ValueError):
+    """A guard whose expression is none of those that a path can be."""
+
+
+def paths_of(expressions: Iterable[str], known: Callable[[str], object]) -> list[str]:
+    """Return the paths of Dynamo's guards on the model and on globals, sorted, each once.
+
+    Guards on arguments, and on what sharding has put on modules, are left out, as others look at
+    these; and so are those on torch's and autoshard's own globals, which versions stand for.
+    expressions: of the guards. known: finds the value at a path.
+    Raises UnknownPath for one that can't be walked.
+    """
+    found = set()
+    for expression in expressions:
+        path = path_of(expression, known)
+        about_model = path.startswith(("model.", "model[")) or "(model" in path
+        is_own = any(part in path for part in _OURS)
+        if is_own or not (about_model or _is_users(path)):
+            continue
+        try:
+            value = known(path)
+        except MISSING:
+            value = None  # that nothing is there is a fact, too
+        except SyntaxError as error:
+            raise UnknownPath(f"{expression}: {error}") from None
+        if "type(" in path and (not plain(value) or path.startswith("contains(")):
+            continue  # which methods a class has is a fact of its own
+        if not about_model and isinstance(value, (dict, list, set)):
+            continue  # others may put things there: what is read of it has a path of its own
+        found.add(path)
+    return sorted(found)
+
+
+def path_of(expression: str, known: Callable[[str], object]) -> str:
+    """Return the path that Dynamo's `expression` stands for.
+
+    A key by its place in a dict, which depends on what else was put there, becomes one by its fact.
+    """
+    path = _IMPORTED.sub(lambda each: f"module({_module_named(each[1])!r})", expression)
+    path = path.replace("L['model']", "model")
+    while (begin := path.find("list(dict.keys(")) >= 0:
+        end = _end_of_call(path, begin + len("list"))
+        place, _, rest = path[end:].removeprefix("[").partition("]")
+        owner = path[begin + len("list(dict.keys(") : end - len("))")]
+        if not path[end:].startswith("[") or not place.isdigit():
+            break
+        key = known(f"list(dict.keys({owner}))[{place}]")
+        path = f"{path[:begin]}key({owner}, {fact(key)!r}){rest}"
+    return path
+
+
+def _end_of_call(text: str, begin: int) -> int:
+    """Place behind the bracket that closes the one at `begin`."""
+    depth = 0
+    for at, each in enumerate(text[begin:], begin):
+        depth += (each == "(") - (each == ")")
+        if depth == 0:
+            return at + 1
+    return len(text)
+
+
+def _is_users(path: str) -> bool:
+    """Tell whether `path` begins at a module of Python's that is neither torch's nor ours."""
+    begin = re.search(r"module\('([\w.]+)'\)", path)
+    return bool(begin) and not is_covered(begin[1] if begin else "")
+
+
+def is_covered(module: str) -> bool:
+    """Tell whether a digest or a version stands for all code of `module`: torch, this, Python."""
+    root = module.partition(".")[0]
+    return root in ("torch", "autoshard", "builtins") or root in sys.stdlib_module_names - {
+        "__main__"
+    }
+
+
+def _module_named(alias: str) -> str:
+    """Name of the module that Dynamo has imported under `alias`: "pkg_dot_mod" for "pkg.mod"."""
+    name = alias.replace("_dot_", ".")
+    return name if name in sys.modules else alias
+
+
+def found(path: str, model: nn.Module) -> Any:
+    """Return the value at `path`, NOTHING if there is none. Raises UnknownPath as `find`."""
+    try:
+        return find(path, model)
+    except MISSING:
+        return NOTHING
+
+
+def find(path: str, model: nn.Module) -> Any:
+    """Return the value at `path`.
+
+    Raises AttributeError or LookupError where there is none, UnknownPath for an expression that is
+    no path.
+    """
+    return _walk(ast.parse(path, mode="eval").body, model)
+
+
+def last_step(path: str, model: nn.Module) -> tuple[Any, Any, bool] | None:
+    """Return what `path` asks last, by which name, and whether as an item; None for another end."""
+    match ast.parse(path, mode="eval").body:
+        case ast.Attribute(value=owner, attr=name):
+            return _walk(owner, model), name, False
+        case ast.Subscript(value=owner, slice=key):
+            return _walk(owner, model), _walk(key, model), True
+    return None
+
+
+def _walk(node: ast.expr, model: nn.Module) -> Any:
+    """Return the value that `node` stands for; see `find`."""
+    match node:
+        case ast.Name(id="model"):
+            return model
+        case ast.Constant(value=value):
+            return value
+        case ast.Attribute(value=owner, attr=name):
+            return getattr(_walk(owner, model), name)
+        case ast.Subscript(value=owner, slice=key):
+            return _walk(owner, model)[_walk(key, model)]
+        case ast.Call(func=ast.Name(id="module"), args=[ast.Constant(value=str(name))]):
+            return sys.modules[name]
+        case ast.Call(func=ast.Name(id="contains"), args=[owner, ast.Constant(value=wanted)]):
+            return wanted in _walk(owner, model)
+        case ast.Call(func=ast.Name(id="key"), args=[owner, ast.Constant(value=wanted)]):
+            return next(key for key in _walk(owner, model) if fact(key) == wanted)
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="object"), attr="__getattribute__"),
+            args=[owner, ast.Constant(value=str(name))],
+        ):
+            return object.__getattribute__(_walk(owner, model), name)
+        case ast.Call(func=ast.Attribute(attr="__getitem__"), args=[owner, key], keywords=[]):
+            return _walk(owner, model)[_walk(key, model)]
+        case ast.Call(func=function, args=[argument], keywords=[]):
+            step = _STEPS.get(ast.unparse(function))
+            if step is not None:
+                return step(_walk(argument, model))
+    raise UnknownPath(f"{ast.unparse(node)[:200]} is no path")
+
+
+def plain(value: object) -> bool:
+    """Tell whether `value` is a constant, or a tuple or list of constants."""
+    if isinstance(value, (tuple, list)):
+        return all(map(plain, value))
+    return isinstance(value, PLAIN)
+
+
+def fact(value: object) -> str:
+    """Say what `value` is, as far as traced code may depend on it, alike in all processes.
+
+    Constants are given as they are, of tensors the type, of dicts the keys, of modules and other
+    objects the class, of functions the name; the sources of these are facts of their own.
+    """
+    if value is NOTHING:
+        return "nothing"
+    if plain(value):
+        return repr(value)
+    if isinstance(value, Tensor):
+        where = value.device.type
+        return f"{value.dtype} {list(value.shape)} {where} {value.requires_grad}"
+    if isinstance(value, dict):
+        keys = list(value) if plain(list(value)) else len(value)
+        return f"{_name(type(value))} of {keys}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return f"{_name(type(value))} of {len(value)}"
+    if isinstance(value, types.MethodType):
+        return f"method {_name(value.__func__)}"
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return f"{type(value).__name__} {_name(value)}"
+    if isinstance(value, types.ModuleType):
+        return f"module {value.__name__}"
+    cls = original_class(value) if isinstance(value, nn.Module) else type(value)
+    return f"a {_name(cls)}"
+
+
+def _name(value: Any) -> str:
+    """Full name of a class or a function."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        value = value.__dict__.get("_autoshard_original", value)
+    return f"{value.__module__}.{value.__qualname__}"

@@ -1,0 +1,300 @@
+"""Loading of an artefact: what it depends on is compared, then its graphs run for the model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoshard import _torch
+from autoshard.artefacts import facts, guards
+from autoshard.artefacts.entry import Entry, built, kind_of, of_args
+from autoshard.artefacts.folder import Artefact, ArtefactError
+from autoshard.artefacts.graphs import lower_again, read
+from autoshard.artefacts.make import arguments_of, with_tokens
+from autoshard.options import CompileOptions, CompileSettings
+from autoshard.passes.ir.plan import Plan
+from autoshard.passes.lowering.eager import lower_eagerly
+from autoshard.runtime.comm.mesh import ensure_process_group
+from autoshard.runtime.compiled.calls import call_of
+from autoshard.runtime.compiled.frame import Frame
+from autoshard.runtime.compiled.planned import Graphs
+from autoshard.runtime.eager.access import named_sharded
+from autoshard.runtime.sharding.adopt import adopt_module
+from autoshard.runtime.sharding.first_call import sharding_first
+from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError, on_each_rank_with
+from autoshard.runtime.unit.param import ShardedParam, find
+
+_Result = TypeVar("_Result")
+STALE = ("raise", "compile")
+SHOWN = 8  # differences that a message names
+
+
+def load_compiled(
+    model: nn.Module, folder: str | os.PathLike[str], *, stale: str = "raise"
+) -> nn.Module:
+    """Have calls of `model` run the graphs that `autoshard compile` has written to `folder`.
+
+    All ranks call this. A model that is not sharded is sharded first, in place, as the artefact's
+    options say. Nothing is traced by Dynamo, now or when the model is called. What the graphs
+    depend on is compared with what is here: sources of the model, its configuration, parameters and
+    buffers, options, mesh, versions and flags.
+
+    stale: what to do if that differs: "raise", or "compile" the model, as `torch.compile` does,
+        with a warning that names what differs.
+    Returns `model`. Raises ArtefactError on all ranks if there is no artefact, if a file is
+    spoiled, or if something differs, and names it; ValueError for another `stale`. A call raises
+    ArtefactError for arguments, modes or flags that the artefact has no graph for.
+    """
+    if stale not in STALE:
+        raise ValueError(f"stale={stale!r}: expected one of {list(STALE)}")
+    ensure_process_group()
+    path = Path(folder).absolute()
+    artefact, digest = _on_each_rank(lambda: _read(path), f"artefact in {path}")
+    given = artefact.given()
+    adopt_module(model, given.shard_arguments())
+    different = _on_each_rank(lambda: (_differences(artefact, model, given), 0), "facts")
+    num_different = _on_each_rank(lambda: (None, -len(different)), "facts", is_lowest=True)
+    if num_different:
+        said = different or ["what it depends on differs on another rank"]
+        message = f"the artefact in {path} is not for this model as it is here: {_listed(said)}"
+        if stale == "raise":
+            raise ArtefactError(
+                f"{message}. Make it anew with `autoshard compile`, or give stale='compile'"
+            )
+        warnings.warn(f"{message}. The model is compiled", RuntimeWarning, stacklevel=2)
+        model.compile(backend="autoshard", options=dict(artefact.options))
+        return model
+    settings = given.resolve(_device(model))
+    calls = [_Call(model, entry, artefact.texts, digest, settings) for entry in artefact.entries]
+    run = sharding_first(model, _Calls(model, calls, path), given.shard_arguments())
+    _torch.nn.call_instead(model, run)
+    return model
+
+
+def _read(path: Path) -> tuple[tuple[Artefact, str], int]:
+    artefact, digest = Artefact.read(path)
+    return (artefact, digest), int(digest[:15], 16)
+
+
+def _on_each_rank(
+    work: Callable[[], tuple[_Result, int]], what: str, *, is_lowest: bool = False
+) -> Any:
+    """Call `work` on each rank: it returns a result, and a number that all ranks must have alike.
+
+    Returns the result; with `is_lowest` the lowest of the numbers, which may differ.
+    Raises ArtefactError on all ranks if one fails, or has another number.
+    """
+
+    def attempt() -> tuple[tuple[_Result, int], tuple[int, int]]:
+        result, number = work()
+        return (result, number), (number, -number)
+
+    try:
+        (result, number), (lowest, negative) = on_each_rank_with(attempt, what, 2)
+    except CheckpointError as error:
+        raise ArtefactError(str(error)) from None
+    if is_lowest:
+        return lowest
+    if (lowest, negative) != (number, -number):
+        raise ArtefactError(f"{what}: ranks have different ones: give all of them the same folder")
+    return result
+
+
+def _differences(artefact: Artefact, model: nn.Module, given: CompileOptions) -> list[str]:
+    """Say what the artefact, of these options, depends on that is not so here."""
+    device = _device(model)
+    here = {
+        **facts.of_process(given.resolve(device), device),
+        **facts.of_model(model),
+        **facts.of_sources(artefact.sources),
+    }
+    reads = {
+        path: value
+        for entry in artefact.entries
+        for path, value in entry.reads.items()
+        if not path.endswith(".training")  # each call has modes of its own
+    }
+    wanted = {**artefact.facts, **{f"read {path}": value for path, value in reads.items()}}
+    return facts.differences(wanted, {**here, **facts.of_reads(reads, model)})
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Device on which `model`, which is sharded, computes."""
+    known = (find(param) for _, param in named_sharded(model))
+    return next(each.device for each in known if each is not None)
+
+
+def _listed(said: Sequence[str]) -> str:
+    """List differences for a message: the first, and how many there are beside them."""
+    more = f"; and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
+    return "; ".join(said[:SHOWN]) + more
+
+
+class _Call:
+    """One way to call the model: when it is that, and what runs it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entry: Entry,
+        texts: Mapping[str, str],
+        digest: str,
+        settings: CompileSettings,
+    ) -> None:
+        """Read and lower the graphs of `entry`, which belong to the parameters of `model`."""
+        self.entry, self.name = entry, entry.call
+        params = dict(named_sharded(model))
+        buffers = dict(model.named_buffers())
+        table = [_sharded(params[name]) for name in entry.table]
+        tokens = facts.tokens_of(table)
+        names = {token: group for group, token in tokens.items()}
+        self._inputs = [
+            (None, at) if kind == "arg" else (params[at] if kind == "param" else buffers[at], 0)
+            for kind, at in entry.inputs
+        ]
+        self._buffers = [
+            (number, *_place(model, at))
+            for number, (kind, at) in enumerate(entry.inputs)
+            if kind == "buffer"
+        ]
+        self._table = table
+        self._markers = [tuple(entry.markers[name]) for name in entry.table]
+        self._tokens = tokens
+        self._known: list[tuple[object, ...]] = []
+        self._plain = _plain_reads(model, entry.reads)
+        modules = dict(model.named_modules())
+        modes = set(entry.modes)
+        self._modes = [(module, name in modes) for name, module in modules.items()]
+        self._hooks = [
+            (each, len(each)) for m in modules.values() for each in _torch.nn.hooks_of(m)
+        ]
+        plans = [Plan.from_json(text) for text in entry.plans]
+        gms = {kind: read(texts[name], names) for kind, name in entry.graphs.items()}
+        if settings.lowering == "eager":
+            graphs = {kind: lower_eagerly(gm) for kind, gm in gms.items()}
+        else:
+            shards = {at: _sharded(params[entry.inputs[at][1]]).shard for at in entry.local}
+            graphs = lower_again(gms, shards, len(entry.trained), settings.inductor)
+        forward = graphs.get("forward") or graphs["inference"]
+        run = Graphs(forward, graphs.get("backward"), entry.trained, entry.tangents)
+        frame = Frame(
+            gm=fx.GraphModule({}, fx.Graph()),
+            inputs=[],
+            params=table,
+            positions=[entry.inputs.index(["param", name]) for name in entry.table],
+            stays=entry.stays,
+            local={at: _sharded(params[entry.inputs[at][1]]) for at in entry.local},
+        )
+        self._run = call_of(frame, run, f"{entry.call} of artefact {digest[:16]}", plans)
+
+    def mismatch(self, model: nn.Module, takes: Any, kinds: list[Any]) -> str | None:
+        """Say why this is not the way to call the model now; None if it is."""
+        entry = self.entry
+        if ("backward" in entry.graphs) != torch.is_grad_enabled():
+            return "gradients are " + ("enabled" if torch.is_grad_enabled() else "off")
+        for module, mode in self._modes:
+            if module.training is not mode:
+                return (
+                    f"a {type(module).__name__} is in {'train' if module.training else 'eval'} mode"
+                )
+        if takes != entry.takes:
+            return f"arguments are {takes}, and were {entry.takes}"
+        if kinds != entry.tensors:
+            return f"tensors are {kinds}, and were {entry.tensors}"
+        reason = self._marker_that_differs()
+        if reason is not None:
+            return reason
+        for owner, get, name, expected in self._plain:
+            if get(owner, name) != expected:
+                now = get(owner, name)
+                return f"{name} of a {type(owner).__name__} is {now!r}, and was {expected!r}"
+        for each, count in self._hooks:
+            if len(each) != count:
+                return "a module has other hooks than when the artefact was loaded"
+        device = self._table[0].device
+        here = {name: repr(value) for name, value in facts.ambient(device).items()}
+        differs = facts.differences(entry.ambient, here)
+        return differs[0] if differs else None
+
+    def _marker_that_differs(self) -> str | None:
+        """Name a parameter that is gathered or reduced in another way; None if there is none."""
+        now = [arguments_of(each) for each in self._table]
+        if now == self._known:
+            return None
+        for param, arguments, wanted in zip(self._table, now, self._markers, strict=True):
+            if tuple(with_tokens(str(each), self._tokens) for each in arguments) != wanted:
+                return f"{param.name} is gathered or reduced in another way"
+        self._known = now
+        return None
+
+    def __call__(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
+        """Run the graphs with `tensors`, the arguments, and return what the model does."""
+        values = [tensors[at] if known is None else known for known, at in self._inputs]
+        for number, module, name in self._buffers:
+            values[number] = getattr(module, name)
+        outputs = self._run(*values)
+        return built(self.entry.returns, [*outputs, *tensors])
+
+
+class _Calls:
+    """All ways to call a model, in place of its forward and hooks."""
+
+    def __init__(self, model: nn.Module, calls: Sequence[_Call], path: Path) -> None:
+        self._model, self._calls, self._path = model, calls, path
+        self.__name__ = self.__qualname__ = type(model).__qualname__
+        self.__doc__ = None
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graphs for these arguments. Raises ArtefactError if there are none."""
+        takes, tensors = of_args(args, kwargs)
+        kinds = list(map(kind_of, tensors))
+        reasons = []
+        for call in self._calls:
+            reason = call.mismatch(self._model, takes, kinds)
+            if reason is None:
+                return call(self._model, tensors)
+            reasons.append(f"for {call.name!r}, {reason}")
+        raise ArtefactError(
+            f"the artefact in {self._path} has no graph for this call of "
+            f"{type(self._model).__name__}: {'; '.join(reasons)}. Make one with `autoshard "
+            "compile`, or compile the model"
+        )
+
+
+def _sharded(param: nn.Parameter) -> ShardedParam:
+    sharded = find(param)
+    assert sharded is not None
+    return sharded
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has the buffer called `name` in `model`, and its name there."""
+    path, _, last = name.rpartition(".")
+    return model.get_submodule(path), last
+
+
+def _item(owner: Any, key: Any) -> Any:
+    return owner[key]
+
+
+def _plain_reads(
+    model: nn.Module, reads: Mapping[str, str]
+) -> list[tuple[Any, Callable[[Any, Any], Any], Any, Any]]:
+    """List constants that may change between calls: (what has it, how to get it, name, value)."""
+    found: list[tuple[Any, Callable[[Any, Any], Any], Any, Any]] = []
+    for path in reads:
+        value = guards.found(path, model)
+        if not guards.plain(value) or path.endswith(".training"):
+            continue
+        last = guards.last_step(path, model)
+        if last is not None:
+            owner, name, is_item = last
+            found.append((owner, _item if is_item else getattr, name, value))
+    return found

@@ -1,0 +1,237 @@
+"""Artefacts without ranks: what they hold, what is refused, and that nothing stale is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from support import artefacts, warm
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.artefacts import facts, guards, sources
+from autoshard.artefacts.entry import built, described
+from autoshard.artefacts.graphs import CannotBeKept
+from autoshard.artefacts.make import make
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EAGERLY = {"lowering": "eager"}
+
+
+def test_changes_are_noticed() -> None:
+    program = ROOT / "benchmarks" / "artefacts.py"
+    done = subprocess.run(
+        [warm.python(), str(program), "--mutations", "60"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "60 changes: 60 noticed and named" in done.stdout
+
+
+def test_the_same_bytes_wherever_it_is_made(tmp_path: Path) -> None:
+    artefacts.made("small", tmp_path / "one", ranks=3, options=json.dumps(EAGERLY))
+    elsewhere = tmp_path / "another" / "folder"
+    elsewhere.mkdir(parents=True)
+    place = "support.artefacts:small"
+    command = [
+        "-m",
+        "autoshard.tools.cli",
+        "compile",
+        "--model",
+        place,
+        "--batch",
+        f"{place}_batch",
+    ]
+    more = ["--gpus", "3", "--out", "made", "--options", json.dumps(EAGERLY)]
+    done = subprocess.run(
+        [sys.executable, *command, *more],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONHASHSEED": "7",
+            "RANK": "2",
+            "LOCAL_RANK": "2",
+            "WORLD_SIZE": "3",
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    made, other = tmp_path / "one", elsewhere / "made"
+    names = sorted(path.name for path in made.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    for name in names:
+        assert (made / name).read_bytes() == (other / name).read_bytes(), name
+        for path in (tmp_path, ROOT, Path(torch.__file__).parent):
+            assert str(path) not in (made / name).read_text()
+
+
+@pytest.mark.parametrize("fake_world", [8, 64], indirect=True)
+def test_many_ranks_load_it(fake_world: None, tmp_path: Path) -> None:
+    """The first and the last of them, which may have fewer rows."""
+    world = torch.distributed.get_world_size()
+    make(tmp_path, artefacts.small(), (), artefacts.small_batch(0, 0), options=EAGERLY)
+    for rank in (0, world - 1):
+        torch.distributed.destroy_process_group()
+        _join(rank, world)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = autoshard.load_compiled(artefacts.small(), tmp_path)
+        model(**artefacts.small_batch(rank, 0))["loss"].backward()
+        assert not {key for key, value in torch._dynamo.utils.counters.items() if value}
+
+
+def _join(rank: int, world: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found: Tensor = self.linear(x)
+        return found
+
+
+class Returning(nn.Module):
+    def __init__(self, what: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4))
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(self, x)
+
+
+TABLE = torch.ones(4)
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "an attribute that counts": (Counting, "changes model.calls"),
+    "a view of an output": (
+        lambda: Returning(lambda m, x: ((h := m.linear(x)), h.view(-1))),
+        "output 1 is alias of intermediate|output 0 is alias of intermediate",
+    ),
+    "an argument's view": (
+        lambda: Returning(lambda m, x: (m.linear(x), x.view(-1))),
+        "output 1 is alias of input",
+    ),
+    "a buffer": (lambda: Returning(lambda m, x: (m.linear(x), m.mask)), "a parameter or a buffer"),
+    "a tensor of a module": (
+        lambda: Returning(lambda m, x: m.linear(x) * TABLE),
+        "no parameter, buffer or argument",
+    ),
+    "a break": (
+        lambda: Returning(lambda m, x: m.linear(x) if x.sum() > 0 else x),
+        "can't be traced as one graph",
+    ),
+    "a large constant": (
+        lambda: Returning(lambda m, x: m.linear(x) + torch.tensor([0.5] * 40_000).sum()),
+        "a constant of size",
+    ),
+}
+
+
+@pytest.mark.parametrize("fake_world", [4], indirect=True)
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_an_artefact_cant_hold(
+    fake_world: None, build: Callable[[], nn.Module], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(autoshard.ArtefactError, match=message):
+        make(tmp_path, build(), (torch.ones(2, 4),), {}, options=EAGERLY)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fake_world", [4], indirect=True)
+def test_a_small_constant_is_kept(fake_world: None, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Returning(_with_constant)
+
+    make(tmp_path, build(), (torch.ones(2, 4),), {}, options=EAGERLY)
+    model = autoshard.load_compiled(build(), tmp_path)
+    other = autoshard.shard(build())
+    got, want = model(torch.ones(2, 4)), other(torch.ones(2, 4))
+    assert got.shape == want.shape
+    assert "constants" in (tmp_path / "train.forward.txt").read_text()
+
+
+def _with_constant(module: Any, x: Tensor) -> Any:
+    return module.linear(x) + torch.tensor([0.5, float("inf"), -0.0, 1e-40])
+
+
+@pytest.mark.parametrize("fake_world", [4], indirect=True)
+def test_no_artefact(fake_world: None, tmp_path: Path) -> None:
+    with pytest.raises(autoshard.ArtefactError, match=r"no manifest\.json.*autoshard compile"):
+        autoshard.load_compiled(artefacts.small(), tmp_path / "nothing")
+    with pytest.raises(ValueError, match="stale='use'"):
+        autoshard.load_compiled(artefacts.small(), tmp_path, stale="use")
+
+
+def test_trees() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    tensors: list[Tensor] = []
+    value = {"a": [one, (two, one)], "b": None, "c": 1.5, "d": torch.bfloat16}
+    tree = json.loads(json.dumps(described(value, tensors)))
+    assert tensors == [one, two]
+    again = built(tree, tensors)
+    assert again == value
+    assert again["a"][1][1] is one
+    with pytest.raises(CannotBeKept, match="object"):
+        described(object(), [])
+    with pytest.raises(LookupError, match="no class of outputs"):
+        built({"mapping": {}, "class": "os:system"}, [])
+
+
+HOSTILE = (
+    "__import__('os').system('true')",
+    "model.forward()",
+    "[each for each in ()]",
+    "(lambda: 1)()",
+    "module('os').system('true')",
+    "type(model)(1)",
+    "dict(model=1)",
+)
+
+
+@pytest.mark.parametrize("path", HOSTILE)
+def test_a_path_runs_no_code(path: str) -> None:
+    with pytest.raises(guards.UnknownPath):
+        guards.find(path, nn.Linear(2, 2))
+
+
+def test_facts_are_alike_in_all_processes() -> None:
+    assert guards.fact(torch.ones(2, 3)) == "torch.float32 [2, 3] cpu False"
+    assert guards.fact({"a": object()}) == "builtins.dict of ['a']"
+    assert guards.fact(nn.Linear(2, 2)) == "a torch.nn.modules.linear.Linear"
+    assert guards.fact(test_trees) == f"function {__name__}.test_trees"
+    assert "0x" not in guards.fact(object()) + guards.fact([object()]) + guards.fact(len)
+
+
+def test_a_source_is_found_by_name() -> None:
+    names = sources.names_of([Counting.forward.__code__], [Counting, nn.Linear, dict])
+    assert names == [(__name__, "Counting"), (__name__, "Counting.forward")]
+    found = facts.of_sources([*names, (__name__, "gone"), ("no.such", "module")])
+    assert found[f"source {__name__}.gone"] == "not there"
+    assert found["source no.such.module"] == "not imported"
+    assert len(set(found.values())) == 4
