@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.fsdp
+from support import artefacts
 from support.models import SmallNet, tokens
 from support.ranks import on_ranks
-from support.selection import each_value
+from support.selection import IS_FULL, each_value, part_of
 from support.training import FORMS, assert_same, average_gradients, in_both_forms, in_form
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.runtime.training.whole_step import TrainStep
 
-STEPS = 5
+STEPS = 20 if IS_FULL else 5
 BAD = 2  # the step in which a loss is infinite on one rank, where there is a scaler
 
 Batch = tuple[Tensor, float]
@@ -172,6 +173,51 @@ def test_a_loop_by_hand(
         assert_same(got, plain, rtol=rtol)
 
 
+@pytest.mark.parametrize("name", part_of(artefacts.FAMILIES, 5))
+@in_both_forms
+@on_ranks(2)
+def test_families(rank: int, form: str, name: str) -> None:
+    """Models that people train: losses, parameters and states of a loop by hand."""
+    found = []
+    for is_one_call in (False, True):
+        torch._dynamo.reset()
+        model: Any = in_form(autoshard.shard(getattr(artefacts, name)()), form)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        run = _family_in_one_call if is_one_call else _family_by_hand
+        losses = run(model, optimizer, getattr(artefacts, f"{name}_batch"), rank)
+        states = [local(state["exp_avg_sq"]) for state in optimizer.state.values()]
+        found.append((model, losses, states))
+    (want, want_losses, wants), (got, got_losses, gots) = found
+    assert got_losses == want_losses
+    assert_same(got, want)
+    assert all(map(torch.equal, gots, wants))
+
+
+def _family_loss(model: Any, batch: Any) -> Tensor:
+    return artefacts.loss_of(model(**batch))
+
+
+def _family_in_one_call(model: Any, optimizer: Any, batch: Any, rank: int) -> list[float]:
+    step = autoshard.train_step(model, optimizer, _family_loss, accumulate=3, clip=0.1)
+    return [step([batch(rank, 10 * n + i) for i in range(3)]).item() for n in range(STEPS)]
+
+
+def _family_by_hand(model: Any, optimizer: Any, batch: Any, rank: int) -> list[float]:
+    losses = []
+    for number in range(STEPS):
+        total = torch.zeros(())
+        for each in range(3):
+            with model.no_sync() if each < 2 else contextlib.nullcontext():
+                loss = _family_loss(model, batch(rank, 10 * number + each)) / 3
+                loss.backward()
+            total += loss.detach()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses
+
+
 def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [param for param in model.parameters() if param.dim() == 2]
     others = [param for param in model.parameters() if param.dim() != 2]
@@ -292,13 +338,13 @@ def test_what_changes_compiles_nothing(rank: int) -> None:
     )
     step(batches_of(rank, 0, 2, has_inf=False))
     with counted_frames() as frames:
-        for number in range(1, 6):
-            optimizer.param_groups[0]["weight_decay"] = 0.1 * number
+        for number in range(1, 100):
+            optimizer.param_groups[0]["weight_decay"] = 0.01 * number
             step.clip = 1.0 / number
             step(batches_of(rank, number, 2, has_inf=False))
     assert frames == [0]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**6)
-    assert scaler.get_scale() == 1024.0 * 2**6
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**100)
+    assert scaler.get_scale() == 1024.0 * 2**100
 
 
 @on_ranks(2)
@@ -387,37 +433,59 @@ class Interrupted(Exception):
     pass
 
 
-@in_both_forms
+PLACES = ("loss", "backward", "reduced", "update")
+
+
+@each_value(form=FORMS, place=PLACES, kind=[Interrupted, KeyboardInterrupt])
 @on_ranks(2)
-def test_an_exception_in_the_middle(rank: int, form: str) -> None:
-    """Gradients of earlier microbatches wait, as in a loop; the next step goes on as it does."""
-    models = []
+def test_an_exception_in_the_middle(
+    rank: int, form: str, place: str, kind: type[BaseException]
+) -> None:
+    """What has come until then stays, as in a loop; the next step goes on as it does.
+
+    In the second microbatch's loss or its backward; or after the last backward; or in the update.
+    """
+    models, states = [], []
     for is_one_call in (False, True):
         torch._dynamo.reset()
         model = sharded(form)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        at: list[str] = []  # where it is to be raised
 
-        def loss(model: Any, batch: Batch) -> Tensor:
-            if batch[1] == 0.0:
-                raise Interrupted
-            return loss_of(model, batch)
+        def reach(here: str, *, at: list[str] = at) -> None:
+            if here in at:
+                raise kind
+
+        def loss(model: Any, batch: Batch, *, at: list[str] = at, reach: Any = reach) -> Tensor:
+            is_second = batch[1] == 2.0
+            if is_second:
+                reach("loss")
+            found = loss_of(model, batch)
+            if is_second and "backward" in at:
+                found.register_hook(lambda grad: reach("backward"))
+            return found
 
         step = autoshard.train_step(model, optimizer, loss, accumulate=3)
+        step.on("reduced", lambda step, *, reach=reach: reach("reduced"))
+        optimizer.register_step_pre_hook(lambda *given, reach=reach: reach("update"))
         for number in range(3):
             batches = batches_of(rank, number, 3, has_inf=False)
-            if number == 1:
-                batches[1] = (batches[1][0], 0.0)
-            with pytest.raises(Interrupted) if number == 1 else contextlib.nullcontext():
+            batches[1] = (batches[1][0], 2.0)
+            at[:] = [place] if number == 1 else []
+            with pytest.raises(kind) if number == 1 else contextlib.nullcontext():
                 if is_one_call:
                     step(batches)
                     continue
                 for each, batch in enumerate(batches):
                     with model.no_sync() if each < 2 else contextlib.nullcontext():
                         (loss(model, batch) / 3).backward()
+                reach("reduced")
                 optimizer.step()
                 optimizer.zero_grad()
         models.append(model)
+        states.append([local(each["exp_avg"]) for each in optimizer.state.values()])
     assert_same(*models)
+    assert all(map(torch.equal, *states))
 
 
 def _of_two(model: Any, batch: Any) -> Tensor:
