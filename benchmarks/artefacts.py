@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import importlib
 import itertools
+import os
 import platform
 import random
 import shutil
@@ -38,8 +40,10 @@ MODULE = "drilled_model"
 SOURCE = '''\
 """Model of the drill."""
 
-import torch
+import os
 from dataclasses import dataclass
+
+import torch
 from torch import nn
 from torch.nn import functional
 
@@ -63,6 +67,14 @@ def normed(x):
     return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
 
 
+def tripled(function):
+    return lambda x: function(x) / 3 * 3
+
+
+SLOPES = [1.0, 0.5]
+NAMED = {"plain": lambda x: x * 1.0, "other": lambda x: x * 2.0}
+
+
 class Layer(nn.Module):
     exponent = 2
 
@@ -72,15 +84,29 @@ class Layer(nn.Module):
         self.linear = nn.Linear(config.width, config.width)
         self.activation = ACTIVATIONS[config.activation]
         self.offsets = (1, 2)
+        self.kinds = {(1, 2)}
+        self.powers = [1.0, 2.0]
+        self.named = NAMED["plain"]
         self.register_buffer("mask", torch.ones(config.width))
 
+    @property
+    def gain(self):
+        return 1.5
+
     def mixed(self, x):
+        for slope in SLOPES:
+            x = x * slope
+        if hasattr(self, "extra") or "DRILLED" in os.environ:
+            x = x + 1
+        x = self.named(x) * self.gain
         if self.config.factor > 0.25:
             x = x * self.config.factor
         return x + self.offsets[0] - self.offsets[1]
 
     def forward(self, x):
         hidden = self.activation(self.linear(normed(x)))
+        if (1, 2) in self.kinds:
+            hidden = hidden + sum(self.powers)
         return self.mixed(scaled(hidden)).pow(self.exponent).clamp(-5, 5) * self.mask + x
 
 
@@ -138,7 +164,8 @@ def changed_sources() -> list[tuple[str, str, str]]:
             if change(same):
                 text = ast.unparse(ast.fix_missing_locations(copy))
                 where = f"line {getattr(node, 'lineno', 0)}"
-                found.append((f"{kind} of {top.name}, {where}", top.name, text))
+                word = MODULE if top.name == "tripled" else top.name  # not run, beside lambdas
+                found.append((f"{kind} of {top.name}, {where}", word, text))
     return found
 
 
@@ -211,12 +238,20 @@ class Drill:
         batch: dict[str, Any] = self.module.batch(0, 0)
         return batch
 
-    def run(self, change: Callable[[Any], None] | None = None, **given: Any) -> None:
-        """Load the artefact for a new model, to which `change` is made before, and call it."""
+    def run(
+        self, change: Callable[[Any], None] | None = None, *, is_late: bool = False, **given: Any
+    ) -> None:
+        """Load the artefact for a new model, and call it, after `change` was made to the model.
+
+        is_late: whether it is made between two calls of the loaded model, not before.
+        """
         model = self.build()
-        if change is not None:
+        if change is not None and not is_late:
             change(model)
         autoshard.load_compiled(model, self.artefact)
+        if change is not None and is_late:
+            model(**self.batch())["loss"].backward()
+            change(model)
         model(**{**self.batch(), **given})["loss"].backward()
 
     @contextlib.contextmanager
@@ -290,14 +325,89 @@ def models(drill: Drill) -> Iterator[Case]:
     yield of(
         "tied parameters", "linear", lambda m: setattr(m.layers[1], "linear", m.layers[0].linear)
     )
-    yield of("a size of an argument", "float32', [5, 12]", lambda m: None, x=torch.randn(5, 12))
+    yield of("a size of an argument", "float32 [5, 12]", lambda m: None, x=torch.randn(5, 12))
     yield of("a dtype of one", "float64", lambda m: None, x=torch.randn(6, 12).double())
-    yield of("a gradient of one", "True]", lambda m: None, x=torch.randn(6, 12, requires_grad=True))
+    yield of(
+        "a gradient of one",
+        "with a gradient",
+        lambda m: None,
+        x=torch.randn(6, 12, requires_grad=True),
+    )
     yield of("an argument more", "weight", lambda m: None, weight=2.0)
+    other = lambda x: x * 3.0  # noqa: E731
+    yield of("another lambda", "named", lambda m: setattr(m.layers[0], "named", other))
+    yield of("a set", "kinds", lambda m: setattr(m.layers[0], "kinds", {(1, 3)}))
+    yield of("a list", "powers", lambda m: m.layers[0].powers.append(1.0))
+    yield of("an attribute that was missing", "extra", lambda m: setattr(m.layers[1], "extra", 1))
+    yield of(
+        "a class's constant, hidden", "exponent", lambda m: setattr(m.layers[0], "exponent", 3)
+    )
+    yield of("a method, hidden", "mixed", lambda m: setattr(m.layers[0], "mixed", other))
     for name, value in itertools.product(("width", "depth"), (1, 3, 4, 9)):
         config = f"    {name}: int = {12 if name == 'width' else 2}\n"
         text = SOURCE.replace(config, f"    {name}: int = {value}\n")
         yield f"{name}={value}", "Config", drill.source(text), None, {}
+
+
+def late(drill: Drill) -> Iterator[Case]:
+    """Yield changes between two calls of a loaded model."""
+
+    def of(what: str, word: str, change: Callable[[Any], Any]) -> Case:
+        return f"{what}, late", word, contextlib.nullcontext(), change, {"is_late": True}
+
+    new = nn.Linear(12, 12)
+    yield of(
+        "a config", "config", lambda m: setattr(m.layers[0], "config", type(m.config)(factor=1.0))
+    )
+    yield of("a field of it", "factor", lambda m: setattr(m.config, "factor", 0.6))
+    yield of("a list", "powers", lambda m: m.layers[0].powers.append(3.0))
+    yield of("a list in place of it", "powers", lambda m: setattr(m.layers[0], "powers", [1.0]))
+    yield of("a set", "kinds", lambda m: m.layers[0].kinds.clear())
+    yield of("a function", "activation", lambda m: setattr(m.layers[0], "activation", torch.tanh))
+    yield of("a lambda", "named", lambda m: setattr(m.layers[0], "named", lambda x: x))
+    yield of("a method, hidden", "mixed", lambda m: setattr(m.layers[0], "mixed", lambda x: x))
+    yield of("a forward, hidden", "forward", lambda m: setattr(m.head, "forward", torch.tanh))
+    yield of("a constant", "temperature", lambda m: setattr(m, "temperature", 0.9))
+    yield of("of another type", "offsets", lambda m: setattr(m.layers[0], "offsets", (True, 2)))
+    yield of(
+        "a class's constant, hidden", "exponent", lambda m: setattr(m.layers[0], "exponent", 3)
+    )
+    yield of("what was missing", "extra", lambda m: setattr(m.layers[1], "extra", 1))
+    yield of("a module", "layers.0.linear", lambda m: setattr(m.layers[0], "linear", new))
+    yield of("a module less", "layers.1", lambda m: m.layers.__delitem__(1))
+    yield of("a parameter", "head.weight", lambda m: m.head._parameters.update(weight=new.weight))
+    yield of("one frozen", "head.weight", lambda m: m.head.weight.requires_grad_(False))
+    yield of(
+        "a buffer's dtype",
+        "mask",
+        lambda m: m.layers[0]._buffers.update(mask=torch.ones(12).half()),
+    )
+    yield of("its size", "mask", lambda m: m.layers[0]._buffers.update(mask=torch.ones(1)))
+    yield of("its layout", "mask", lambda m: m.layers[0]._buffers.update(mask=torch.ones(24)[::2]))
+    yield of("a hook", "hooks", lambda m: m.head.register_forward_hook(print))
+    yield of("eval mode", "eval mode", lambda m: m.layers[0].eval())
+
+    def patched(name: str, value: Any) -> Callable[[Any], None]:
+        """Set an attribute of the model's module, or of a class in it, while it is this one."""
+
+        def change(model: Any) -> None:
+            path, _, last = name.rpartition(".")
+            setattr(getattr(drill.module, path) if path else drill.module, last, value)
+
+        return change
+
+    again = drill.source
+    for name, value in {
+        "EPSILON": 1e-6,
+        "SLOPES": [1.0],
+        "scaled": lambda x: x,
+        "Layer.mixed": lambda self, x: x,
+        "Layer.forward": lambda self, x: x,
+        "Layer.exponent": 3,
+        "Layer.gain": property(lambda self: 7.0),
+    }.items():
+        word = name.rpartition(".")[2]
+        yield f"{name}, late", word, again(SOURCE), patched(name, value), {"is_late": True}
 
 
 def processes(drill: Drill) -> Iterator[Case]:
@@ -347,6 +457,27 @@ def processes(drill: Drill) -> Iterator[Case]:
     yield of("a method", "mixed", in_model("Layer.mixed", lambda module: lambda self, x: x))
     yield of("a forward", "forward", in_model("Layer.forward", lambda module: lambda self, x: x))
     yield of("a class's constant", "exponent", in_model("Layer.exponent", lambda module: 3))
+    yield of(
+        "a property", "gain", in_model("Layer.gain", lambda module: property(lambda self: 7.0))
+    )
+    yield of("a list", "SLOPES", in_model("SLOPES", lambda module: [*module.SLOPES, 2.0]))
+    wrapped = in_model(
+        "normed", lambda module: functools.wraps(module.normed)(module.tripled(module.normed))
+    )
+    yield of("a function in another", "normed", wrapped)
+    yield of("the environment", "DRILLED", mock.patch.dict(os.environ, DRILLED="1"))
+    handle: list[Any] = []
+
+    @contextlib.contextmanager
+    def hooked() -> Iterator[None]:
+        """Have a hook on all modules."""
+        handle.append(nn.modules.module.register_module_forward_hook(lambda *given: None))
+        try:
+            yield
+        finally:
+            handle.pop().remove()
+
+    yield of("a hook of all modules", "hooks", hooked())
     other = in_model("Layer", lambda module: type("Layer", (module.Layer,), {}))
     yield of("a kind of module", "Layer", other)
 
@@ -375,7 +506,7 @@ def cases(drill: Drill, number: int, seed: int) -> list[Case]:
         (what, word, drill.source(text), None, {}) for what, word, text in changed_sources()
     ]
     random_.shuffle(sources)
-    kinds = [*models(drill), *processes(drill)]
+    kinds = [*models(drill), *processes(drill), *late(drill)]
     broken = files(drill, random_)
     found = [*kinds, *sources, *itertools.islice(broken, 40)]
     if number < len(found):

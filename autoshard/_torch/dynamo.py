@@ -169,15 +169,18 @@ def traced_code() -> str:
 def guard_expressions() -> list[str]:
     """List the Python expressions that code which is compiled now is guarded by, each once.
 
-    Where it is guarded by whether a dict has a key, that is one, too: `contains(dict, 'key')`.
-    Only to be called by a backend.
+    Where it is guarded by whether a dict has a key, or an object an attribute of its own, that is
+    one, too: `contains(dict, 'key')`, `holds(object, 'name')`. Only to be called by a backend.
     """
     found = set()
     for guard in TracingContext.get().guards_context.dynamo_guards.inner:
         if not guard.name:
             continue
         found.add(guard.name)
-        key = getattr(guard.create_fn, "keywords", {}).get("key")
+        named = getattr(guard.create_fn, "keywords", {})
+        if isinstance(named.get("attr"), str):
+            found.add(f"holds({guard.name}, {named['attr']!r})")
+        key = named.get("key")
         if isinstance(key, (str, bytes, int)):
             found.add(f"contains({guard.name}, {key!r})")
     return sorted(found)

@@ -105,3 +105,13 @@ def hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
 def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
     """Have a call of `module` run `call` instead of its forward and hooks, as after `compile()`."""
     module._compiled_call_impl = call  # type: ignore[assignment]  # as Module.compile sets it
+
+
+def global_hooks() -> list[dict[Any, Any]]:
+    """List the dicts of hooks that run for all modules."""
+    found = vars(nn.modules.module)
+    return [
+        found[name]
+        for name in sorted(found)
+        if name.startswith("_global_") and name[-5:] == "hooks"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Entry:
 
     call:     "train", "accumulate" (a microbatch whose gradients wait) or "evaluate".
     takes:    what the call is given: a tree of "arg" and constants; see `Signature`.
-    tensors:  [dtype, size, requires a gradient] of each tensor in it.
+    tensors:  [dtype, size, strides, requires a gradient] of each tensor in it.
     returns:  a tree of "output" (of the graph, by number), "arg" and constants.
     inputs:   of the frame: ["param", name], ["buffer", name] or ["arg", number].
     local:    numbers of the inputs for which shards are passed.
@@ -90,8 +91,13 @@ def described(value: Any, tensors: list[Tensor]) -> JSON:
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
         parts = [described(each, tensors) for each in value]
         return {"named": parts, "class": _class_name(cls)}
-    if dataclasses.is_dataclass(value):
+    if isinstance(value, torch.Size):
+        return {"size": list(map(int, value))}
+    if dataclasses.is_dataclass(value) and not hasattr(cls, "__post_init__"):
         names = [field.name for field in dataclasses.fields(value) if field.init]
+        more = sorted(set(vars(value)) - {field.name for field in dataclasses.fields(value)})
+        if more:
+            raise CannotBeKept(f"a {cls.__qualname__} has {more[0]}, which is no field of it")
         items = {name: described(getattr(value, name), tensors) for name in names}
         return {"mapping": items, "class": _class_name(cls)}
     raise CannotBeKept(
@@ -110,6 +116,8 @@ def built(tree: JSON, tensors: Sequence[Any]) -> Any:
             return of
         case "dtype":
             return getattr(torch, of)
+        case "size":
+            return torch.Size(of)
         case "list" | "tuple":
             parts = [built(each, tensors) for each in of]
             return parts if kind == "list" else tuple(parts)
@@ -144,12 +152,44 @@ def class_of(name: str) -> Any:
 
 
 def kind_of(tensor: Tensor) -> list[Any]:
-    """[dtype, size, whether it requires a gradient] of an argument."""
+    """[dtype, size, strides, whether it requires a gradient] of an argument.
+
+    Strides of dims of one element say nothing, and are 0.
+    """
     size = list(tensor.shape)
-    return [str(tensor.dtype).removeprefix("torch."), size, tensor.requires_grad]
+    strides = [n if many > 1 else 0 for n, many in zip(tensor.stride(), size, strict=True)]
+    return [str(tensor.dtype).removeprefix("torch."), size, strides, tensor.requires_grad]
 
 
-def of_args(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[JSON, list[Tensor]]:
-    """Describe the arguments of a call: (tree, the tensors in it)."""
-    tensors: list[Tensor] = []
-    return described([list(args), dict(kwargs)], tensors), tensors
+class Signature:
+    """Signature of a model's forward, by which calls that mean the same look the same."""
+
+    def __init__(self, model: Any) -> None:
+        """Read the signature of `model.forward`."""
+        self._signature = inspect.signature(model.forward)
+
+    def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[JSON, list[Tensor]]:
+        """Describe the arguments of a call, defaults among them: (tree by name, its tensors).
+
+        Raises TypeError for arguments that forward does not take, CannotBeKept as `described`.
+        """
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        tensors: list[Tensor] = []
+        given = {name: described(value, tensors) for name, value in bound.arguments.items()}
+        return {"dict": given}, tensors
+
+
+def shown(tree: JSON) -> str:
+    """Show the arguments that `tree` describes, for a message: "(x=a tensor, k=1)"."""
+    ((kind, of),) = ((key, value) for key, value in tree.items() if key != "class")
+    match kind:
+        case "tensor":
+            return "a tensor"
+        case "constant":
+            return repr(of)
+        case "dict" | "mapping":
+            return f"({', '.join(f'{key}={shown(each)}' for key, each in of.items())})"
+        case "list" | "tuple" | "named":
+            return f"[{', '.join(map(shown, of))}]"
+    return str(of)

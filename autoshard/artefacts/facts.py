@@ -41,6 +41,7 @@ def of_process(settings: CompileSettings, device: torch.device) -> Facts:
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{f"version of {name}": text for name, text in _torch.device.versions(device).items()},
         **(_torch.inductor.flags(settings.inductor) if settings.lowering == "inductor" else {}),
+        "hooks of all modules": repr([guards.fact(each) for each in _torch.nn.global_hooks()]),
         "device": device.type,
         "option lowering": settings.lowering,
         "option bucketing": repr(settings.bucketing),
@@ -91,24 +92,15 @@ def of_model(model: nn.Module) -> Facts:
         own = [hook for hook in hooks if not hook.startswith("function autoshard.")]
         if own:
             found[f"hooks of {name or 'the model'}"] = repr(own)
-        if "forward" in module.__dict__:
-            found[f"forward of {name or 'the model'}"] = guards.fact(module.__dict__["forward"])
+        cls = original_class(module)
+        for attribute, value in module.__dict__.items():
+            if hasattr(cls, attribute) and attribute != "_compiled_call_impl":
+                found[f"own {name or 'the model'}.{attribute}"] = guards.fact(value)
     for cls in {original_class(module) for module in model.modules()}:
-        found |= _of_class(cls)
-    return found
-
-
-def _of_class(cls: type) -> Facts:
-    """Find the methods of `cls`, by name: another one may have been put in the place of one."""
-    found = {}
-    for each in cls.__mro__:
-        if not guards.is_covered(each.__module__):
-            its = {
-                name: guards.fact(value) for name, value in vars(each).items() if callable(value)
-            }
-            found[f"methods of {each.__module__}.{each.__qualname__}"] = repr(sorted(its.items()))
-    forward: Any = cls.forward  # type: ignore[attr-defined]  # it is one of modules
-    found[f"forward of {cls.__module__}.{cls.__qualname__}"] = guards.fact(forward)
+        for name, its in guards.methods_of(cls).items():
+            found |= {f"methods of {name}: {method}": value for method, value in its}
+        forward: Any = cls.forward  # type: ignore[attr-defined]  # it is one of modules
+        found[f"forward of {cls.__module__}.{cls.__qualname__}"] = guards.fact(forward)
     return found
 
 

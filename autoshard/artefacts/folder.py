@@ -62,12 +62,12 @@ class Artefact:
         for name, text in self.texts.items():
             _replace(folder / name, text)
         described = {
-            "facts": dict(self.facts),
-            "options": dict(self.options),
+            "facts": dict(sorted(self.facts.items())),
+            "options": dict(sorted(self.options.items())),
             "mesh": self.mesh,
             "sources": [list(each) for each in self.sources],
             "entries": [each.to_json() for each in self.entries],
-            "files": {name: _digest(text) for name, text in self.texts.items()},
+            "files": {name: _digest(text) for name, text in sorted(self.texts.items())},
         }
         _replace(folder / MANIFEST, _with_digest(described))
         return _digest(_with_digest(described))
@@ -123,10 +123,8 @@ _ANEW = "Make it anew with `autoshard compile`"
 
 def _with_digest(described: Mapping[str, object]) -> str:
     """Write `described` as JSON, with a digest of it."""
-    said = json.dumps(described, sort_keys=True, indent=1)
-    return json.dumps(
-        {"format": FORMAT, "sha256": _digest(said), **described}, sort_keys=True, indent=1
-    )
+    said = json.dumps(described, indent=1)  # in their order, as that of outputs
+    return json.dumps({"format": FORMAT, "sha256": _digest(said), **described}, indent=1)
 
 
 def _digest(text: str) -> str:

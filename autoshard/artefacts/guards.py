@@ -5,7 +5,8 @@ such an expression, with `model` for the model, and `module('pkg.mod')` for glob
 
     model._modules['blocks']._modules['0'].scale      "0.5"
     module('pkg.layers').EPSILON                      "1e-05"
-    model._modules['head'].__dict__['activation']     "function torch.nn.functional.gelu"
+    model._modules['head'].__dict__['activation']     "function torch.nn.functional.gelu ..."
+    environ('DEBUG')                                  "None"
 
 A path is data: `find` walks over attributes and items, and calls nothing of the model's.
 """
@@ -14,9 +15,14 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
+import hashlib
+import operator
+import os
 import re
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +39,7 @@ _OURS = (  # what sharding puts on modules, and what of it is compared by itself
     *("_autoshard_", "__dict__['_autoshard_unit']", "._spec", ".device_mesh", "._local_tensor"),
     *("_parameters['", "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"),
     *("_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl", ".fget"),
+    *("'_forward_", "'_backward_"),
 )
 _STEPS: dict[str, Callable[..., Any]] = {
     "type": type,
@@ -69,8 +76,8 @@ def paths_of(expressions: Iterable[str], known: Callable[[str], object]) -> list
     for expression in expressions:
         path = path_of(expression, known)
         about_model = path.startswith(("model.", "model[")) or "(model" in path
-        is_own = any(part in path for part in _OURS)
-        if is_own or not (about_model or _is_users(path)):
+        is_own = any(part in path for part in _OURS) or ".environ." in path
+        if is_own or not (about_model or _is_users(path) or path.startswith("environ(")):
             continue
         try:
             value = known(path)
@@ -80,7 +87,7 @@ def paths_of(expressions: Iterable[str], known: Callable[[str], object]) -> list
             raise UnknownPath(f"{expression}: {error}") from None
         if "type(" in path and (not plain(value) or path.startswith("contains(")):
             continue  # which methods a class has is a fact of its own
-        if not about_model and isinstance(value, (dict, list, set)):
+        if not about_model and isinstance(value, dict) and not path.startswith("contains("):
             continue  # others may put things there: what is read of it has a path of its own
         found.add(path)
     return sorted(found)
@@ -151,13 +158,19 @@ def find(path: str, model: nn.Module) -> Any:
     return _walk(ast.parse(path, mode="eval").body, model)
 
 
-def last_step(path: str, model: nn.Module) -> tuple[Any, Any, bool] | None:
-    """Return what `path` asks last, by which name, and whether as an item; None for another end."""
+def last_step(path: str, model: nn.Module) -> tuple[Any, Any, Callable[[Any, Any], Any]] | None:
+    """Return what `path` asks last, by which name, and how; None for another end."""
     match ast.parse(path, mode="eval").body:
         case ast.Attribute(value=owner, attr=name):
-            return _walk(owner, model), name, False
+            return _walk(owner, model), name, getattr
         case ast.Subscript(value=owner, slice=key):
-            return _walk(owner, model), _walk(key, model), True
+            return _walk(owner, model), _walk(key, model), operator.getitem
+        case ast.Call(func=ast.Name(id="environ"), args=[ast.Constant(value=name)]):
+            return os.environ, name, lambda environment, name: environment.get(name)
+        case ast.Call(func=ast.Name(id="contains"), args=[owner, ast.Constant(value=key)]):
+            return _walk(owner, model), key, operator.contains
+        case ast.Call(func=ast.Name(id="holds"), args=[owner, ast.Constant(value=key)]):
+            return vars(_walk(owner, model)), key, operator.contains
     return None
 
 
@@ -174,6 +187,12 @@ def _walk(node: ast.expr, model: nn.Module) -> Any:
             return _walk(owner, model)[_walk(key, model)]
         case ast.Call(func=ast.Name(id="module"), args=[ast.Constant(value=str(name))]):
             return sys.modules[name]
+        case ast.Call(func=ast.Name(id="environ"), args=[ast.Constant(value=str(name))]):
+            return os.environ.get(name)
+        case ast.Call(func=ast.Name(id="holds"), args=[owner, ast.Constant(value=str(name))]):
+            return name in vars(_walk(owner, model))
+        case ast.Call(func=ast.Name(id="___from_numpy"), args=[owner]):
+            return _walk(owner, model)
         case ast.Call(func=ast.Name(id="contains"), args=[owner, ast.Constant(value=wanted)]):
             return wanted in _walk(owner, model)
         case ast.Call(func=ast.Name(id="key"), args=[owner, ast.Constant(value=wanted)]):
@@ -199,11 +218,14 @@ def plain(value: object) -> bool:
     return isinstance(value, PLAIN)
 
 
-def fact(value: object) -> str:
+def fact(value: Any, depth: int = 4) -> str:
     """Say what `value` is, as far as traced code may depend on it, alike in all processes.
 
-    Constants are given as they are, of tensors the type, of dicts the keys, of modules and other
-    objects the class, of functions the name; the sources of these are facts of their own.
+    Constants are given as they are, of tensors the type, of containers what is in them, of
+    functions the name, and a digest of code, defaults and closure, of modules the class, of other
+    objects the class, with a digest of its methods.
+
+    depth: how far to look into containers and closures.
     """
     if value is NOTHING:
         return "nothing"
@@ -212,19 +234,96 @@ def fact(value: object) -> str:
     if isinstance(value, Tensor):
         where = value.device.type
         return f"{value.dtype} {list(value.shape)} {where} {value.requires_grad}"
+    name = _name(type(value))
+    if depth == 0:
+        return f"a {name}"
     if isinstance(value, dict):
-        keys = list(value) if plain(list(value)) else len(value)
-        return f"{_name(type(value))} of {keys}"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return f"{_name(type(value))} of {len(value)}"
+        items = [f"{_key(key)}: {fact(each, depth - 1)}" for key, each in value.items()]
+        return f"{name} {_listed(items)}"
+    if isinstance(value, (list, tuple, deque)):
+        return f"{name} {_listed([fact(each, depth - 1) for each in value])}"
+    if isinstance(value, (set, frozenset)):
+        return f"{name} {_listed(sorted(fact(each, depth - 1) for each in value))}"
+    if isinstance(value, types.FunctionType):
+        return f"function {_name(value)} {_digest_of(value, depth)}"
     if isinstance(value, types.MethodType):
-        return f"method {_name(value.__func__)}"
-    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return f"method {_name(value.__func__)} {fact(value.__func__, depth - 1)}"
+    if isinstance(value, functools.partial):
+        parts = [value.func, list(value.args), dict(value.keywords)]
+        return f"partial {_listed([fact(each, depth - 1) for each in parts])}"
+    if isinstance(value, property):
+        return f"property {_listed([fact(each, depth - 1) for each in (value.fget, value.fset)])}"
+    if isinstance(value, (staticmethod, classmethod)):
+        return f"{type(value).__name__} {fact(value.__func__, depth - 1)}"
+    if isinstance(value, (type, types.BuiltinFunctionType)):
         return f"{type(value).__name__} {_name(value)}"
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return f"numpy {value.dtype} {list(value.shape)} {_sha(value.tobytes())}"
     cls = original_class(value) if isinstance(value, nn.Module) else type(value)
-    return f"a {_name(cls)}"
+    if isinstance(value, nn.Module) or is_covered(cls.__module__):
+        return f"a {_name(cls)}"
+    return f"a {_name(cls)} {_sha(repr(methods_of(cls, depth - 1)).encode())}"
+
+
+def methods_of(cls: type, depth: int = 3) -> dict[str, list[tuple[str, str]]]:
+    """Find what the user's classes that `cls` is made of have: methods and constants, by class."""
+    return {
+        _name(each): sorted(
+            (name, fact(value, depth))
+            for name, value in vars(each).items()
+            if name not in _OF_CLASSES and not name.startswith("_autoshard_")
+        )
+        for each in cls.__mro__
+        if not is_covered(each.__module__)
+    }
+
+
+_OF_CLASSES = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slots__")
+
+
+def _key(key: object) -> str:
+    return repr(key) if plain(key) else fact(key, 1)
+
+
+def _listed(parts: list[str]) -> str:
+    """Show what is in a container; of many, a digest."""
+    shown = ", ".join(parts)
+    return f"[{shown}]" if len(shown) <= 200 else f"of {len(parts)}, {_sha(shown.encode())}"
+
+
+def _digest_of(function: types.FunctionType, depth: int) -> str:
+    """Digest of a function's code, defaults and closure; not of its place."""
+    cells = [each.cell_contents for each in function.__closure__ or () if _is_filled(each)]
+    parts = [
+        _code(function.__code__),
+        fact(function.__defaults__, depth - 1),
+        fact(function.__kwdefaults__, depth - 1),
+        *(fact(each, depth - 1) for each in cells),
+    ]
+    return _sha("\n".join(parts).encode())
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    """Tell whether a variable of a closure has a value yet."""
+    try:
+        return cell.cell_contents is not _MISSING_CELL
+    except ValueError:
+        return False
+
+
+_MISSING_CELL = object()
+
+
+def _code(code: types.CodeType) -> str:
+    """Describe code: what it does, not where it is."""
+    consts = [_code(c) if isinstance(c, types.CodeType) else fact(c, 2) for c in code.co_consts]
+    return repr((code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, consts))
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _name(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import _torch
-from autoshard.artefacts import facts, guards
-from autoshard.artefacts.entry import Entry, built, kind_of, of_args
+from autoshard.artefacts import facts
+from autoshard.artefacts.entry import Entry, Signature, built, kind_of, shown
 from autoshard.artefacts.folder import Artefact, ArtefactError
-from autoshard.artefacts.graphs import lower_again, read
+from autoshard.artefacts.graphs import CannotBeKept, lower_again, read
 from autoshard.artefacts.make import arguments_of, with_tokens
+from autoshard.artefacts.watch import Watch
 from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.ir.plan import Plan
 from autoshard.passes.lowering.eager import lower_eagerly
@@ -149,6 +151,7 @@ class _Call:
     ) -> None:
         """Read and lower the graphs of `entry`, which belong to the parameters of `model`."""
         self.entry, self.name = entry, entry.call
+        self._takes = json.dumps(entry.takes)
         params = dict(named_sharded(model))
         buffers = dict(model.named_buffers())
         table = [_sharded(params[name]) for name in entry.table]
@@ -167,13 +170,9 @@ class _Call:
         self._markers = [tuple(entry.markers[name]) for name in entry.table]
         self._tokens = tokens
         self._known: list[tuple[object, ...]] = []
-        self._plain = _plain_reads(model, entry.reads)
         modules = dict(model.named_modules())
         modes = set(entry.modes)
         self._modes = [(module, name in modes) for name, module in modules.items()]
-        self._hooks = [
-            (each, len(each)) for m in modules.values() for each in _torch.nn.hooks_of(m)
-        ]
         plans = [Plan.from_json(text) for text in entry.plans]
         gms = {kind: read(texts[name], names) for kind, name in entry.graphs.items()}
         if settings.lowering == "eager":
@@ -193,34 +192,31 @@ class _Call:
         )
         self._run = call_of(frame, run, f"{entry.call} of artefact {digest[:16]}", plans)
 
-    def mismatch(self, model: nn.Module, takes: Any, kinds: list[Any]) -> str | None:
-        """Say why this is not the way to call the model now; None if it is."""
-        entry = self.entry
-        if ("backward" in entry.graphs) != torch.is_grad_enabled():
-            return "gradients are " + ("enabled" if torch.is_grad_enabled() else "off")
+    def mismatch(self, takes: Any, kinds: list[Any]) -> tuple[int, str] | None:
+        """Say why this is not the way to call the model now; None if it is.
+
+        takes, kinds: of the arguments. Returns (how much is as it should be, the reason).
+        """
+        entry, is_on = self.entry, torch.is_grad_enabled()
+        if ("backward" in entry.graphs) != is_on:
+            return 0, f"gradients are {'enabled' if is_on else 'off'}"
         for module, mode in self._modes:
             if module.training is not mode:
-                return (
-                    f"a {type(module).__name__} is in {'train' if module.training else 'eval'} mode"
-                )
-        if takes != entry.takes:
-            return f"arguments are {takes}, and were {entry.takes}"
-        if kinds != entry.tensors:
-            return f"tensors are {kinds}, and were {entry.tensors}"
+                kind = type(module).__name__
+                return 1, f"a {kind} is in {'train' if module.training else 'eval'} mode"
         reason = self._marker_that_differs()
         if reason is not None:
-            return reason
-        for owner, get, name, expected in self._plain:
-            if get(owner, name) != expected:
-                now = get(owner, name)
-                return f"{name} of a {type(owner).__name__} is {now!r}, and was {expected!r}"
-        for each, count in self._hooks:
-            if len(each) != count:
-                return "a module has other hooks than when the artefact was loaded"
+            return 2, reason
+        if json.dumps(takes) != self._takes:  # as text: 1 is not True, and order counts
+            return 3, f"it is called with {shown(takes)}, and was made with {shown(entry.takes)}"
+        for number, (kind, known) in enumerate(zip(kinds, entry.tensors, strict=True)):
+            if kind != known:
+                return 4, f"tensor {number} is {_kind(kind)}, and was {_kind(known)}"
         device = self._table[0].device
         here = {name: repr(value) for name, value in facts.ambient(device).items()}
-        differs = facts.differences(entry.ambient, here)
-        return differs[0] if differs else None
+        if here != entry.ambient:
+            return 5, facts.differences(entry.ambient, here)[0]
+        return None
 
     def _marker_that_differs(self) -> str | None:
         """Name a parameter that is gathered or reduced in another way; None if there is none."""
@@ -247,25 +243,44 @@ class _Calls:
 
     def __init__(self, model: nn.Module, calls: Sequence[_Call], path: Path) -> None:
         self._model, self._calls, self._path = model, calls, path
+        self._signature = Signature(model)
+        self._watch = Watch(model, sorted({path for call in calls for path in call.entry.reads}))
         self.__name__ = self.__qualname__ = type(model).__qualname__
         self.__doc__ = None
         self.__module__ = __name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graphs for these arguments. Raises ArtefactError if there are none."""
-        takes, tensors = of_args(args, kwargs)
+        try:
+            takes, tensors = self._signature.describe(args, kwargs)
+        except CannotBeKept as error:
+            raise self._error(str(error)) from None
+        changed = self._watch.changed()
+        if changed is not None:
+            raise self._error(changed)
         kinds = list(map(kind_of, tensors))
         reasons = []
         for call in self._calls:
-            reason = call.mismatch(self._model, takes, kinds)
+            reason = call.mismatch(takes, kinds)
             if reason is None:
                 return call(self._model, tensors)
-            reasons.append(f"for {call.name!r}, {reason}")
-        raise ArtefactError(
+            reasons.append((*reason, call.name))
+        _, why, name = max(reasons, key=lambda each: each[0])
+        raise self._error(f"for {name!r}, {why}")
+
+    def _error(self, why: str) -> ArtefactError:
+        """Make the error that says why there is no graph for a call."""
+        return ArtefactError(
             f"the artefact in {self._path} has no graph for this call of "
-            f"{type(self._model).__name__}: {'; '.join(reasons)}. Make one with `autoshard "
-            "compile`, or compile the model"
+            f"{type(self._model).__name__}: {why}. Make one with `autoshard compile`, or compile "
+            "the model"
         )
+
+
+def _kind(kind: Sequence[Any]) -> str:
+    """Show the kind of a tensor, as of `kind_of`, for a message."""
+    dtype, size, strides, is_trained = kind
+    return f"{dtype} {size}, strides {strides}{', with a gradient' if is_trained else ''}"
 
 
 def _sharded(param: nn.Parameter) -> ShardedParam:
@@ -278,23 +293,3 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that has the buffer called `name` in `model`, and its name there."""
     path, _, last = name.rpartition(".")
     return model.get_submodule(path), last
-
-
-def _item(owner: Any, key: Any) -> Any:
-    return owner[key]
-
-
-def _plain_reads(
-    model: nn.Module, reads: Mapping[str, str]
-) -> list[tuple[Any, Callable[[Any, Any], Any], Any, Any]]:
-    """List constants that may change between calls: (what has it, how to get it, name, value)."""
-    found: list[tuple[Any, Callable[[Any, Any], Any], Any, Any]] = []
-    for path in reads:
-        value = guards.found(path, model)
-        if not guards.plain(value) or path.endswith(".training"):
-            continue
-        last = guards.last_step(path, model)
-        if last is not None:
-            owner, name, is_item = last
-            found.append((owner, _item if is_item else getattr, name, value))
-    return found

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from autoshard import _torch
 from autoshard.artefacts import facts, guards, sources
-from autoshard.artefacts.entry import Entry, described, kind_of, of_args
+from autoshard.artefacts.entry import Entry, Signature, described, kind_of
 from autoshard.artefacts.folder import Artefact, ArtefactError
 from autoshard.artefacts.graphs import CannotBeKept, written
 from autoshard.compilation import Compilation
@@ -138,6 +138,10 @@ class _Graphs:
     codes: list[CodeType] = field(default_factory=list)
 
 
+_OF_RANKS = frozenset({"get_rank", "get_local_rank", "get_group_rank", "get_coordinate"})
+"""Functions whose results Dynamo takes for constants, and that differ by rank."""
+
+
 class _Written(Compilation):
     """Compilation that writes its planned graphs as text.
 
@@ -186,7 +190,7 @@ class _Capture:
         """Trace the call. Raises ArtefactError as `make`."""
         self.call, self.settings = call, settings
         try:
-            takes, tensors = of_args(args, kwargs)
+            takes, tensors = Signature(model).describe(args, kwargs)
             found, result = self._traced(model, args, kwargs)
             self.entry = self._entry(model, found, result, takes, tensors)
         except (CannotBeKept, guards.UnknownPath) as error:
@@ -231,8 +235,8 @@ class _Capture:
         if changed:
             name = changed[0].replace("L['model']", "model")
             raise CannotBeKept(
-                f"it changes {name}, which loaded code would not: keep it in a buffer, or "
-                "change it outside of forward"
+                f"it sets {name}, which loaded code would not: write to a buffer in place, or "
+                "set it outside of forward"
             )
         outputs = gm.graph.output_node().args[0]
         inputs = list(example_inputs)
@@ -243,6 +247,14 @@ class _Capture:
         found = _Graphs(frame, inputs, [torch.empty(0) for _ in outputs])  # type: ignore[union-attr, arg-type]
         found.expressions = _torch.dynamo.guard_expressions()
         found.codes = _torch.dynamo.codes()
+        found.expressions += sources.variables_of(found.codes)
+        for code in found.codes:
+            asked = _OF_RANKS.intersection(code.co_names)
+            if asked and not sources.is_generated(code):
+                raise CannotBeKept(
+                    f"{code.co_qualname} asks for {min(asked)}(), and an artefact is one for all "
+                    "ranks: give what differs as an argument, or keep it in a buffer"
+                )
         compilation = _Written(frame, self.settings)
         compilation.compile()
         found.trained, found.tangents = compilation.trained, compilation.tangents

@@ -15,6 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType
 
+import torch
+
+import autoshard
 from autoshard.artefacts.guards import is_covered
 
 
@@ -54,6 +57,36 @@ def names_of(codes: Iterable[CodeType], classes: Iterable[type]) -> list[tuple[s
         if has_file and not is_covered(cls.__module__):
             found.add((cls.__module__, _outside(cls.__qualname__)))
     return sorted(found)
+
+
+def variables_of(codes: Iterable[CodeType]) -> list[str]:
+    """List, as paths of guards, variables of the environment that traced code may ask for.
+
+    They are all texts in code of the user's that names `environ` or `getenv`: Dynamo does not tell
+    which of them were there.
+    """
+    return sorted(
+        {
+            f"environ({text!r})"
+            for code in codes
+            if not is_generated(code) and {"environ", "getenv"} & {*code.co_names}
+            for text in code.co_consts
+            if isinstance(text, str)
+        }
+    )
+
+
+def is_generated(code: CodeType) -> bool:
+    """Tell whether `code` is of torch, of this package or Python's library, or in no file."""
+    file = code.co_filename
+    return file.startswith("<") or file.startswith(_FOLDERS)
+
+
+_FOLDERS = tuple(
+    str(Path(module.__file__).parent) + "/"
+    for module in (inspect, torch, autoshard)
+    if module.__file__ is not None
+)
 
 
 def _outside(qualname: str) -> str:

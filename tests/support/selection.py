@@ -26,11 +26,12 @@ def part_of(cases: Sequence[T], every: int) -> list[T]:
 
 def each_value(**options: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize with all combinations of `options`; by default with as many as the longest has
-    values, so that each value of each occurs.
+    values, so that each value of each occurs. A value that is given twice occurs more often then.
     """
     values = [list(each) for each in options.values()]
     if IS_FULL:
-        cases = list(itertools.product(*values))
+        once = [[v for n, v in enumerate(each) if v not in each[:n]] for each in values]
+        cases = list(itertools.product(*once))
     else:
         cases = list(zip(*_in_turn(values), strict=True))
     return pytest.mark.parametrize(tuple(options), cases)

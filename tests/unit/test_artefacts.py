@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -126,8 +128,44 @@ class Returning(nn.Module):
 
 TABLE = torch.ones(4)
 
+
+@dataclasses.dataclass
+class Doubled:
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        self.value = self.value * 2
+
+
+def _doubled(module: Any, x: Tensor) -> Doubled:
+    return Doubled(module.linear(x))
+
+
+@dataclasses.dataclass
+class Kept:
+    last: Tensor
+    first: Tensor
+
+
+class Several(nn.Module):
+    """Outputs in an order that is not the alphabet's; a NaN, a default, a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.missing = float("nan")
+
+    def forward(self, x: Tensor, factor: float = 1.0, *, times: int = 1) -> Any:
+        y = self.linear(x) * factor
+        for _ in range(times):
+            y = y + 1
+        if self.missing == 0:
+            y = -y
+        return {"z": y.sum(), "a": y.mean(), "kept": Kept(y * 2, y * 3), "size": y.shape}
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "an attribute that counts": (Counting, "changes model.calls"),
+    "an attribute that counts": (Counting, "sets model.calls"),
     "a view of an output": (
         lambda: Returning(lambda m, x: ((h := m.linear(x)), h.view(-1))),
         "output 1 is alias of intermediate|output 0 is alias of intermediate",
@@ -145,6 +183,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Returning(lambda m, x: m.linear(x) if x.sum() > 0 else x),
         "can't be traced as one graph",
     ),
+    "the rank": (
+        lambda: Returning(lambda m, x: m.linear(x) * torch.distributed.get_rank()),
+        "asks for get_rank",
+    ),
+    "an output that makes itself": (lambda: Returning(_doubled), "test_artefacts.Doubled"),
     "a large constant": (
         lambda: Returning(lambda m, x: m.linear(x) + torch.tensor([0.5] * 40_000).sum()),
         "a constant of size",
@@ -181,6 +224,32 @@ def _with_constant(module: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("fake_world", [4], indirect=True)
+def test_calls_that_mean_the_same(fake_world: None, tmp_path: Path) -> None:
+    """By position or by name, with defaults or without; and outputs in the model's order."""
+    x = torch.ones(2, 4)
+    make(tmp_path, Several(), (x,), {}, options=EAGERLY)
+    model: Any = autoshard.load_compiled(Several(), tmp_path)
+    for found in (model(x), model(x=x), model(x, 1.0), model(factor=1.0, x=x, times=1)):
+        assert list(found) == ["z", "a", "kept", "size"]
+        assert isinstance(found["kept"], Kept)
+        assert found["size"] == torch.Size([2, 4])
+    for given, message in (
+        ({"times": 2}, r"called with \(x=a tensor, factor=1.0, times=2\), and was made"),
+        ({"times": True}, "times=True"),  # which is 1, and no int
+        ({"factor": 1}, "factor=1,"),
+        ({"x": x.new_ones(4, 2).t()}, r"tensor 0 is float32 \[2, 4\], strides \[1, 2\]"),
+    ):
+        with pytest.raises(autoshard.ArtefactError, match=message):
+            model(**{"x": x, **given})
+    with pytest.raises(TypeError, match="unexpected"):
+        model(x, another=1)
+    other = {name: torch.zeros(param.shape) for name, param in model.named_parameters()}
+    with pytest.raises(autoshard.ArtefactError, match="in the place of linear"):
+        torch.func.functional_call(model, other, (x,))
+    assert list(model(x)) == ["z", "a", "kept", "size"]
+
+
+@pytest.mark.parametrize("fake_world", [4], indirect=True)
 def test_no_artefact(fake_world: None, tmp_path: Path) -> None:
     with pytest.raises(autoshard.ArtefactError, match=r"no manifest\.json.*autoshard compile"):
         autoshard.load_compiled(artefacts.small(), tmp_path / "nothing")
@@ -203,6 +272,10 @@ def test_trees() -> None:
         built({"mapping": {}, "class": "os:system"}, [])
 
 
+def _times(factor: int) -> Callable[[int], int]:
+    return lambda number: number * factor
+
+
 HOSTILE = (
     "__import__('os').system('true')",
     "model.forward()",
@@ -222,9 +295,12 @@ def test_a_path_runs_no_code(path: str) -> None:
 
 def test_facts_are_alike_in_all_processes() -> None:
     assert guards.fact(torch.ones(2, 3)) == "torch.float32 [2, 3] cpu False"
-    assert guards.fact({"a": object()}) == "builtins.dict of ['a']"
+    assert guards.fact({"a": 1, "b": {2, 1}}) == "builtins.dict ['a': 1, 'b': builtins.set [1, 2]]"
     assert guards.fact(nn.Linear(2, 2)) == "a torch.nn.modules.linear.Linear"
-    assert guards.fact(test_trees) == f"function {__name__}.test_trees"
+    assert guards.fact(test_trees).startswith(f"function {__name__}.test_trees ")
+    one, two = (guards.fact(_times(factor)) for factor in (2, 3))
+    assert one == guards.fact(_times(2)) != two
+    assert guards.fact(functools.wraps(_times)(lambda x: x)) != guards.fact(_times)
     assert "0x" not in guards.fact(object()) + guards.fact([object()]) + guards.fact(len)
 
 

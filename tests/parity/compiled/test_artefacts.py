@@ -134,9 +134,9 @@ def after_refusals(rank: int, folder: str, options: dict[str, Any]) -> None:
     model = autoshard.load_compiled(artefacts.small(), folder)
     batch = artefacts.small_batch(rank, 0)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({**batch, "x": batch["x"][:4]}, r"tensors are \[\['float32', \[4, 13\]"),
+        ({**batch, "x": batch["x"][:4]}, r"tensor 0 is float32 \[4, 13\]"),
         ({**batch, "x": batch["x"].bfloat16()}, "bfloat16"),
-        ({"x": batch["x"]}, "arguments are"),
+        ({"x": batch["x"]}, "called with .x=a tensor, y=None., and was made"),
     ]
     for given, message in wrong:
         with pytest.raises(autoshard.ArtefactError, match=message):
@@ -146,11 +146,11 @@ def after_refusals(rank: int, folder: str, options: dict[str, Any]) -> None:
         model(**batch)
     model.layers[1].train()  # type: ignore[index, union-attr]
     model.layers[1].scale = 3.0  # type: ignore[index, union-attr]
-    with pytest.raises(autoshard.ArtefactError, match=r"scale of a Normed is 3.0, and was 1.5"):
+    with pytest.raises(autoshard.ArtefactError, match=r"scale of a .*Normed is 3.0, and was 1.5"):
         model(**batch)
     model.layers[1].scale = 1.5  # type: ignore[index, union-attr]
     handle = model.head.register_forward_hook(lambda *given: None)  # type: ignore[union-attr]
-    with pytest.raises(autoshard.ArtefactError, match="other hooks"):
+    with pytest.raises(autoshard.ArtefactError, match=r"other hooks"):
         model(**batch)
     handle.remove()
     with pytest.raises(autoshard.ArtefactError, match="gradients are off"), torch.no_grad():

@@ -168,7 +168,11 @@ def test_a_loop_by_hand(
         plain = SmallNet()
         losses = by_hand(plain, setting.make(plain), setting, rank, replicated=True)
         # Gradients of microbatches add up before they are reduced, or after; and norms by shards.
-        rtol = 1e-5 if accumulate > 1 or clip else 0.0
+        # torch's fused kernel for CPUs rounds the last elements of a tensor otherwise than those
+        # that fill a vector, and a shard ends elsewhere than the parameter.
+        rounds = accumulate > 1 or clip or optimizer == "fused"
+        # AdamW divides by roots of small means: what rounds otherwise grows over twenty steps.
+        rtol = (1e-4 if IS_FULL else 1e-5) if rounds else 0.0
         assert losses == pytest.approx(got_losses, rel=1e-5, nan_ok=True)
         assert_same(got, plain, rtol=rtol)
 
