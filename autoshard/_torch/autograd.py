@@ -33,6 +33,11 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]  # as it says above
 
 
+def clear_saved(ctx: Any) -> None:
+    """Have `ctx`, of a backward that runs, let go of what it saved, unless it is to run again."""
+    ctx.maybe_clear_saved_tensors()
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward now running has finished."""
     # The engine is put on the class at run time, where type checkers don't see it.

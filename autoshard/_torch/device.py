@@ -5,6 +5,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -41,6 +42,16 @@ def versions(device: torch.device) -> dict[str, str]:
         found["triton"] = importlib.metadata.version("triton")
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
-        found["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+        found["driver"] = _driver_version()
         found["capability"] = str(torch.cuda.get_device_capability(device))
     return found
+
+
+def _driver_version() -> str:
+    """Version of CUDA that the driver has, 12080 for 12.8; "unknown" where it does not say."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return "unknown"
+    return "unknown" if failed else str(number.value)

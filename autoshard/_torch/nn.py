@@ -115,3 +115,8 @@ def global_hooks() -> list[dict[Any, Any]]:
         for name in sorted(found)
         if name.startswith("_global_") and name[-5:] == "hooks"
     ]
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dict in which `module` has the modules in it, by name."""
+    return module._modules

@@ -39,7 +39,10 @@ def written(gm: fx.GraphModule, tokens: Mapping[str, str]) -> str:
 
 
 def _constant(gm: fx.GraphModule, name: str) -> list[Any]:
-    """Write a constant tensor of a graph: [dtype, size, its bytes]. Raises CannotBeKept."""
+    """Write a constant tensor of a graph: [kind of device, dtype, size, its bytes].
+
+    Raises CannotBeKept for a graph inside of a graph, or a large constant.
+    """
     value = getattr(gm, name, None)
     if not isinstance(value, Tensor):
         raise CannotBeKept(
@@ -53,7 +56,8 @@ def _constant(gm: fx.GraphModule, name: str) -> list[Any]:
     size = list(map(int, value.shape))
     with _torch.tensors.unset_fake_temporarily(), torch.no_grad():
         raw = value.cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
-    return [str(value.dtype).removeprefix("torch."), size, bytes(raw).hex()]
+    dtype = str(value.dtype).removeprefix("torch.")
+    return [value.device.type, dtype, size, bytes(raw).hex()]
 
 
 MOST_BYTES = 1 << 16  # of a constant that is made in forward, as `torch.tensor(...)` is
@@ -74,10 +78,11 @@ def _stride(node: fx.Node) -> list[int] | None:
     return found
 
 
-def read(text: str, names: Mapping[str, str]) -> fx.GraphModule:
+def read(text: str, names: Mapping[str, str], device: torch.device) -> fx.GraphModule:
     """Read a graph that `written` wrote; `names` of groups stand by their tokens.
 
-    Inputs get examples with their strides. Raises ValueError for text that can't be read.
+    Inputs get examples with their strides, and `device`, this rank's, is that of the first rank in
+    the text. Raises ValueError for text that can't be read.
     """
     first, _, rest = text.partition("\n")
     head = json.loads(first.removeprefix("# "))
@@ -89,17 +94,23 @@ def read(text: str, names: Mapping[str, str]) -> fx.GraphModule:
                 node.meta["val"] = value.new_empty_strided(tuple(value.shape), tuple(stride))
     for node in graph.nodes:
         if node.op == "call_function":
-            node.args = map_aggregate(node.args, lambda each: _named(each, names))
-            node.kwargs = map_aggregate(node.kwargs, lambda each: _named(each, names))
+            node.args = map_aggregate(node.args, lambda each: _here(each, names, device))
+            node.kwargs = map_aggregate(node.kwargs, lambda each: _here(each, names, device))
     constants = {}
-    for name, (dtype, size, raw) in head["constants"].items():
+    for name, (where, dtype, size, raw) in head["constants"].items():
         flat = torch.tensor(list(bytes.fromhex(raw)), dtype=torch.uint8)
-        constants[name] = flat.view(getattr(torch, dtype)).reshape(size)
+        whole = flat.view(getattr(torch, dtype)).reshape(size)
+        constants[name] = whole.to(where)
     return fx.GraphModule(constants, graph)
 
 
-def _named(argument: Any, names: Mapping[str, str]) -> Any:
-    """Return `argument` with the name of a group, if it is a token, or ends in one."""
+def _here(argument: Any, names: Mapping[str, str], device: torch.device) -> Any:
+    """Return `argument` with the name of a group, if it is a token, or ends in one.
+
+    A device of the kind of `device` becomes that.
+    """
+    if isinstance(argument, torch.device) and argument.type == device.type:
+        return device
     if not isinstance(argument, str):
         return argument
     head, space, last = argument.rpartition(" ")

@@ -174,7 +174,8 @@ class _Call:
         modes = set(entry.modes)
         self._modes = [(module, name in modes) for name, module in modules.items()]
         plans = [Plan.from_json(text) for text in entry.plans]
-        gms = {kind: read(texts[name], names) for kind, name in entry.graphs.items()}
+        device = table[0].device
+        gms = {kind: read(texts[name], names, device) for kind, name in entry.graphs.items()}
         if settings.lowering == "eager":
             graphs = {kind: lower_eagerly(gm) for kind, gm in gms.items()}
         else:

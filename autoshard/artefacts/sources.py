@@ -17,7 +17,7 @@ from types import CodeType
 
 import torch
 
-import autoshard
+from autoshard import options
 from autoshard.artefacts.guards import is_covered
 
 
@@ -84,7 +84,7 @@ def is_generated(code: CodeType) -> bool:
 
 _FOLDERS = tuple(
     str(Path(module.__file__).parent) + "/"
-    for module in (inspect, torch, autoshard)
+    for module in (inspect, torch, options)
     if module.__file__ is not None
 )
 

@@ -37,7 +37,7 @@ class Watch:
         self._dicts: list[tuple[dict[Any, Any], int]] = [
             (each, len(each))
             for module in model.modules()
-            for each in (*_torch.nn.hooks_of(module), module._modules)
+            for each in (*_torch.nn.hooks_of(module), _torch.nn.children_of(module))
         ]
         self._dicts += [(each, len(each)) for each in _torch.nn.global_hooks()]
         self._tensors: list[tuple[dict[str, Any], str, Any, bool, str]] = []
@@ -55,8 +55,9 @@ class Watch:
                 if buffer is not None:
                     kind = _kind(buffer)
                     self._buffers.append((module._buffers, name, kind, f"{before}{name}"))
-            for name, child in module._modules.items():
-                self._children.append((module._modules, name, child, f"{before}{name}"))
+            children = _torch.nn.children_of(module)
+            for name, child in children.items():
+                self._children.append((children, name, child, f"{before}{name}"))
         classes = {original_class(module) for module in model.modules()}
         classes |= {type(value) for _, _, _, value in self._values}
         self._classes = [
@@ -124,7 +125,8 @@ def _equal(now: Any, value: Any) -> bool:
 def _asked(path: str, model: nn.Module) -> tuple[Any, Get, Any, Any] | None:
     """Return (what has the value at `path`, how to get it, its name, the value).
 
-    Of a container the value is a text of what is in it. None for a path that ends in neither an
+    Of a container, and of what each read makes anew, as a method, it is what `guards.fact` says.
+    None for a path that ends in neither an
     attribute nor an item, or that others look at: what is in a class, or in a module's own dicts.
     """
     if "type(" in path or path.endswith(("._modules", "._parameters", "._buffers")):
@@ -137,7 +139,8 @@ def _asked(path: str, model: nn.Module) -> tuple[Any, Get, Any, Any] | None:
     if last is None:
         return None
     owner, name, get = last
-    if isinstance(value, (list, set, dict, deque)):
+    is_made_anew = value is not guards.NOTHING and get(owner, name) is not value
+    if isinstance(value, (list, set, dict, deque)) or (is_made_anew and not guards.plain(value)):
         return owner, functools.partial(_contents, get), name, guards.fact(value)
     return owner, get, name, value
 

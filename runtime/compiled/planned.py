@@ -62,18 +62,29 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Run the backward graph over what was saved and the gradients of outputs."""
-        graphs, saved, others = ctx.graphs, iter(ctx.saved_tensors), iter(ctx.others)
-        handed = [next(saved) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+        """Run the backward graph over what was saved and the gradients of outputs.
+
+        The graph alone holds what was saved meanwhile, unless there is to be another backward: it
+        lets go of each tensor after its last use.
+        """
+        graphs = ctx.graphs
+        given = _handed(ctx)
         trained = [
             grad for grad, is_trained in zip(grads, graphs.trained, strict=True) if is_trained
         ]
-        tangents = [
+        given += [
             _laid_out(grad, stride) for grad, stride in zip(trained, graphs.tangents, strict=True)
         ]
-        found = list(graphs.backward([*handed, *tangents]))
+        _torch.autograd.clear_saved(ctx)
+        found = list(graphs.backward(given))
         found += [None] * (ctx.num_inputs - len(found))
         return None, *found
+
+
+def _handed(ctx: Any) -> list[Any]:
+    """List what forward has handed to backward, in order."""
+    saved, others = iter(ctx.saved_tensors), iter(ctx.others)
+    return [next(saved) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
 
 
 def _laid_out(grad: Tensor | None, stride: Sequence[int]) -> Tensor:

@@ -9,6 +9,7 @@ import gc
 import operator
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
+from autoshard.artefacts.make import make
 
 pytestmark = pytest.mark.skipif(
     not null.is_there(), reason="there is no null CUDA device: make null-cuda"
@@ -145,3 +147,37 @@ def test_the_peak_is_what_the_plan_says(fake_world: None, kind: str, form: str) 
     peak = torch.cuda.max_memory_allocated() - beside
     planned = max(plan.peak_bytes for plan in autoshard.plans(model))
     assert peak == pytest.approx(planned, rel=0.03)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("fake_world", [8], indirect=True)
+def test_an_artefact_does_what_compiled_code_does(
+    fake_world: None, tmp_path: Path, lowering: str
+) -> None:
+    """The same launches, the same memory, and nothing that waits."""
+    options = {"lowering": lowering, "bucketing": "per_unit"}
+    words = torch.zeros((1, 4), dtype=torch.long, device="cuda")
+    found, peaks = [], []
+    for is_loaded in (False, True):
+        torch._dynamo.reset()
+        with torch.device("cuda"):
+            model: Any = Net(BLOCKS, DIM, 256)
+        with null.without_triton():
+            if is_loaded:
+                with torch.device("cuda"):
+                    make(tmp_path, Net(BLOCKS, DIM, 256), (words,), {}, options=options)
+                autoshard.load_compiled(model, tmp_path)
+            else:
+                model.compile(backend="autoshard", options=options)
+            model(words)  # which shards it
+            step = step_of(model)
+            for _ in range(WARM_UP):
+                step()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found.append(null.counted(step))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert found[0] == found[1]
+    assert found[1]["host_waits"] == 0
+    assert peaks[0] == peaks[1]
