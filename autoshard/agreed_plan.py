@@ -126,8 +126,8 @@ def agreed_attempt(
     graphs = graphs_of(unit)
     known = graphs.known_plans.setdefault(key, [])
     decides = settings.searches and settings.budget_bytes is not None
-    if decides and key not in graphs.handed and _is_whole_step(params, example_inputs):
-        worth = _worth_handing(gm, example_inputs, settings)
+    if decides and key not in graphs.handed and is_whole_step(params, example_inputs):
+        worth = worth_handing(gm, example_inputs, settings)
         graphs.handed[key] = text = share(name, worth.to_json(), mesh, is_first=True)
         log.info("%s hands to backward: %s", code, text)
         raise _torch.dynamo.TraceAgain(restart_reason="what to hand to backward was decided")
@@ -155,7 +155,7 @@ def agreed_attempt(
     return attempt
 
 
-def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]) -> bool:
+def is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]) -> bool:
     """Tell whether a frame has a backward, and reads all sharded parameters of its model.
 
     It has one if gradients are enabled now, and an input requires one.
@@ -167,7 +167,7 @@ def _is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]
     return has_backward(example_inputs) and all(id(each) in own for each in sharded)
 
 
-def _worth_handing(
+def worth_handing(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileSettings
 ) -> Handed:
     """Decide what forward hands to backward.

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import _torch
+from autoshard.agreed_plan import is_whole_step, worth_handing
 from autoshard.artefacts import facts, guards, sources
 from autoshard.artefacts.entry import Entry, Signature, described, kind_of
 from autoshard.artefacts.folder import Artefact, ArtefactError
 from autoshard.artefacts.graphs import CannotBeKept, written
 from autoshard.compilation import Compilation
+from autoshard.handed import Handed
 from autoshard.options import CompileSettings
-from autoshard.runtime.compiled.frame import Frame, make_frame
+from autoshard.runtime.compiled.frame import Frame, make_frame, sharded_parameters
 from autoshard.runtime.eager.access import named_sharded
 from autoshard.runtime.sharding.adopt import adopt_module
 from autoshard.runtime.unit.param import ShardedParam, find
@@ -150,9 +152,9 @@ class _Written(Compilation):
 
     is_cached = False
 
-    def __init__(self, frame: Frame, settings: CompileSettings) -> None:
+    def __init__(self, frame: Frame, settings: CompileSettings, handed: Handed | None) -> None:
         """Begin as `Compilation` does."""
-        super().__init__(frame, settings)
+        super().__init__(frame, settings, handed=handed)
         self.texts: dict[str, str] = {}
         self.trained: list[bool] = []
         self.tangents: list[list[int]] = []
@@ -189,6 +191,7 @@ class _Capture:
     ) -> None:
         """Trace the call. Raises ArtefactError as `make`."""
         self.call, self.settings = call, settings
+        self._handed: Handed | None = None
         try:
             takes, tensors = Signature(model).describe(args, kwargs)
             found, result = self._traced(model, args, kwargs)
@@ -210,7 +213,10 @@ class _Capture:
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             """Plan the graphs of `gm`; return what gives stand-ins for its outputs."""
             try:
+                self._decide(gm, example_inputs)
                 found.append(self._planned(gm, example_inputs))
+            except _torch.dynamo.RestartAnalysis:  # ours, or Dynamo's: it traces again
+                raise
             except Exception as error:
                 failure.append(error)
                 raise
@@ -228,6 +234,19 @@ class _Capture:
         if len(found) != 1:
             raise CannotBeKept("nothing in it could be traced")
         return found[0], result
+
+    def _decide(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Decide, under a memory budget, what forward hands to backward, as `agreed_attempt` does.
+
+        Raises TraceAgain once that is decided: `gm` can't be compiled any more.
+        """
+        settings = self.settings
+        if self._handed is not None or not settings.searches or settings.budget_bytes is None:
+            return
+        params = sharded_parameters(example_inputs)
+        if params and is_whole_step(params, example_inputs):
+            self._handed = worth_handing(gm, example_inputs, settings)
+            raise _torch.dynamo.TraceAgain(restart_reason="what to hand to backward was decided")
 
     def _planned(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> _Graphs:
         """Plan and lower the graphs of `gm`, which Dynamo has just traced. Raises CannotBeKept."""
@@ -255,7 +274,7 @@ class _Capture:
                     f"{code.co_qualname} asks for {min(asked)}(), and an artefact is one for all "
                     "ranks: give what differs as an argument, or keep it in a buffer"
                 )
-        compilation = _Written(frame, self.settings)
+        compilation = _Written(frame, self.settings, self._handed)
         compilation.compile()
         found.trained, found.tangents = compilation.trained, compilation.tangents
         found.texts = compilation.texts

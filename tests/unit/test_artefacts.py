@@ -257,6 +257,45 @@ def test_no_artefact(fake_world: None, tmp_path: Path) -> None:
         autoshard.load_compiled(artefacts.small(), tmp_path, stale="use")
 
 
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU()) for _ in range(4))
+        self.backs = nn.ModuleList(nn.Linear(64, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, back in zip(self.layers, self.backs, strict=True):
+            x = x + back(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("fake_world", [4], indirect=True)
+def test_a_memory_budget(fake_world: None, tmp_path: Path) -> None:
+    """What forward hands to backward is decided as ranks decide it."""
+    x = torch.ones(4096, 16)
+    options = {**EAGERLY, "topology": "h100", "bucketing": "auto"}
+    plain: Any = Tower()
+    plain.compile(backend="autoshard", options=options)
+    plain(x).backward()
+    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
+    beside = 3 * sum(param.to_local().nbytes for param in plain.parameters())
+    given = {**options, "memory_budget": int(0.85 * peak) + beside}
+    torch._dynamo.reset()
+    model: Any = Tower()
+    model.compile(backend="autoshard", options=given)
+    model(x).backward()
+    wanted = autoshard.plans(model)
+    assert sum(block.given_up_bytes for block in wanted[0].saved) > 0
+    make(tmp_path, Tower(), (x,), {}, options=given)
+    entry = json.loads((tmp_path / "manifest.json").read_text())["entries"][0]
+    made = [autoshard.Plan.from_json(text) for text in entry["plans"]]
+    assert [plan.digest for plan in made] == [plan.digest for plan in wanted]
+    assert made[0].saved == wanted[0].saved
+    loaded: Any = autoshard.load_compiled(Tower(), tmp_path)
+    loaded(x).backward()
+    assert [plan.digest for plan in autoshard.plans(loaded)] == [plan.digest for plan in wanted]
+
+
 def test_trees() -> None:
     one, two = torch.ones(1), torch.ones(2)
     tensors: list[Tensor] = []
