@@ -8,12 +8,13 @@ such an expression, with `model` for the model, and `module('pkg.mod')` for glob
     model._modules['head'].__dict__['activation']     "function torch.nn.functional.gelu ..."
     environ('DEBUG')                                  "None"
 
-A path is data: `find` walks over attributes and items, and calls nothing of the model's.
+A path is data: `find` walks over attributes and items, and calls nothing but properties.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import functools
 import hashlib
@@ -230,7 +231,9 @@ def fact(value: Any, depth: int = 4) -> str:
     if value is NOTHING:
         return "nothing"
     if plain(value):
-        return repr(value)
+        said = repr(value)
+        is_short = len(said) <= 1000
+        return said if is_short else f"{_name(type(value))} of {len(said)}, {_sha(said.encode())}"
     if isinstance(value, Tensor):
         where = value.device.type
         return f"{value.dtype} {list(value.shape)} {where} {value.requires_grad}"
@@ -295,7 +298,10 @@ def _listed(parts: list[str]) -> str:
 
 def _digest_of(function: types.FunctionType, depth: int) -> str:
     """Digest of a function's code, defaults and closure; not of its place."""
-    cells = [each.cell_contents for each in function.__closure__ or () if _is_filled(each)]
+    cells = []
+    for each in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            cells.append(each.cell_contents)
     parts = [
         _code(function.__code__),
         fact(function.__defaults__, depth - 1),
@@ -303,17 +309,6 @@ def _digest_of(function: types.FunctionType, depth: int) -> str:
         *(fact(each, depth - 1) for each in cells),
     ]
     return _sha("\n".join(parts).encode())
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    """Tell whether a variable of a closure has a value yet."""
-    try:
-        return cell.cell_contents is not _MISSING_CELL
-    except ValueError:
-        return False
-
-
-_MISSING_CELL = object()
 
 
 def _code(code: types.CodeType) -> str:
