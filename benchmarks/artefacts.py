@@ -57,6 +57,7 @@ class Config:
     depth: int = 2
     factor: float = 0.5
     activation: str = "gelu"
+    training: bool = False
 
 
 def scaled(x, factor=2.0, *, shift=3):
@@ -118,8 +119,15 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(self.config.width)
         self.head = nn.Linear(self.config.width, 4)
         self.temperature = 0.7
+        self._special = 1.0
+        self.hyper_parameters = {"s": 1.0}
+
+    tones = {"low": 1.0}
 
     def forward(self, x, y, weight=1.0):
+        x = x * self._special * self.hyper_parameters["s"] * self.tones["low"] * len(SLOPES)
+        if self.config.training:
+            x = -x
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x)) / self.temperature
@@ -385,6 +393,9 @@ def late(drill: Drill) -> Iterator[Case]:
     yield of("its size", "mask", lambda m: m.layers[0]._buffers.update(mask=torch.ones(1)))
     yield of("its layout", "mask", lambda m: m.layers[0]._buffers.update(mask=torch.ones(24)[::2]))
     yield of("a hook", "hooks", lambda m: m.head.register_forward_hook(print))
+    yield of("a constant with such a name", "_special", lambda m: setattr(m, "_special", 2.0))
+    yield of("a field with such a name", "training", lambda m: setattr(m.config, "training", True))
+    yield of("a dict of the model", "hyper", lambda m: m.hyper_parameters.update(s=2.0))
     yield of("eval mode", "eval mode", lambda m: m.layers[0].eval())
 
     def patched(name: str, value: Any) -> Callable[[Any], None]:
@@ -397,6 +408,11 @@ def late(drill: Drill) -> Iterator[Case]:
         return change
 
     again = drill.source
+
+    def tune(model: Any) -> None:
+        drill.module.Model.tones["low"] = 2.0
+
+    yield "a dict of a class, late", "tones", again(SOURCE), tune, {"is_late": True}
     for name, value in {
         "EPSILON": 1e-6,
         "SLOPES": [1.0],

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from autoshard import _torch
 from autoshard.artefacts.graphs import CannotBeKept
 
 JSON = Any
@@ -24,7 +26,7 @@ class Entry:
 
     call:     "train", "accumulate" (a microbatch whose gradients wait) or "evaluate".
     takes:    what the call is given: a tree of "arg" and constants; see `Signature`.
-    tensors:  [dtype, size, strides, requires a gradient] of each tensor in it.
+    tensors:  of each tensor in it, what `kinds_of` says.
     returns:  a tree of "output" (of the graph, by number), "arg" and constants.
     inputs:   of the frame: ["param", name], ["buffer", name] or ["arg", number].
     local:    numbers of the inputs for which shards are passed.
@@ -78,14 +80,19 @@ def described(value: Any, tensors: list[Tensor]) -> JSON:
             known = len(tensors)
             tensors.append(value)
         return {"tensor": known}
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if type(value) in (bool, int, float, str, type(None)):
         return {"constant": value}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     cls = type(value)
     if cls in (list, tuple):
         return {cls.__name__: [described(each, tensors) for each in value]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    is_dict = isinstance(value, dict) and not isinstance(value, defaultdict)
+    if is_dict and all(isinstance(key, str) for key in value):
+        fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        beside = {*getattr(value, "__dict__", ())} - {*value, *(each.name for each in fields)}
+        if beside:
+            raise CannotBeKept(f"a {cls.__qualname__} has {min(beside)} beside its items")
         items = {key: described(each, tensors) for key, each in value.items()}
         return {"dict": items} if cls is dict else {"mapping": items, "class": _class_name(cls)}
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
@@ -95,7 +102,7 @@ def described(value: Any, tensors: list[Tensor]) -> JSON:
         return {"size": list(map(int, value))}
     if dataclasses.is_dataclass(value) and not hasattr(cls, "__post_init__"):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        more = sorted(set(vars(value)) - {field.name for field in dataclasses.fields(value)})
+        more = sorted(set(vars(value)) - set(names))
         if more:
             raise CannotBeKept(f"a {cls.__qualname__} has {more[0]}, which is no field of it")
         items = {name: described(getattr(value, name), tensors) for name in names}
@@ -151,14 +158,32 @@ def class_of(name: str) -> Any:
     return found
 
 
-def kind_of(tensor: Tensor) -> list[Any]:
-    """[dtype, size, strides, whether it requires a gradient] of an argument.
+def kinds_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Say of each argument what graphs depend on, besides its values.
 
-    Strides of dims of one element say nothing, and are 0.
+    [its class, "" for torch's own; dtype, size, strides, whether it requires a gradient; number of
+    the first one that has the same memory, None if none before does]. Strides of dims of one
+    element say nothing, and are 0.
     """
-    size = list(tensor.shape)
-    strides = [n if many > 1 else 0 for n, many in zip(tensor.stride(), size, strict=True)]
-    return [str(tensor.dtype).removeprefix("torch."), size, strides, tensor.requires_grad]
+    found: list[list[Any]] = []
+    memories: dict[int, int] = {}
+    for number, tensor in enumerate(tensors):
+        size = list(tensor.shape)
+        strides = [n if many > 1 else 0 for n, many in zip(tensor.stride(), size, strict=True)]
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
+        memory = _torch.tensors.storage_id(tensor) if is_plain else -1 - number
+        first = memories.setdefault(memory, number)
+        found.append(
+            [
+                "" if is_plain else type(tensor).__qualname__,
+                str(tensor.dtype).removeprefix("torch."),
+                size,
+                strides,
+                tensor.requires_grad,
+                None if first == number else first,
+            ]
+        )
+    return found
 
 
 class Signature:

@@ -36,11 +36,10 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, enum.En
 """Types whose values are facts by themselves."""
 
 _IMPORTED = re.compile(r"G\['__import_(\w+)'\]")
-_OURS = (  # what sharding puts on modules, and what of it is compared by itself, or differs by rank
-    *("_autoshard_", "__dict__['_autoshard_unit']", "._spec", ".device_mesh", "._local_tensor"),
-    *("_parameters['", "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"),
-    *("_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl", ".fget"),
-    *("'_forward_", "'_backward_"),
+# What sharding puts on modules, what is compared by itself, and what differs by rank.
+_OURS = re.compile(
+    r"\._autoshard_|\['_autoshard_|\._parameters\['|\._(forward|backward|state_dict)_(pre_)?hooks"
+    r"|\b_compiled_call_impl\b|\.environ(?!\w)(?!\._data\[)|type\(.*(\.fget|'_(for|back)ward_)"
 )
 _STEPS: dict[str, Callable[..., Any]] = {
     "type": type,
@@ -77,7 +76,7 @@ def paths_of(expressions: Iterable[str], known: Callable[[str], object]) -> list
     for expression in expressions:
         path = path_of(expression, known)
         about_model = path.startswith(("model.", "model[")) or "(model" in path
-        is_own = any(part in path for part in _OURS) or ".environ." in path
+        is_own = _OURS.search(path) is not None
         if is_own or not (about_model or _is_users(path) or path.startswith("environ(")):
             continue
         try:
@@ -86,10 +85,14 @@ def paths_of(expressions: Iterable[str], known: Callable[[str], object]) -> list
             value = None  # that nothing is there is a fact, too
         except SyntaxError as error:
             raise UnknownPath(f"{expression}: {error}") from None
-        if "type(" in path and (not plain(value) or path.startswith("contains(")):
+        is_constant = plain(value) or isinstance(value, (list, dict, set, deque))
+        if "type(" in path and (not is_constant or not path.endswith("]")):
             continue  # which methods a class has is a fact of its own
-        if not about_model and isinstance(value, dict) and not path.startswith("contains("):
-            continue  # others may put things there: what is read of it has a path of its own
+        is_registry = isinstance(value, dict) and (
+            type(value) is not dict or not plain(list(value))
+        )
+        if is_registry and not about_model:
+            continue  # what else is in it depends on what else was imported
         found.add(path)
     return sorted(found)
 
@@ -140,6 +143,13 @@ def _module_named(alias: str) -> str:
     """Name of the module that Dynamo has imported under `alias`: "pkg_dot_mod" for "pkg.mod"."""
     name = alias.replace("_dot_", ".")
     return name if name in sys.modules else alias
+
+
+def is_mode(path: str, model: nn.Module) -> bool:
+    """Tell whether at `path` is the mode of a module, train or eval; each call has its own."""
+    if not path.endswith(".training"):
+        return False
+    return isinstance(found(path.removesuffix(".training"), model), nn.Module)
 
 
 def found(path: str, model: nn.Module) -> Any:
@@ -271,19 +281,24 @@ def fact(value: Any, depth: int = 4) -> str:
 
 
 def methods_of(cls: type, depth: int = 3) -> dict[str, list[tuple[str, str]]]:
-    """Find what the user's classes that `cls` is made of have: methods and constants, by class."""
+    """Find the methods of the user's classes that `cls` is made of, by class.
+
+    Constants of classes are facts where they are read.
+    """
     return {
         _name(each): sorted(
             (name, fact(value, depth))
             for name, value in vars(each).items()
-            if name not in _OF_CLASSES and not name.startswith("_autoshard_")
+            if is_method(value) and not name.startswith("_autoshard_")
         )
         for each in cls.__mro__
         if not is_covered(each.__module__)
     }
 
 
-_OF_CLASSES = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slots__")
+def is_method(value: object) -> bool:
+    """Tell whether `value`, of a class, is a method or a property."""
+    return callable(value) or isinstance(value, (property, staticmethod, classmethod))
 
 
 def _key(key: object) -> str:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import _torch
-from autoshard.artefacts import facts
-from autoshard.artefacts.entry import Entry, Signature, built, kind_of, shown
+from autoshard.artefacts import facts, guards
+from autoshard.artefacts.entry import Entry, Signature, built, kinds_of, shown
 from autoshard.artefacts.folder import Artefact, ArtefactError
 from autoshard.artefacts.graphs import CannotBeKept, lower_again, read
 from autoshard.artefacts.make import arguments_of, with_tokens
@@ -120,7 +120,7 @@ def _differences(artefact: Artefact, model: nn.Module, given: CompileOptions) ->
         path: value
         for entry in artefact.entries
         for path, value in entry.reads.items()
-        if not path.endswith(".training")  # each call has modes of its own
+        if not guards.is_mode(path, model)  # each call has modes of its own
     }
     wanted = {**artefact.facts, **{f"read {path}": value for path, value in reads.items()}}
     return facts.differences(wanted, {**here, **facts.of_reads(reads, model)})
@@ -259,7 +259,7 @@ class _Calls:
         changed = self._watch.changed()
         if changed is not None:
             raise self._error(changed)
-        kinds = list(map(kind_of, tensors))
+        kinds = kinds_of(tensors)
         reasons = []
         for call in self._calls:
             reason = call.mismatch(takes, kinds)
@@ -280,8 +280,10 @@ class _Calls:
 
 def _kind(kind: Sequence[Any]) -> str:
     """Show the kind of a tensor, as of `kind_of`, for a message."""
-    dtype, size, strides, is_trained = kind
-    return f"{dtype} {size}, strides {strides}{', with a gradient' if is_trained else ''}"
+    cls, dtype, size, strides, is_trained, shares = kind
+    said = f"{cls}{' ' if cls else ''}{dtype} {size}, strides {strides}"
+    said += ", with a gradient" if is_trained else ""
+    return said if shares is None else f"{said}, in the memory of tensor {shares}"
 
 
 def _sharded(param: nn.Parameter) -> ShardedParam:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from autoshard import _torch
 from autoshard.agreed_plan import is_whole_step, worth_handing
 from autoshard.artefacts import facts, guards, sources
-from autoshard.artefacts.entry import Entry, Signature, described, kind_of
+from autoshard.artefacts.entry import Entry, Signature, built, described, kinds_of
 from autoshard.artefacts.folder import Artefact, ArtefactError
 from autoshard.artefacts.graphs import CannotBeKept, written
 from autoshard.compilation import Compilation
@@ -289,12 +289,18 @@ class _Capture:
         returns = described(result, known)
         if len(known) > len(found.stand_ins) + len(tensors):
             raise CannotBeKept("it returns a parameter or a buffer: return a copy")
+        again = list(known)
+        if described(built(returns, known), again) != returns or len(again) > len(known):
+            raise CannotBeKept(
+                f"a {type(result).__name__} that it returns, or one in it, is made otherwise than "
+                "by its parts alone: return a dict, a tuple or a plain dataclass"
+            )
         paths = guards.paths_of(found.expressions, lambda path: guards.find(path, model))
         reads = facts.of_reads(paths, model)
         return Entry(
             call=self.call,
             takes=takes,
-            tensors=[kind_of(each) for each in tensors],
+            tensors=kinds_of(tensors),
             returns=returns,
             inputs=_named_inputs(model, found.inputs, tensors),
             local=list(found.frame.local),

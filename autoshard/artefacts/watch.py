@@ -7,8 +7,9 @@ there then: the same objects, equal constants.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,19 +28,19 @@ class Watch:
     Parameters, buffers, modules, hooks, methods, and the values at paths of guards.
     """
 
-    def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
         """Note what is there now. paths: of guards; those of modes are left out."""
         self._values = [
             each
             for path in paths
-            if not path.endswith(".training") and (each := _asked(path, model)) is not None
+            if not guards.is_mode(path, model) and (each := _asked(path, model)) is not None
         ]
-        self._dicts: list[tuple[dict[Any, Any], int]] = [
-            (each, len(each))
+        self._dicts: list[tuple[dict[Any, Any], list[Any]]] = [
+            (each, list(each.values()))
             for module in model.modules()
             for each in (*_torch.nn.hooks_of(module), _torch.nn.children_of(module))
         ]
-        self._dicts += [(each, len(each)) for each in _torch.nn.global_hooks()]
+        self._dicts += [(each, list(each.values())) for each in _torch.nn.global_hooks()]
         self._tensors: list[tuple[dict[str, Any], str, Any, bool, str]] = []
         self._buffers: list[tuple[dict[str, Any], str, tuple[Any, ...], str]] = []
         self._children: list[tuple[dict[str, Any], str, Any, str]] = []
@@ -65,12 +66,13 @@ class Watch:
             for cls in classes
             for each in cls.__mro__
             for name, value in vars(each).items()
-            if (callable(value) or isinstance(value, _DESCRIPTORS) or guards.plain(value))
+            if guards.is_method(value)
             and (name == "forward" or not guards.is_covered(each.__module__))
         ]
         own = ("_compiled_call_impl",)  # by which loaded graphs are called
         self._owned = [(module.__dict__, {*module.__dict__, *own}) for module in model.modules()]
-        self._shadowed = [set(dir(original_class(module))) for module in model.modules()]
+        read = {path.rpartition("['")[2].removesuffix("']") for path in paths if "type(" in path}
+        self._shadowed = [_methods(original_class(module)) | read for module in model.modules()]
 
     def changed(self) -> str | None:
         """Say what is not as it was; None if all is."""
@@ -87,8 +89,9 @@ class Watch:
         for where, name, child, path in self._children:
             if where.get(name) is not child:
                 return f"another module stands in the place of {path}"
-        for each, count in self._dicts:
-            if len(each) != count:
+        for each, its in self._dicts:
+            same = len(each) == len(its) and all(map(operator.is_, each.values(), its))
+            if not same:
                 return "a module has other hooks, or other modules in it, than at loading"
         for cls, name, value in self._classes:
             if vars(cls).get(name) is not value:
@@ -99,7 +102,12 @@ class Watch:
             except guards.MISSING:
                 now = guards.NOTHING
             if now is not value and not _equal(now, value):
-                said = f"{guards.fact(now, 1)}, and was {guards.fact(value, 1)}"
+                is_now, was = guards.fact(now, 1), guards.fact(value, 1)
+                said = (
+                    "another object than at loading"
+                    if is_now == was
+                    else f"{is_now}, and was {was}"
+                )
                 return f"{name} of {guards.fact(owner, 1)} is {said}"
         for (own, known), shadowed in zip(self._owned, self._shadowed, strict=True):
             if not own.keys() <= known:
@@ -109,7 +117,10 @@ class Watch:
         return None
 
 
-_DESCRIPTORS = (property, staticmethod, classmethod)
+def _methods(cls: type) -> set[str]:
+    """Names of the methods and properties of `cls`."""
+    found = ((name, value) for each in cls.__mro__ for name, value in vars(each).items())
+    return {name for name, value in found if guards.is_method(value)}
 
 
 def _kind(buffer: Any) -> tuple[Any, ...]:
@@ -129,9 +140,11 @@ def _asked(path: str, model: nn.Module) -> tuple[Any, Get, Any, Any] | None:
     None for a path that ends in neither an
     attribute nor an item, or that others look at: what is in a class, or in a module's own dicts.
     """
-    if "type(" in path or path.endswith(("._modules", "._parameters", "._buffers")):
+    if path.endswith(("._modules", "._parameters", "._buffers")) or "._buffers['" in path:
         return None
     value = guards.found(path, model)
+    if "type(" in path:  # its last step would ask a copy of what the class has
+        return model, _read_again, path, guards.fact(value)
     try:
         last = guards.last_step(path, model)
     except guards.MISSING:
@@ -143,6 +156,11 @@ def _asked(path: str, model: nn.Module) -> tuple[Any, Get, Any, Any] | None:
     if isinstance(value, (list, set, dict, deque)) or (is_made_anew and not guards.plain(value)):
         return owner, functools.partial(_contents, get), name, guards.fact(value)
     return owner, get, name, value
+
+
+def _read_again(model: nn.Module, path: str) -> str:
+    """Say what is at `path`."""
+    return guards.fact(guards.found(path, model))
 
 
 def _contents(get: Get, owner: Any, name: Any) -> str:

@@ -137,6 +137,23 @@ class Doubled:
         self.value = self.value * 2
 
 
+class Halved(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__({name: value / 2 for name, value in items.items()})
+
+
+@dataclasses.dataclass
+class WithMore:
+    value: Tensor
+    more: Any = dataclasses.field(init=False, default=None)
+
+
+def _with_a_field(module: Any, x: Tensor) -> WithMore:
+    found = WithMore(module.linear(x))
+    found.more = found.value * 3
+    return found
+
+
 def _doubled(module: Any, x: Tensor) -> Doubled:
     return Doubled(module.linear(x))
 
@@ -188,6 +205,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "asks for get_rank",
     ),
     "an output that makes itself": (lambda: Returning(_doubled), "test_artefacts.Doubled"),
+    "an output that makes itself, a dict": (
+        lambda: Returning(lambda m, x: Halved(value=m.linear(x))),
+        "made otherwise than by its parts|_symbolic_convert|can't be traced",
+    ),
+    "an output with a field of its own": (
+        lambda: Returning(_with_a_field),
+        "has more, which is no field of it|can't be traced|sets",
+    ),
     "a large constant": (
         lambda: Returning(lambda m, x: m.linear(x) + torch.tensor([0.5] * 40_000).sum()),
         "a constant of size",
@@ -255,6 +280,44 @@ def test_no_artefact(fake_world: None, tmp_path: Path) -> None:
         autoshard.load_compiled(artefacts.small(), tmp_path / "nothing")
     with pytest.raises(ValueError, match="stale='use'"):
         autoshard.load_compiled(artefacts.small(), tmp_path, stale="use")
+
+
+class Counted(nn.Module):
+    """What forward does not read may change."""
+
+    instances = 0
+    step = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).instances += 1
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x) + self.mean
+        return found
+
+
+@pytest.mark.parametrize("fake_world", [4], indirect=True)
+def test_an_ordinary_loop_is_not_refused(fake_world: None, tmp_path: Path) -> None:
+    x = torch.ones(2, 4)
+    make(tmp_path, Counted(), (x,), {}, options=EAGERLY)
+    model: Any = autoshard.load_compiled(Counted(), tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Counted()
+    for number in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.step += 1  # hides the class's
+        model.note = number
+        model.mean = model.mean + 1
+        model.eval()
+        model.train()
+        model.load_state_dict(model.state_dict())
+        model.linear.weight.register_hook(lambda grad: None)
+    assert not model(x).isnan().all()
 
 
 class Tower(nn.Module):
