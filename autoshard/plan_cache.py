@@ -62,14 +62,19 @@ def save(graph_key: str, plan: Plan | None) -> None:
     try:
         path = _path(graph_key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        try:
-            aside.write_text(text)
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_whole(path, text)
     except OSError:
         return
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path`, which others see as it was, or as a whole. Raises OSError."""
+    aside = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    try:
+        aside.write_text(text)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def load(graph_keys: Sequence[str]) -> list[Plan] | None:

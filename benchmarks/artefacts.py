@@ -342,7 +342,10 @@ def models(drill: Drill) -> Iterator[Case]:
         x=torch.randn(6, 12, requires_grad=True),
     )
     yield of("an argument more", "weight", lambda m: None, weight=2.0)
-    other = lambda x: x * 3.0  # noqa: E731
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x * 3.0
+
     yield of("another lambda", "named", lambda m: setattr(m.layers[0], "named", other))
     yield of("a set", "kinds", lambda m: setattr(m.layers[0], "kinds", {(1, 3)}))
     yield of("a list", "powers", lambda m: m.layers[0].powers.append(1.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _kind_at_hand() -> str:
     """Name of the device at hand."""
-    torch = importlib.import_module("torch")
+    import torch
+
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "a CPU"
 
 

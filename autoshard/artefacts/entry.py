@@ -17,17 +17,17 @@ from autoshard import _torch
 from autoshard.artefacts.graphs import CannotBeKept
 
 JSON = Any
-"""What `json` reads and writes."""
+"""Value as `json` reads and writes it."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One way to call a model, and the graphs that run it.
 
-    call:     "train", "accumulate" (a microbatch whose gradients wait) or "evaluate".
-    takes:    what the call is given: a tree of "arg" and constants; see `Signature`.
+    call:     one of `make.CALLS`.
+    takes:    what the call is given: a tree of tensors, by number, and constants; see `described`.
     tensors:  of each tensor in it, what `kinds_of` says.
-    returns:  a tree of "output" (of the graph, by number), "arg" and constants.
+    returns:  likewise; the graph's outputs have the first numbers, arguments those behind them.
     inputs:   of the frame: ["param", name], ["buffer", name] or ["arg", number].
     local:    numbers of the inputs for which shards are passed.
     table:    names of the frame's parameters, in the order of their numbers.

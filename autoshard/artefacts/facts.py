@@ -1,7 +1,6 @@
 """Facts that an artefact depends on, by name, found alike where it is made and where it is loaded.
 
     torch                                   "2.13.0"
-    flag deterministic                      "False"
     mesh                                    "cpu [8] ('shard',)"
     parameter blocks.0.l.weight             "torch.float32 [8, 8] (Shard(dim=0),) trained in ..."
     unit blocks.0                           "{'reshard_after_forward': None, ...}"
@@ -50,9 +49,9 @@ def of_process(settings: CompileSettings, device: torch.device) -> Facts:
     }
 
 
-def ambient(device: torch.device) -> dict[str, object]:
+def ambient(device: torch.device) -> Facts:
     """Find the flags of torch that kernels and dtypes depend on, which may change between calls."""
-    return {
+    found = {
         "default dtype": torch.get_default_dtype(),
         "autocast": torch.is_autocast_enabled(device.type)
         and torch.get_autocast_dtype(device.type),
@@ -65,6 +64,7 @@ def ambient(device: torch.device) -> dict[str, object]:
             torch.backends.cuda.math_sdp_enabled(),
         ),
     }
+    return {name: repr(value) for name, value in found.items()}
 
 
 def of_model(model: nn.Module) -> Facts:
@@ -135,8 +135,13 @@ def of_sources(names: Iterable[tuple[str, str]]) -> Facts:
 
 
 def of_reads(paths: Iterable[str], model: nn.Module) -> Facts:
-    """Find what is at `paths` of guards; "nothing" where there is none."""
-    return {f"read {path}": guards.fact(guards.found(path, model)) for path in paths}
+    """Find what is at `paths` of guards, by path; "nothing" where there is none."""
+    return {path: guards.fact(guards.value_at(path, model)) for path in paths}
+
+
+def named_reads(reads: Mapping[str, str]) -> Facts:
+    """Name facts by path, as of `of_reads`, as they stand among others."""
+    return {f"read {path}": value for path, value in reads.items()}
 
 
 def differences(made: Mapping[str, str], here: Mapping[str, str]) -> list[str]:

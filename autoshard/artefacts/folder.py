@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from autoshard.artefacts.entry import Entry
 from autoshard.options import CompileOptions
+from autoshard.plan_cache import write_whole
 from autoshard.runtime.comm.mesh import hybrid_mesh
 
 MANIFEST = "manifest.json"
@@ -48,19 +47,11 @@ class Artefact:
     entries: list[Entry]
     texts: Mapping[str, str]
 
-    def given(self) -> CompileOptions:
-        """Options of the backend, with the mesh over this process's ranks; all ranks call this.
-
-        Raises ValueError for a wrong option, or a mesh that the ranks can't be divided into.
-        """
-        more = {} if self.mesh is None else {"mesh": hybrid_mesh(self.mesh[1])}
-        return CompileOptions.read({**self.options, **more})
-
     def write(self, folder: Path) -> str:
         """Write it to `folder`, the manifest last; return its digest. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts.items():
-            _replace(folder / name, text)
+            write_whole(folder / name, text)
         described = {
             "facts": dict(sorted(self.facts.items())),
             "options": dict(sorted(self.options.items())),
@@ -69,7 +60,7 @@ class Artefact:
             "entries": [each.to_json() for each in self.entries],
             "files": {name: _digest(text) for name, text in sorted(self.texts.items())},
         }
-        _replace(folder / MANIFEST, _with_digest(described))
+        write_whole(folder / MANIFEST, _with_digest(described))
         return _digest(_with_digest(described))
 
     @staticmethod
@@ -118,6 +109,19 @@ class Artefact:
         return artefact, _digest(text)
 
 
+def here(options: Mapping[str, object], mesh: tuple[int, int] | None) -> dict[str, object]:
+    """Return `options` of the backend, with `mesh` over this process's ranks; all ranks call this.
+
+    Raises ValueError for a mesh that the ranks can't be divided into.
+    """
+    return dict(options) if mesh is None else {**options, "mesh": hybrid_mesh(mesh[1])}
+
+
+def given_options(options: Mapping[str, object], mesh: tuple[int, int] | None) -> CompileOptions:
+    """Read options as `here` gives them. Raises ValueError for a wrong one, and as `here`."""
+    return CompileOptions.read(here(options, mesh))
+
+
 _ANEW = "Make it anew with `autoshard compile`"
 
 
@@ -129,13 +133,3 @@ def _with_digest(described: Mapping[str, object]) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write `text` to `path`, which is there as a whole or not at all."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        aside.write_text(text)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

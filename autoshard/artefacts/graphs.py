@@ -142,13 +142,19 @@ def lower_again(
         examples = [node.meta["val"] for node in given]
         count = 0 if kind == "backward" else num_outputs
         with _torch.inductor.lowering_again(gm, examples, count, settings) as strides:
-            made = [_example(node) for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+            made = [_example(node) for node in outputs_of(gm)]
             found[kind] = lower_inductor(
                 gm, examples, is_backward=kind == "backward", is_inference=kind == "inference"
             )
         pairs = zip(made, strides or [None] * len(made), strict=True)
         handed = [_restrided(*each) for each in pairs][num_outputs:]
     return found
+
+
+def outputs_of(gm: fx.GraphModule) -> list[Any]:
+    """List the outputs of a graph that returns a list or a tuple."""
+    returned: Any = gm.graph.output_node().args[0]
+    return list(returned)
 
 
 def _example(node: Any) -> Any:

@@ -53,11 +53,11 @@ _STEPS: dict[str, Callable[..., Any]] = {
 
 
 MISSING = (LookupError, AttributeError, TypeError, StopIteration)
-"""What `find` raises where there is nothing at a path."""
+"""Exceptions of `find` where there is nothing at a path."""
 
 
 NOTHING = object()
-"""What stands for the value at a path where there is none."""
+"""Stand-in for the value at a path where there is none."""
 
 
 class UnknownPath(ValueError):
@@ -128,7 +128,7 @@ def _end_of_call(text: str, begin: int) -> int:
 def _is_users(path: str) -> bool:
     """Tell whether `path` begins at a module of Python's that is neither torch's nor ours."""
     begin = re.search(r"module\('([\w.]+)'\)", path)
-    return bool(begin) and not is_covered(begin[1] if begin else "")
+    return begin is not None and not is_covered(begin[1])
 
 
 def is_covered(module: str) -> bool:
@@ -149,10 +149,10 @@ def is_mode(path: str, model: nn.Module) -> bool:
     """Tell whether at `path` is the mode of a module, train or eval; each call has its own."""
     if not path.endswith(".training"):
         return False
-    return isinstance(found(path.removesuffix(".training"), model), nn.Module)
+    return isinstance(value_at(path.removesuffix(".training"), model), nn.Module)
 
 
-def found(path: str, model: nn.Module) -> Any:
+def value_at(path: str, model: nn.Module) -> Any:
     """Return the value at `path`, NOTHING if there is none. Raises UnknownPath as `find`."""
     try:
         return find(path, model)
@@ -166,12 +166,18 @@ def find(path: str, model: nn.Module) -> Any:
     Raises AttributeError or LookupError where there is none, UnknownPath for an expression that is
     no path.
     """
-    return _walk(ast.parse(path, mode="eval").body, model)
+    return _walk(_parsed(path), model)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _parsed(path: str) -> ast.expr:
+    """Parse `path`; some are walked at each call of a model. Raises SyntaxError."""
+    return ast.parse(path, mode="eval").body
 
 
 def last_step(path: str, model: nn.Module) -> tuple[Any, Any, Callable[[Any, Any], Any]] | None:
     """Return what `path` asks last, by which name, and how; None for another end."""
-    match ast.parse(path, mode="eval").body:
+    match _parsed(path):
         case ast.Attribute(value=owner, attr=name):
             return _walk(owner, model), name, getattr
         case ast.Subscript(value=owner, slice=key):

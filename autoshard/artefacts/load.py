@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from autoshard import _torch
 from autoshard.artefacts import facts, guards
 from autoshard.artefacts.entry import Entry, Signature, built, kinds_of, shown
-from autoshard.artefacts.folder import Artefact, ArtefactError
+from autoshard.artefacts.folder import Artefact, ArtefactError, given_options, here
 from autoshard.artefacts.graphs import CannotBeKept, lower_again, read
 from autoshard.artefacts.make import arguments_of, with_tokens
 from autoshard.artefacts.watch import Watch
@@ -57,12 +57,16 @@ def load_compiled(
         raise ValueError(f"stale={stale!r}: expected one of {list(STALE)}")
     ensure_process_group()
     path = Path(folder).absolute()
-    artefact, digest = _on_each_rank(lambda: _read(path), f"artefact in {path}")
-    given = artefact.given()
+    what = f"artefact in {path}"
+    (artefact, digest), (lowest, highest) = _on_each_rank(lambda: _read(path), what)
+    if lowest != highest:
+        raise ArtefactError(f"{what}: ranks have different ones: give all of them the same folder")
+    given = given_options(artefact.options, artefact.mesh)
     adopt_module(model, given.shard_arguments())
-    different = _on_each_rank(lambda: (_differences(artefact, model, given), 0), "facts")
-    num_different = _on_each_rank(lambda: (None, -len(different)), "facts", is_lowest=True)
-    if num_different:
+    different, (is_same, _) = _on_each_rank(
+        lambda: _counted(_differences(artefact, model, given)), f"comparison with {path}"
+    )
+    if not is_same:
         said = different or ["what it depends on differs on another rank"]
         message = f"the artefact in {path} is not for this model as it is here: {_listed(said)}"
         if stale == "raise":
@@ -70,7 +74,7 @@ def load_compiled(
                 f"{message}. Make it anew with `autoshard compile`, or give stale='compile'"
             )
         warnings.warn(f"{message}. The model is compiled", RuntimeWarning, stacklevel=2)
-        model.compile(backend="autoshard", options=dict(artefact.options))
+        model.compile(backend="autoshard", options=here(artefact.options, artefact.mesh))
         return model
     settings = given.resolve(_device(model))
     calls = [_Call(model, entry, artefact.texts, digest, settings) for entry in artefact.entries]
@@ -84,28 +88,28 @@ def _read(path: Path) -> tuple[tuple[Artefact, str], int]:
     return (artefact, digest), int(digest[:15], 16)
 
 
-def _on_each_rank(
-    work: Callable[[], tuple[_Result, int]], what: str, *, is_lowest: bool = False
-) -> Any:
-    """Call `work` on each rank: it returns a result, and a number that all ranks must have alike.
+def _counted(different: list[str]) -> tuple[list[str], int]:
+    return different, int(not different)
 
-    Returns the result; with `is_lowest` the lowest of the numbers, which may differ.
-    Raises ArtefactError on all ranks if one fails, or has another number.
+
+def _on_each_rank(
+    work: Callable[[], tuple[_Result, int]], what: str
+) -> tuple[_Result, tuple[int, int]]:
+    """Call `work` on each rank: it returns a result, and a number.
+
+    Returns (the result, (the lowest of all ranks' numbers, the highest)). Raises ArtefactError on
+    all ranks if one fails.
     """
 
-    def attempt() -> tuple[tuple[_Result, int], tuple[int, int]]:
+    def attempt() -> tuple[_Result, tuple[int, int]]:
         result, number = work()
-        return (result, number), (number, -number)
+        return result, (number, -number)
 
     try:
-        (result, number), (lowest, negative) = on_each_rank_with(attempt, what, 2)
+        result, (lowest, negative) = on_each_rank_with(attempt, what, 2)
     except CheckpointError as error:
         raise ArtefactError(str(error)) from None
-    if is_lowest:
-        return lowest
-    if (lowest, negative) != (number, -number):
-        raise ArtefactError(f"{what}: ranks have different ones: give all of them the same folder")
-    return result
+    return result, (lowest, -negative)
 
 
 def _differences(artefact: Artefact, model: nn.Module, given: CompileOptions) -> list[str]:
@@ -122,8 +126,8 @@ def _differences(artefact: Artefact, model: nn.Module, given: CompileOptions) ->
         for path, value in entry.reads.items()
         if not guards.is_mode(path, model)  # each call has modes of its own
     }
-    wanted = {**artefact.facts, **{f"read {path}": value for path, value in reads.items()}}
-    return facts.differences(wanted, {**here, **facts.of_reads(reads, model)})
+    wanted = {**artefact.facts, **facts.named_reads(reads)}
+    return facts.differences(wanted, {**here, **facts.named_reads(facts.of_reads(reads, model))})
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -153,19 +157,16 @@ class _Call:
         self.entry, self.name = entry, entry.call
         self._takes = json.dumps(entry.takes)
         params = dict(named_sharded(model))
-        buffers = dict(model.named_buffers())
         table = [_sharded(params[name]) for name in entry.table]
         tokens = facts.tokens_of(table)
         names = {token: group for group, token in tokens.items()}
-        self._inputs = [
-            (None, at) if kind == "arg" else (params[at] if kind == "param" else buffers[at], 0)
-            for kind, at in entry.inputs
-        ]
-        self._buffers = [
-            (number, *_place(model, at))
-            for number, (kind, at) in enumerate(entry.inputs)
-            if kind == "buffer"
-        ]
+        self._values = [params[at] if kind == "param" else None for kind, at in entry.inputs]
+        self._args, self._buffers = [], []
+        for number, (kind, at) in enumerate(entry.inputs):
+            if kind == "arg":
+                self._args.append((number, at))
+            elif kind == "buffer":
+                self._buffers.append((number, *_place(model, at)))
         self._table = table
         self._markers = [tuple(entry.markers[name]) for name in entry.table]
         self._tokens = tokens
@@ -193,10 +194,13 @@ class _Call:
         )
         self._run = call_of(frame, run, f"{entry.call} of artefact {digest[:16]}", plans)
 
-    def mismatch(self, takes: Any, kinds: list[Any]) -> tuple[int, str] | None:
+    def mismatch(
+        self, takes: Any, text: str, kinds: list[Any], ambient: dict[str, str]
+    ) -> tuple[int, str] | None:
         """Say why this is not the way to call the model now; None if it is.
 
-        takes, kinds: of the arguments. Returns (how much is as it should be, the reason).
+        takes, text, kinds: of the arguments, as a tree, as that in JSON, and as `kinds_of`.
+        ambient: of torch, now. Returns (how much is as it should be, the reason).
         """
         entry, is_on = self.entry, torch.is_grad_enabled()
         if ("backward" in entry.graphs) != is_on:
@@ -208,15 +212,13 @@ class _Call:
         reason = self._marker_that_differs()
         if reason is not None:
             return 2, reason
-        if json.dumps(takes) != self._takes:  # as text: 1 is not True, and order counts
+        if text != self._takes:  # as text: 1 is not True, and order counts
             return 3, f"it is called with {shown(takes)}, and was made with {shown(entry.takes)}"
         for number, (kind, known) in enumerate(zip(kinds, entry.tensors, strict=True)):
             if kind != known:
                 return 4, f"tensor {number} is {_kind(kind)}, and was {_kind(known)}"
-        device = self._table[0].device
-        here = {name: repr(value) for name, value in facts.ambient(device).items()}
-        if here != entry.ambient:
-            return 5, facts.differences(entry.ambient, here)[0]
+        if ambient != entry.ambient:
+            return 5, facts.differences(entry.ambient, ambient)[0]
         return None
 
     def _marker_that_differs(self) -> str | None:
@@ -230,9 +232,11 @@ class _Call:
         self._known = now
         return None
 
-    def __call__(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run the graphs with `tensors`, the arguments, and return what the model does."""
-        values = [tensors[at] if known is None else known for known, at in self._inputs]
+        values: list[Any] = list(self._values)
+        for number, at in self._args:
+            values[number] = tensors[at]
         for number, module, name in self._buffers:
             values[number] = getattr(module, name)
         outputs = self._run(*values)
@@ -244,7 +248,7 @@ class _Calls:
 
     def __init__(self, model: nn.Module, calls: Sequence[_Call], path: Path) -> None:
         self._model, self._calls, self._path = model, calls, path
-        self._signature = Signature(model)
+        self._signature, self._device = Signature(model), _device(model)
         self._watch = Watch(model, sorted({path for call in calls for path in call.entry.reads}))
         self.__name__ = self.__qualname__ = type(model).__qualname__
         self.__doc__ = None
@@ -259,12 +263,12 @@ class _Calls:
         changed = self._watch.changed()
         if changed is not None:
             raise self._error(changed)
-        kinds = kinds_of(tensors)
+        kinds, text, ambient = kinds_of(tensors), json.dumps(takes), facts.ambient(self._device)
         reasons = []
         for call in self._calls:
-            reason = call.mismatch(takes, kinds)
+            reason = call.mismatch(takes, text, kinds, ambient)
             if reason is None:
-                return call(self._model, tensors)
+                return call(tensors)
             reasons.append((*reason, call.name))
         _, why, name = max(reasons, key=lambda each: each[0])
         raise self._error(f"for {name!r}, {why}")
@@ -279,7 +283,7 @@ class _Calls:
 
 
 def _kind(kind: Sequence[Any]) -> str:
-    """Show the kind of a tensor, as of `kind_of`, for a message."""
+    """Show the kind of a tensor, as of `kinds_of`, for a message."""
     cls, dtype, size, strides, is_trained, shares = kind
     said = f"{cls}{' ' if cls else ''}{dtype} {size}, strides {strides}"
     said += ", with a gradient" if is_trained else ""

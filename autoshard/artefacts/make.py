@@ -7,9 +7,8 @@ has it; what the graphs return is put together of stand-ins, which say what beco
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -21,8 +20,8 @@ from autoshard import _torch
 from autoshard.agreed_plan import is_whole_step, worth_handing
 from autoshard.artefacts import facts, guards, sources
 from autoshard.artefacts.entry import Entry, Signature, built, described, kinds_of
-from autoshard.artefacts.folder import Artefact, ArtefactError
-from autoshard.artefacts.graphs import CannotBeKept, written
+from autoshard.artefacts.folder import Artefact, ArtefactError, given_options
+from autoshard.artefacts.graphs import CannotBeKept, outputs_of, written
 from autoshard.compilation import Compilation
 from autoshard.handed import Handed
 from autoshard.options import CompileSettings
@@ -58,8 +57,7 @@ def make(
     calls: of `CALLS`. For "evaluate" all modules are in eval mode; for others as they are.
     Raises ArtefactError for what can't be an artefact, ValueError for a wrong option.
     """
-    made = Artefact({}, dict(options), mesh, [], [], {})
-    given = made.given()
+    given = given_options(options, mesh)
     adopt_module(model, given.shard_arguments())
     params = [find(param) for _, param in named_sharded(model)]
     known = [each for each in params if each is not None]
@@ -87,8 +85,7 @@ def make(
     }
     texts = {name: text for each in captures for name, text in each.texts.items()}
     entries = [each.entry for each in captures]
-    made = dataclasses.replace(made, facts=found, sources=names, entries=entries, texts=texts)
-    return made.write(folder)
+    return Artefact(found, dict(options), mesh, names, entries, texts).write(folder)
 
 
 @contextlib.contextmanager
@@ -127,17 +124,14 @@ def call_model(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 @dataclass
 class _Graphs:
-    """What the backend has found, while Dynamo traced the call."""
+    """Findings of the backend, while Dynamo traced the call; graphs are those of `compilation`."""
 
     frame: Frame
     inputs: list[Any]
     stand_ins: list[Tensor]
-    texts: dict[str, str] = field(default_factory=dict)
-    tangents: list[list[int]] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
-    plans: list[str] = field(default_factory=list)
-    expressions: list[str] = field(default_factory=list)
-    codes: list[CodeType] = field(default_factory=list)
+    expressions: list[str]
+    codes: list[CodeType]
+    compilation: _Written
 
 
 _OF_RANKS = frozenset({"get_rank", "get_local_rank", "get_group_rank", "get_coordinate"})
@@ -198,9 +192,11 @@ class _Capture:
             self.entry = self._entry(model, found, result, takes, tensors)
         except (CannotBeKept, guards.UnknownPath) as error:
             raise ArtefactError(f"call {call!r} of {type(model).__name__}: {error}") from None
-        self.texts = {self.entry.graphs[graph]: text for graph, text in found.texts.items()}
+        self.texts = {
+            self.entry.graphs[graph]: text for graph, text in found.compilation.texts.items()
+        }
         self.codes = found.codes
-        values = (guards.found(path, model) for path in self.entry.reads)
+        values = (guards.value_at(path, model) for path in self.entry.reads)
         self.objects = [each for each in values if not guards.plain(each)]
 
     def _traced(
@@ -257,17 +253,15 @@ class _Capture:
                 f"it sets {name}, which loaded code would not: write to a buffer in place, or "
                 "set it outside of forward"
             )
-        outputs = gm.graph.output_node().args[0]
+        stand_ins = [torch.empty(0) for _ in outputs_of(gm)]
         inputs = list(example_inputs)
         frame = make_frame(gm, example_inputs)
         extended = [param.name for param in frame.params if param.is_extended]
         if extended:
             raise CannotBeKept(f"parameter {extended[0]} has an all-gather extension")
-        found = _Graphs(frame, inputs, [torch.empty(0) for _ in outputs])  # type: ignore[union-attr, arg-type]
-        found.expressions = _torch.dynamo.guard_expressions()
-        found.codes = _torch.dynamo.codes()
-        found.expressions += sources.variables_of(found.codes)
-        for code in found.codes:
+        codes = _torch.dynamo.codes()
+        expressions = [*_torch.dynamo.guard_expressions(), *sources.variables_of(codes)]
+        for code in codes:
             asked = _OF_RANKS.intersection(code.co_names)
             if asked and not sources.is_generated(code):
                 raise CannotBeKept(
@@ -276,10 +270,7 @@ class _Capture:
                 )
         compilation = _Written(frame, self.settings, self._handed)
         compilation.compile()
-        found.trained, found.tangents = compilation.trained, compilation.tangents
-        found.texts = compilation.texts
-        found.plans = [plan.to_json() for plan in compilation.plans]
-        return found
+        return _Graphs(frame, inputs, stand_ins, expressions, codes, compilation)
 
     def _entry(
         self, model: nn.Module, found: _Graphs, result: Any, takes: Any, tensors: list[Tensor]
@@ -296,7 +287,6 @@ class _Capture:
                 "by its parts alone: return a dict, a tuple or a plain dataclass"
             )
         paths = guards.paths_of(found.expressions, lambda path: guards.find(path, model))
-        reads = facts.of_reads(paths, model)
         return Entry(
             call=self.call,
             takes=takes,
@@ -308,15 +298,12 @@ class _Capture:
             stays=list(found.frame.stays),
             markers=markers_of(model, found.frame.params),
             modes=[name for name, module in model.named_modules() if module.training],
-            trained=found.trained,
-            tangents=found.tangents,
-            graphs={graph: f"{self.call}.{graph}.txt" for graph in found.texts},
-            plans=found.plans,
-            reads={name.removeprefix("read "): value for name, value in reads.items()},
-            ambient={
-                name: repr(value)
-                for name, value in facts.ambient(found.frame.params[0].device).items()
-            },
+            trained=found.compilation.trained,
+            tangents=found.compilation.tangents,
+            graphs={graph: f"{self.call}.{graph}.txt" for graph in found.compilation.texts},
+            plans=[plan.to_json() for plan in found.compilation.plans],
+            reads=facts.of_reads(paths, model),
+            ambient=facts.ambient(found.frame.params[0].device),
         )
 
 

@@ -38,12 +38,12 @@ class Watch:
         self._dicts: list[tuple[dict[Any, Any], list[Any]]] = [
             (each, list(each.values()))
             for module in model.modules()
-            for each in (*_torch.nn.hooks_of(module), _torch.nn.children_of(module))
+            for each in _torch.nn.hooks_of(module)
         ]
         self._dicts += [(each, list(each.values())) for each in _torch.nn.global_hooks()]
         self._tensors: list[tuple[dict[str, Any], str, Any, bool, str]] = []
         self._buffers: list[tuple[dict[str, Any], str, tuple[Any, ...], str]] = []
-        self._children: list[tuple[dict[str, Any], str, Any, str]] = []
+        self._children: list[tuple[dict[str, Any], dict[str, Any], str]] = []
         for path, module in model.named_modules():
             before = f"{path}." if path else ""
             for name, param in module._parameters.items():
@@ -57,8 +57,7 @@ class Watch:
                     kind = _kind(buffer)
                     self._buffers.append((module._buffers, name, kind, f"{before}{name}"))
             children = _torch.nn.children_of(module)
-            for name, child in children.items():
-                self._children.append((children, name, child, f"{before}{name}"))
+            self._children.append((children, dict(children), before))
         classes = {original_class(module) for module in model.modules()}
         classes |= {type(value) for _, _, _, value in self._values}
         self._classes = [
@@ -86,13 +85,17 @@ class Watch:
             now = where.get(name)
             if now is None or _kind(now) != kind:
                 return f"buffer {path} has another dtype, size or layout than at loading"
-        for where, name, child, path in self._children:
-            if where.get(name) is not child:
-                return f"another module stands in the place of {path}"
+        for where, known, before in self._children:
+            if where.keys() != known.keys():
+                name = min(where.keys() ^ known.keys())
+                return f"module {before}{name} was put there, or taken away, since loading"
+            for name, child in known.items():
+                if where[name] is not child:
+                    return f"another module stands in the place of {before}{name}"
         for each, its in self._dicts:
             same = len(each) == len(its) and all(map(operator.is_, each.values(), its))
             if not same:
-                return "a module has other hooks, or other modules in it, than at loading"
+                return "a module has other hooks than at loading"
         for cls, name, value in self._classes:
             if vars(cls).get(name) is not value:
                 return f"{name} of {cls.__qualname__} is another one than at loading"
@@ -109,9 +112,9 @@ class Watch:
                     else f"{is_now}, and was {was}"
                 )
                 return f"{name} of {guards.fact(owner, 1)} is {said}"
-        for (own, known), shadowed in zip(self._owned, self._shadowed, strict=True):
-            if not own.keys() <= known:
-                new = sorted((set(own) - known) & shadowed)
+        for (own, had), shadowed in zip(self._owned, self._shadowed, strict=True):
+            if not own.keys() <= had:
+                new = sorted((set(own) - had) & shadowed)
                 if new:
                     return f"a module has a {new[0]} of its own since loading"
         return None
@@ -124,7 +127,7 @@ def _methods(cls: type) -> set[str]:
 
 
 def _kind(buffer: Any) -> tuple[Any, ...]:
-    """What code that reads a buffer depends on, besides its values."""
+    """Facts of a buffer, besides its values, that code which reads it depends on."""
     return buffer.dtype, buffer.shape, buffer.stride(), buffer.device
 
 
@@ -137,12 +140,12 @@ def _asked(path: str, model: nn.Module) -> tuple[Any, Get, Any, Any] | None:
     """Return (what has the value at `path`, how to get it, its name, the value).
 
     Of a container, and of what each read makes anew, as a method, it is what `guards.fact` says.
-    None for a path that ends in neither an
-    attribute nor an item, or that others look at: what is in a class, or in a module's own dicts.
+    None for a path that ends in neither an attribute nor an item, or that others look at: what is
+    in a module's own dicts.
     """
     if path.endswith(("._modules", "._parameters", "._buffers")) or "._buffers['" in path:
         return None
-    value = guards.found(path, model)
+    value = guards.value_at(path, model)
     if "type(" in path:  # its last step would ask a copy of what the class has
         return model, _read_again, path, guards.fact(value)
     try:
@@ -160,7 +163,7 @@ def _asked(path: str, model: nn.Module) -> tuple[Any, Get, Any, Any] | None:
 
 def _read_again(model: nn.Module, path: str) -> str:
     """Say what is at `path`."""
-    return guards.fact(guards.found(path, model))
+    return guards.fact(guards.value_at(path, model))
 
 
 def _contents(get: Get, owner: Any, name: Any) -> str:

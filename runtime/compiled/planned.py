@@ -31,10 +31,12 @@ class Graphs:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run forward; the outputs have a backward, if there is one."""
+        outputs: Sequence[Any]
         if self.backward is None:
-            outputs: Sequence[Any] = self.forward(list(inputs))
-            return outputs
-        return _torch.autograd.apply(_Planned, self, *inputs)  # type: ignore[no-any-return]
+            outputs = self.forward(list(inputs))
+        else:
+            outputs = _torch.autograd.apply(_Planned, self, *inputs)
+        return outputs
 
 
 class _Planned(torch.autograd.Function):

@@ -112,14 +112,14 @@ def test_replicas(made: Callable[..., str]) -> None:
 @on_ranks(2)
 def in_autocast(rank: int, folder: str) -> None:
     wanted = compiled_here()
-    model = autoshard.load_compiled(artefacts.small(), folder)
+    model: Any = autoshard.load_compiled(artefacts.small(), folder)
     batch = artefacts.small_batch(rank, 0)
     for each in (wanted, model):
         torch.manual_seed(rank)
         with torch.autocast("cpu", torch.bfloat16):
             artefacts.loss_of(each(**batch)).backward()
     for got, want in zip(model.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(got.grad.to_local(), want.grad.to_local())  # type: ignore[union-attr]
+        assert torch.equal(got.grad.to_local(), want.grad.to_local())
     with pytest.raises(autoshard.ArtefactError, match=r"autocast was torch.bfloat16 and is False"):
         model(**batch)
 
@@ -131,7 +131,7 @@ def test_autocast(made: Callable[..., str]) -> None:
 @on_ranks(2)
 def after_refusals(rank: int, folder: str, options: dict[str, Any]) -> None:
     """Calls that are refused leave nothing: training goes on as if they had not been."""
-    model = autoshard.load_compiled(artefacts.small(), folder)
+    model: Any = autoshard.load_compiled(artefacts.small(), folder)
     batch = artefacts.small_batch(rank, 0)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({**batch, "x": batch["x"][:4]}, r"tensor 0 is float32 \[4, 13\]"),
@@ -141,15 +141,15 @@ def after_refusals(rank: int, folder: str, options: dict[str, Any]) -> None:
     for given, message in wrong:
         with pytest.raises(autoshard.ArtefactError, match=message):
             model(**given)
-    model.layers[1].eval()  # type: ignore[index, union-attr]
+    model.layers[1].eval()
     with pytest.raises(autoshard.ArtefactError, match="a Normed is in eval mode"):
         model(**batch)
-    model.layers[1].train()  # type: ignore[index, union-attr]
-    model.layers[1].scale = 3.0  # type: ignore[index, union-attr]
+    model.layers[1].train()
+    model.layers[1].scale = 3.0
     with pytest.raises(autoshard.ArtefactError, match=r"scale of a .*Normed is 3.0, and was 1.5"):
         model(**batch)
-    model.layers[1].scale = 1.5  # type: ignore[index, union-attr]
-    handle = model.head.register_forward_hook(lambda *given: None)  # type: ignore[union-attr]
+    model.layers[1].scale = 1.5
+    handle = model.head.register_forward_hook(lambda *given: None)
     with pytest.raises(autoshard.ArtefactError, match=r"other hooks"):
         model(**batch)
     handle.remove()
@@ -174,9 +174,9 @@ def one_rank_differs(rank: int, folder: str, other: str, spoiled: str) -> None:
         autoshard.load_compiled(artefacts.small(), [folder, other][rank])
     with pytest.raises(autoshard.ArtefactError, match=r"on rank 1, .*train.forward.txt is spoiled"):
         autoshard.load_compiled(artefacts.small(), [folder, spoiled][rank])
-    model = artefacts.small()
+    model: Any = artefacts.small()
     if rank == 1:
-        model.layers[0].scale = 9.0  # type: ignore[index, union-attr]
+        model.layers[0].scale = 9.0
     here = "scale was 0.5 and is 9.0" if rank == 1 else "differs on another rank"
     with pytest.raises(autoshard.ArtefactError, match=here):
         autoshard.load_compiled(model, folder)
@@ -193,9 +193,9 @@ def test_one_rank_differs(made: Callable[..., str], tmp_path: Path) -> None:
 
 @on_ranks(2)
 def compiled_instead(rank: int, folder: str) -> None:
-    models = [artefacts.small() for _ in range(2)]
+    models: list[Any] = [artefacts.small() for _ in range(2)]
     for model in models:
-        model.layers[0].scale = 0.25  # type: ignore[index, union-attr]
+        model.layers[0].scale = 0.25
     wanted = models[0]
     wanted.compile(backend="autoshard", options=EAGERLY)
     with pytest.warns(RuntimeWarning, match=r"scale was 0.5 and is 0.25.*The model is compiled"):
