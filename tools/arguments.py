@@ -38,6 +38,13 @@ def read_options(text: str) -> dict[str, Any]:
     return found
 
 
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read a batch as arguments: a dict of keyword arguments, a tuple, or one argument."""
+    if isinstance(batch, dict):
+        return (), batch
+    return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
 def load(place: str) -> Any:
     """Import and return the function at `place`, "package.module:name".
 

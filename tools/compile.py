@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from autoshard.tools.arguments import BATCH, add_command, load, read_options
+from autoshard.tools.arguments import BATCH, add_command, as_call, load, read_options
 
 EXAMPLE = """\
 example, with my_model.py defining build() -> nn.Module and batch(rank, step) -> dict:
@@ -112,10 +112,3 @@ def _kind_at_hand() -> str:
     import torch
 
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "a CPU"
-
-
-def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Read a batch as arguments: a dict of keyword arguments, a tuple, or one argument."""
-    if isinstance(batch, dict):
-        return (), batch
-    return (batch if isinstance(batch, tuple) else (batch,)), {}

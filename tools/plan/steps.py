@@ -15,6 +15,7 @@ from torch import nn
 from autoshard.passes.ir.layout import DTYPES, Member
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.unit.policies import MixedPrecisionPolicy
+from autoshard.tools.arguments import as_call
 from autoshard.tools.plan import batches
 from autoshard.tools.plan.blocks import Stack, cut_stacks, grown
 from autoshard.tools.plan.chunks import in_chunks
@@ -198,7 +199,7 @@ def step_of(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Callab
     batch = _batch(planned, model, micro_batch)
 
     def call(compiled: Any) -> None:
-        args, kwargs = ((), batch) if isinstance(batch, dict) else (_as_tuple(batch), {})
+        args, kwargs = as_call(batch)
         with torch.autocast("cpu", DTYPES[planned.dtype], enabled=planned.is_amp):
             output = compiled(*args, **kwargs)
         mean_loss(output).backward()
@@ -232,10 +233,6 @@ def _parameters(model: nn.Module) -> Parameters:
 
     params = list(model.parameters())
     return Parameters(members(params), members([param for param in params if param.requires_grad]))
-
-
-def _as_tuple(batch: Any) -> tuple[Any, ...]:
-    return batch if isinstance(batch, tuple) else (batch,)
 
 
 def _batch(planned: PlannedModel, model: nn.Module, micro_batch: int) -> Any:
