@@ -33,7 +33,9 @@ from autoshard.passes.plans.saved import SavedValues, saved_names
 log = logging.getLogger(__name__)
 
 WORTH = 0.995  # of the time of a decision that fits: with more than that, the search ends
-TRIES = 8  # of partitioning a graph; the first one is without a decision
+TRIES = 7  # of partitioning a graph, for blocks in as many pieces
+PIECES = (1, 2, 4, 8, 16)  # of a block
+ENOUGH = 2  # pieces, beyond which more are tried only as long as they help
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,12 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
 
     If a step as the partitioner makes it is within it, parameters are kept unsharded where there is
     room. Else as few values are saved as it takes, at the least time of computing them again; the
-    parts are made and looked at anew, until they fit, and then as often as more room for gathers
-    saves time. If nothing fits, the decision with the lowest peak is taken.
+    parts are made and looked at anew. A block is computed again as a whole; if that takes too much
+    memory at a time, blocks are cut into pieces, and more of them. If nothing fits, the decision
+    with the lowest peak is taken.
 
-    part: makes the parts, given a decision; called up to `TRIES` times.
+    part: makes the parts, given a decision; called once, and up to `TRIES` times for each of
+        `PIECES`.
     prices: with a budget.
     """
     budget_bytes = prices.budget_bytes
@@ -131,11 +135,31 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
         forward, backward = parts.forward.priced, parts.backward.priced
         problems = forward.problem, backward.problem
         return Handed(worth_keeping(*problems, forward.candidates, budget_bytes))
-    values = SavedValues(parts.joint, parts.saved, prices, parts.table)
-    gathers, _ = unit_buckets(parts.backward.priced.problem)
+    for pieces in PIECES:
+        values = SavedValues(parts.joint, parts.saved, prices, parts.table, pieces)
+        found = _search(part, values, now, budget_bytes)
+        is_better = found.cost < best.cost
+        best = min(best, found, key=lambda tried: tried.cost)
+        if not best.over or (pieces > ENOUGH and not is_better):
+            break
+    return best.handed
+
+
+def _search(
+    part: Callable[[Handed], Parts], values: SavedValues, now: _Tried, budget_bytes: float
+) -> _Tried:
+    """Search for choices of blocks that fit into the budget, and are fastest.
+
+    Bytes that are missing are asked of blocks, as parts that were made show it, until they fit;
+    then room for gathers, as long as that saves time. Returns the best that was tried.
+
+    now: what is saved without a decision, which does not fit.
+    """
+    gathers, _ = unit_buckets(now.parts.backward.priced.problem)
     room = max((bucket.num_bytes for bucket in gathers), default=0)
     wanted: dict[int, float] = {}  # bytes to give up, by the number of the first blocks that do
-    for _ in range(TRIES - 1):
+    best = now = dataclasses.replace(now, taken=(0,) * len(values.blocks))
+    for _ in range(TRIES):
         for blocks, num_bytes in _asked(now, values):
             wanted[blocks] = num_bytes + freed_bytes(values.curves, now.taken[:blocks])
         if not now.over:
@@ -159,7 +183,7 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
             best = min(best, now, key=lambda tried: tried.cost)
         if not was.over and best is not now:
             break
-    return best.handed
+    return best
 
 
 def _asked(tried: _Tried, values: SavedValues) -> Iterator[tuple[int, float]]:

@@ -38,12 +38,12 @@ def tag_saved(gm: fx.GraphModule, *, saved: Collection[str] | None) -> fx.GraphM
     computed again. Backward computes again only what it reads.
 
     saved: names of nodes as `numbered` gives them; None tags nothing.
-    Metadata: writes FX's `recompute` and `ac_graph_id`.
+    Metadata: writes VALUE, and FX's `recompute` and `ac_graph_id`.
     Numerics: unchanged, bit for bit; random ops give the same numbers again.
     """
+    forward = numbered(forward_part(gm.graph))
     if saved is None:
         return gm
-    forward = numbered(forward_part(gm.graph))
     # An op of several results is tagged as they are: those that are saved, and no others.
     several = {node.all_input_nodes[0] for node in forward.values() if is_result(node)}
     kept = {base_of(node) for name, node in forward.items() if name in saved} & several

@@ -16,16 +16,31 @@ from torch._dynamo.backends import common as _backends
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType
 
+from autoshard._torch import ops
 from autoshard.one_piece import FEW, in_one_piece
 
 aot_autograd: Callable[..., Any] = _backends.aot_autograd
-min_cut_rematerialization_partition: Callable[..., Any] = _partition
 
 
 def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Return `call`, marked as boxed: AOTAutograd then passes it all inputs in one list."""
     call._boxed_call = True  # type: ignore[attr-defined]  # torch looks for it there
     return call
+
+
+def min_cut_rematerialization_partition(
+    gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Part a joint graph by torch's partitioner, with values on all nodes of the parts.
+
+    torch leaves out those of random ops that backward computes again.
+    """
+    forward, backward = _partition(gm, joint_inputs, **kwargs)
+    for part in (forward, backward):
+        for node in part.graph.nodes:
+            if "val" not in node.meta and ops.is_around_random(node):
+                ops.give_value(node)
+    return forward, backward
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ AOTAutograd's partitioner, but with the time of ops in it:
 
     source --inf--> there(v)    if backward reads v
     there(v) --bytes--> again(v)    cut: v is saved
-    again(v) --time--> sink     cut: v is computed again, which needs its sources
+    again(v) --time--> sink     cut: v is computed again, which needs its sources; values of one op
+                                have one node
     again(v) --inf--> there(u)  for each source u of v
 
 Cuts for all prices are the corners of a convex curve of bytes and time, which no choice is below.
@@ -38,6 +39,8 @@ class Value:
         anyway is left out.
     is_read: whether backward reads it.
     is_fixed: whether it can't be computed again; it is saved if it is needed.
+    op: number of the first of the values that its op makes, which alone has the op's time; None if
+        the op makes no other.
     """
 
     num_bytes: int
@@ -45,6 +48,7 @@ class Value:
     sources: tuple[int, ...] = ()
     is_read: bool = False
     is_fixed: bool = False
+    op: int | None = None
 
 
 Block = tuple[Value, ...]
@@ -208,19 +212,23 @@ def _cut(block: Block, times: Sequence[int], of_time: int, of_bytes: int) -> Cho
     """Find the choice of the least `of_time` * nanoseconds + `of_bytes` * bytes."""
     graph = nx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
-    for number, value in enumerate(block):
-        there, again = ("there", number), ("again", number)
+    ops = [
+        ("again", number if value.op is None else value.op) for number, value in enumerate(block)
+    ]
+    cannot = {op for value, op in zip(block, ops, strict=True) if value.is_fixed}
+    for number, (value, again) in enumerate(zip(block, ops, strict=True)):
+        there = ("there", number)
         if value.is_read:
             graph.add_edge("source", there)  # without a capacity: never cut
         graph.add_edge(there, again, capacity=of_bytes * value.num_bytes)
-        if value.is_fixed:
-            graph.add_edge(again, "sink")
-        else:
-            graph.add_edge(again, "sink", capacity=of_time * times[number])
         for source in value.sources:
             graph.add_edge(again, ("there", source))
+        if again in cannot:
+            graph.add_edge(again, "sink")
+        elif again == ("again", number):
+            graph.add_edge(again, "sink", capacity=of_time * times[number])
     _, (needed, _) = nx.minimum_cut(graph, "source", "sink")
-    computed = {number for number in range(len(block)) if ("again", number) in needed}
+    computed = {number for number, op in enumerate(ops) if op in needed}
     saved = {number for number in range(len(block)) if ("there", number) in needed} - computed
     return Choice(
         frozenset(saved),

@@ -30,6 +30,7 @@ from autoshard.passes.plans.values import (
     name_of,
     num_bytes_of,
     numel_of,
+    owner_of,
     tensors_of,
 )
 
@@ -175,7 +176,8 @@ class _Fuser:
         for base in bases:
             self.consumers.setdefault(base, set()).add(node)
 
-    def _level(self, base: fx.Node) -> int:
+    def _level(self, owner: fx.Node) -> int:
+        base = base_of(owner)
         kernel = self.kernels.get(base)
         return self.levels[base] if kernel is None else kernel.level
 
@@ -189,7 +191,8 @@ class _Fuser:
                 wanted = min(wanted, sum(map(num_bytes_of, tensors_of(node))))
             whole = _num_bytes(base)
             if base not in self.inlined:
-                sources[base] = max(sources.get(base, 0.0), min(wanted, whole))
+                owner = base if base in self.kernels else owner_of(each)
+                sources[owner] = max(sources.get(owner, 0.0), min(wanted, whole))
                 continue
             inner, more = self.inlined[base]
             ops += more

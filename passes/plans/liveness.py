@@ -23,7 +23,13 @@ from autoshard.passes.ir.match import (
 )
 from autoshard.passes.ir.meta import CHUNKS
 from autoshard.passes.plans.fusion import Fusion
-from autoshard.passes.plans.values import base_of, num_bytes_of, tensors_of
+from autoshard.passes.plans.values import (
+    is_result,
+    num_bytes_of,
+    op_of,
+    owner_of,
+    tensors_of,
+)
 
 
 def last_uses(
@@ -43,7 +49,7 @@ def last_uses(
         at = end if node.op == "output" else position.get(node)
         if at is None:
             continue
-        read: Iterable[fx.Node] = map(base_of, node.all_input_nodes)
+        read: Iterable[fx.Node] = map(owner_of, node.all_input_nodes)
         if fusion is not None and node in fusion.parts:
             read = fusion.sources[node]
         last.update(dict.fromkeys(read, at))
@@ -130,11 +136,11 @@ def _lives(graph: fx.Graph, fusion: Fusion | None) -> Iterator[tuple[fx.Node, in
     position = {node: number for number, node in enumerate(computed)}
     last = last_uses(graph, position, len(computed), fusion)
     absent = frozenset() if fusion is None else fusion.absent
-    reduced = {base_of(node.all_input_nodes[0]) for node in graph.nodes if is_reduce_grad(node)}
+    reduced = {owner_of(node.all_input_nodes[0]) for node in graph.nodes if is_reduce_grad(node)}
     for node in graph.nodes:
-        if is_marker(node) or node.op == "output" or base_of(node) is not node or node in absent:
+        if is_marker(node) or node.op == "output" or owner_of(node) is not node or node in absent:
             continue
-        begin = position.get(node, 0)
+        begin = position.get(op_of(node), 0)
         end = last.get(node, begin)
         is_given = node.op == "placeholder" and _is_kept(node)
         if node in reduced and end <= begin and not is_given:
@@ -155,7 +161,18 @@ def _num_bytes(node: fx.Node) -> int:
             (member,) = read_members(members_of(marker))
             numel = member.chunk_numel(groups.shards(group_of(marker)))
             return max(numel * tensor.dtype.itemsize for tensor in tensors_of(node))
-    return sum(map(num_bytes_of, tensors_of(node))) // (CHUNKS.get(node) or 1)
+    num_bytes = sum(map(num_bytes_of, tensors_of(node))) - sum(map(_num_bytes, _results(node)))
+    return num_bytes // (CHUNKS.get(node) or 1)
+
+
+def _results(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the results of `node` that own their memory."""
+    for user in node.users:
+        if is_result(user) and node.op == "call_function":
+            if owner_of(user) is user:
+                yield user
+            else:
+                yield from _results(user)
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -13,7 +13,6 @@ operations of each op are those of `torch.utils.flop_counter`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -98,11 +97,11 @@ def _product_of(node: fx.Node) -> tuple[int, int, int, int] | None:
 
 def _attention_of(node: fx.Node) -> Attention | None:
     """Describe `node` if it is attention without a matrix of scores, on any device; else None."""
-    target, args = _call_of(node)
+    target, args, kwargs = _torch.ops.call_of(node)
     name = target.overloadpacket.__name__ if isinstance(target, _torch.ops.OpOverload) else ""
     if "scaled_dot_product" not in name:
         return None
-    given = arguments_of(target, args, node.kwargs)
+    given = arguments_of(target, args, kwargs)
     queries, keys = (_sizes_of(given[each]) for each in ("query", "key"))
     return Attention(
         heads=math.prod(queries[:-2]),
@@ -112,19 +111,6 @@ def _attention_of(node: fx.Node) -> Attention | None:
         is_causal=bool(given.get("is_causal", False)),
         is_backward=name.endswith("backward"),
     )
-
-
-def _call_of(node: fx.Node) -> tuple[Any, Sequence[Any]]:
-    """Return what `node` calls, and with what: where backward computes random ops again, theirs.
-
-    Attention is such an op, with or without dropout: the generator's state is kept for it.
-    """
-    name = str(node.target)
-    if name == "run_and_save_rng_state":
-        return node.args[0], node.args[1:]
-    if name == "run_with_rng_state":
-        return node.args[1], node.args[2:]
-    return node.target, node.args
 
 
 def _sizes_of(node: Any) -> list[int]:

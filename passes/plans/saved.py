@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,7 +25,15 @@ from autoshard.passes.ir.recompute import is_recomputed, is_tagged
 from autoshard.passes.planner.save import Block, Choice, Value, choices
 from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.prices import Prices
-from autoshard.passes.plans.values import base_of, is_result, num_bytes_of, numbered, tensors_of
+from autoshard.passes.plans.values import (
+    base_of,
+    is_result,
+    num_bytes_of,
+    numbered,
+    op_of,
+    owner_of,
+    tensors_of,
+)
 
 
 def can_be_recomputed(node: fx.Node) -> bool:
@@ -49,11 +56,12 @@ def saved_names(joint: fx.Graph, backward: fx.Graph) -> frozenset[str]:
 class SavedValues:
     """Values that the forward of a joint graph hands to its backward, by blocks of the model.
 
-    A value is what owns memory: views of it, and the results of one op, are saved together. A value
+    A value is what owns memory: views of it are saved together; an op may make several. A value
     that another block reads is not computed again, so that blocks don't depend on each other.
 
-    blocks: names of blocks, in order of their first parameter. A block may have no values.
-    curves: the best choices for each block; see `planner.save`.
+    blocks: names of blocks, in order of their first parameter; of one in pieces, once for each. A
+        block may have no values.
+    curves: the best choices for each block, or piece; see `planner.save`.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class SavedValues:
         saved: Collection[str],
         prices: Prices,
         table: Sequence[ParamInfo],
+        pieces: int = 1,
     ) -> None:
         """Price the ops of `graph`'s forward, of which the nodes `saved` are saved.
 
@@ -69,21 +78,27 @@ class SavedValues:
         parameters are; what is tagged to be saved stays so.
 
         table: facts about parameters; a block begins where a unit's first one is read.
+        pieces: most that a block is cut into, each of which is then a block of its own: less is
+            computed again at a time, but what one piece hands to the next has to be saved.
         """
         forward = [node for node in forward_part(graph) if node.op == "call_function"]
         self._name = {node: name for name, node in numbered(forward).items()}
-        self._block_of = _blocks(forward, table)
-        self.blocks = tuple(dict.fromkeys(self._block_of.values()))
+        runs = _in_pieces(_blocks(forward, table), pieces, frozenset(forward))
+        self._block_of = {node: at for at, (_, nodes) in enumerate(runs) for node in nodes}
+        self.blocks = tuple(name for name, _ in runs)
         nodes = [node for node in forward if not is_recomputed(node)]
-        owners = [node for node in nodes if base_of(node) is node and not is_unshard(node)]
+        owners = [node for node in nodes if _owns(node) and not is_unshard(node)]
         self._owners = frozenset(owners)
-        self._saved = {base_of(node) for node in nodes if node.name in saved} & self._owners
-        fusion = fuse(graph, self._saved) if prices.is_fused else None
-        microseconds = {node: prices.op_us(node, fusion) for node in owners}
-        own: dict[str, list[fx.Node]] = {name: [] for name in self.blocks}
+        # A view may be one that backward makes, of what forward does.
+        owners_of_saved = {owner_of(node) for node in graph.nodes if node.name in saved}
+        self._saved = owners_of_saved & self._owners
+        fusion = fuse(graph, set(map(op_of, self._saved))) if prices.is_fused else None
+        ops = dict.fromkeys(map(op_of, owners))
+        microseconds = {op: prices.op_us(op, fusion) for op in ops}
+        own: list[list[fx.Node]] = [[] for _ in self.blocks]
         for node in owners:
             own[self._block_of[node]].append(node)
-        made = [self._values(name, nodes, microseconds) for name, nodes in own.items()]
+        made = [self._values(at, nodes, microseconds) for at, nodes in enumerate(own)]
         self._nodes = [nodes for nodes, _ in made]
         self.curves = tuple(_choices(block) for _, block in made)
 
@@ -94,35 +109,37 @@ class SavedValues:
 
         taken: a choice for each block, by its number.
         """
-        found: set[fx.Node] = set()
+        found: set[str] = set()
         for number, nodes, curve in zip(taken, self._nodes, self.curves, strict=True):
-            for each in curve[number].saved:
-                found |= set(_results(nodes[each]))
-        return frozenset(self._name[node] for node in found)
+            found |= {self._name[nodes[each]] for each in curve[number].saved}
+        return frozenset(found)
 
     def saved_blocks(self, taken: Sequence[int]) -> tuple[SavedBlock, ...]:
-        """Describe a choice for each block, by its number."""
-        found = []
+        """Describe a choice for each block, by its number; pieces of a block are added up."""
+        found: dict[str, SavedBlock] = {}
         for name, number, curve in zip(self.blocks, taken, self.curves, strict=True):
-            choice = curve[number]
-            given_up = curve[0].num_bytes - choice.num_bytes
-            found.append(SavedBlock(name, choice.num_bytes, given_up, choice.again_us))
-        return tuple(found)
+            choice, before = curve[number], found.get(name, SavedBlock(name, 0, 0, 0.0))
+            found[name] = SavedBlock(
+                name,
+                before.num_bytes + choice.num_bytes,
+                before.given_up_bytes + curve[0].num_bytes - choice.num_bytes,
+                before.again_us + choice.again_us,
+            )
+        return tuple(found.values())
 
     def blocks_of(self, part: fx.Graph) -> Mapping[fx.Node, int]:
         """Number the blocks that nodes of a part of this graph are from, those of its forward."""
-        number = {name: each for each, name in enumerate(self.blocks)}
-        known = {node.name: number[name] for node, name in self._block_of.items()}
+        known = {node.name: number for node, number in self._block_of.items()}
         return {node: known[node.name] for node in part.nodes if node.name in known}
 
     def _values(
-        self, block: str, own: Sequence[fx.Node], microseconds: Mapping[fx.Node, float]
+        self, block: int, own: Sequence[fx.Node], microseconds: Mapping[fx.Node, float]
     ) -> tuple[list[fx.Node], Block]:
         """List the nodes and values of `block`: its `own`, and those of others that it reads.
 
         Of a value of another block that is not saved yet, each block that reads it bears a part.
         """
-        read = (base_of(source) for node in own for source in node.all_input_nodes)
+        read = (owner_of(source) for node in own for source in op_of(node).all_input_nodes)
         others = {
             node: None
             for node in read
@@ -130,6 +147,7 @@ class SavedValues:
         }
         nodes = [*others, *own]
         number = {node: each for each, node in enumerate(nodes)}
+        firsts: dict[fx.Node, int] = {}  # of the results of an op
         values = []
         for node in nodes:
             num_bytes = sum(map(num_bytes_of, tensors_of(node)))
@@ -137,13 +155,16 @@ class SavedValues:
             if node in others:
                 values.append(Value(num_bytes // len(readers), 0.0, is_fixed=True))
                 continue
-            sources = {base_of(source) for source in node.all_input_nodes}
+            op = op_of(node)
+            sources = {owner_of(source) for source in op.all_input_nodes}
+            first = firsts.setdefault(op, number[node])
             is_fixed = is_tagged(node) or not can_be_recomputed(node) or bool(readers - {block})
             values.append(
                 Value(
                     num_bytes,
-                    microseconds[node],
+                    microseconds[op] if first == number[node] else 0.0,
                     tuple(sorted(number[each] for each in sources if each in number)),
+                    op=first,
                     is_read=node in self._saved,
                     is_fixed=is_fixed,
                 )
@@ -156,15 +177,19 @@ def _choices(block: Block) -> tuple[Choice, ...]:
     return choices(block)
 
 
-def _blocks(forward: Sequence[fx.Node], table: Sequence[ParamInfo]) -> dict[fx.Node, str]:
-    """Name the block that each of forward's nodes is in: after the unit that was read last.
+Run = tuple[str, list[fx.Node]]
+"""Name of a block, and the nodes of forward that are in it, or in a piece of it."""
+
+
+def _blocks(forward: Sequence[fx.Node], table: Sequence[ParamInfo]) -> list[Run]:
+    """Divide forward's nodes into blocks, each named after the unit that is read there.
 
     Of units that are numbered in a list, each is a block, with the units in it. Where a unit is
     read again after another one, a block begins that is numbered: "root 2". What stands before the
     first one is "start". What a block begins with before it reads a parameter, as a norm does, is
     in it, too: it begins where fewest bytes are handed on.
     """
-    runs: list[tuple[str, list[fx.Node]]] = [("start", [])]
+    runs: list[Run] = [("start", [])]
     times: Counter[str] = Counter()
     unit = None
     for node in forward:
@@ -173,21 +198,43 @@ def _blocks(forward: Sequence[fx.Node], table: Sequence[ParamInfo]) -> dict[fx.N
             times[now] += 1
             runs.append((now if times[now] == 1 else f"{now} {times[now]}", []))
         runs[-1][1].append(node)
-    position = {node: at for at, node in enumerate(forward)}
+    known = frozenset(forward)
     for (_, nodes), (_, following) in itertools.pairwise(runs):
-        begin = _begin_of_next(nodes, position)
+        begin = _begin_of_next(nodes, known)
         following[:0] = nodes[begin:]
         del nodes[begin:]
-    return {node: name for name, nodes in runs for node in nodes}
+    return [(name, nodes) for name, nodes in runs if nodes]
 
 
-def _begin_of_next(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> int:
+def _in_pieces(runs: Sequence[Run], most: int, forward: Collection[fx.Node]) -> list[Run]:
+    """Cut each block into up to `most` pieces, of about as many bytes of values.
+
+    Of the places that are nearer to one cut than to others, fewest bytes are handed on there.
+    """
+    if most == 1:
+        return list(runs)
+    found: list[Run] = []
+    for name, nodes in runs:
+        made = [_made_bytes(node) for node in nodes]
+        before = list(itertools.accumulate(made, initial=0))
+        handed_on = _handed_on(nodes, forward)
+        begin = 0
+        for piece in range(1, most):
+            low, high = ((piece + by) / most * before[-1] for by in (-0.5, 0.5))
+            near = [at for at in range(begin + 1, len(nodes)) if low <= before[at] < high]
+            if near:
+                end = min(near, key=lambda at: (handed_on[at], -at))
+                found.append((name, nodes[begin:end]))
+                begin = end
+        found.append((name, nodes[begin:]))
+    return found
+
+
+def _begin_of_next(nodes: Sequence[fx.Node], forward: Collection[fx.Node]) -> int:
     """Return where in a block's `nodes` the next one begins: after all that reads its parameters.
 
     Of these places it is the one at which fewest bytes of the block's values are read later, and of
     several the last.
-
-    position: of all of forward's nodes.
     """
     reads = [
         at
@@ -196,21 +243,31 @@ def _begin_of_next(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) ->
     ]
     if not reads:
         return len(nodes)
-    first = reads[-1] + 1
-    last_read: dict[fx.Node, int] = {}
-    for node in nodes:
-        if base_of(node) is node and not is_unshard(node):
-            last_read[node] = max((position.get(each, 0) for each in _readers(node)), default=0)
-    num_bytes = {node: sum(map(num_bytes_of, tensors_of(node))) for node in last_read}
-    best, fewest = len(nodes), math.inf
-    for at in range(len(nodes), first - 1, -1):
-        here = position[nodes[at]] if at < len(nodes) else position[nodes[-1]] + 1
-        handed_on = sum(
-            num_bytes[node] for node, last in last_read.items() if position[node] < here <= last
-        )
-        if handed_on < fewest:
-            best, fewest = at, handed_on
-    return best
+    handed_on = _handed_on(nodes, forward)
+    return min(range(reads[-1] + 1, len(nodes) + 1), key=lambda at: (handed_on[at], -at))
+
+
+def _handed_on(nodes: Sequence[fx.Node], forward: Collection[fx.Node]) -> list[int]:
+    """Add up, for each place in a block, bytes of its values that are made before and read behind.
+
+    The last place is its end. What backward alone reads is read nowhere.
+    """
+    position = {node: at for at, node in enumerate(nodes)}
+    change = [0] * (len(nodes) + 2)
+    for at, node in enumerate(nodes):
+        if num_bytes := _made_bytes(node):
+            readers = (each for each in _readers(node) if each in forward)
+            last = max((position.get(each, len(nodes)) for each in readers), default=at)
+            change[position[op_of(node)] + 1] += num_bytes
+            change[last + 1] -= num_bytes
+    return list(itertools.accumulate(change))[: len(nodes) + 1]
+
+
+def _made_bytes(node: fx.Node) -> int:
+    """Bytes of the memory that `node` owns; 0 for a gathered parameter, which is no value."""
+    if is_unshard(node) or not _owns(node):
+        return 0
+    return sum(map(num_bytes_of, tensors_of(node)))
 
 
 def _is_of_parameter(node: fx.Node) -> bool:
@@ -224,14 +281,16 @@ def _block_name(unit: str) -> str:
     return numbered.group() if numbered else unit
 
 
-def _results(node: fx.Node) -> list[fx.Node]:
-    """List the nodes that save a value: its op's result, or each of several that is read."""
-    return [user for user in node.users if is_result(user) and user.users] or [node]
+def _owns(node: fx.Node) -> bool:
+    """Tell whether `node` owns memory, and none of its results owns a part of it."""
+    return owner_of(node) is node and bool(tensors_of(node)) and not any(map(is_result, node.users))
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read `node`, or a view of it."""
-    for user in node.users:
-        yield user
-        if base_of(user) is node:
-            yield from _readers(user)
+    """Yield the nodes that read the memory that `node` owns, itself or through views of it."""
+    waiting = [node]
+    while waiting:
+        for user in waiting.pop().users:
+            yield user
+            if owner_of(user) is node:
+                waiting.append(user)

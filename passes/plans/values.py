@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard import _torch
+from autoshard.passes.ir.meta import VALUE
 
 
 def is_view(node: fx.Node) -> bool:
@@ -35,8 +36,29 @@ def is_result(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Node that owns the memory of `node`: itself, unless it is a view."""
+    """Node that makes the memory of `node`: itself, unless it is a view, or a result of an op."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def op_of(node: fx.Node) -> fx.Node:
+    """Return the op of whose results `node` is one; else `node`."""
+    while is_result(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def owner_of(node: fx.Node) -> fx.Node:
+    """Node that owns the memory of `node`: of an op that makes several tensors, each owns its own.
+
+    Of a view it is the owner of what it is a view of.
+    """
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        op = op_of(node)
+        is_made = op is not node and op.op == "call_function" and not is_view(op)
+        if is_made and isinstance(node.meta.get("val"), Tensor):
+            break
         node = node.all_input_nodes[0]
     return node
 
@@ -45,16 +67,22 @@ def numbered(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
     """Name the nodes that compute tensors by their op and its count so far: "mm:0", "mm:1".
 
     A graph's own names differ where it is traced with sizes that are symbols: these are nodes, too.
+    A name stays with its node, and copies of it: the partitioner drops nodes that compute what
+    another one does, so that a count would come to others. Nodes that come after are named only if
+    none has a name yet.
     """
+    nodes = [node for node in nodes if node.op == "call_function"]
+    found = {name: node for node in nodes if (name := VALUE.get(node)) is not None}
+    if found:
+        return found
     counts: Counter[str] = Counter()
-    found = {}
-    for node in nodes:
-        if node.op != "call_function" or not tensors_of(node):
-            continue
+    for node in filter(tensors_of, nodes):
         op = getattr(node.target, "overloadpacket", node.target)
-        name = str(getattr(op, "__name__", op))
-        found[f"{name}:{counts[name]}"] = node
-        counts[name] += 1
+        kind = str(getattr(op, "__name__", op))
+        name = f"{kind}:{counts[kind]}"
+        counts[kind] += 1
+        VALUE.set(node, name)
+        found[name] = node
     return found
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard import passes
 from autoshard.passes.ir.match import is_reduce_grad, is_unshard
 from autoshard.passes.ir.text import render
+from autoshard.runtime.compiled import kernels as kernels  # markers run by them
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
