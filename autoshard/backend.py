@@ -21,6 +21,7 @@ from autoshard.agreed_plan import Attempt, agreed_attempt
 from autoshard.one_piece import MANY, in_one_piece
 from autoshard.options import CompileOptions, CompileSettings
 from autoshard.passes.ir.plan import show_bytes
+from autoshard.runtime.compiled import tables
 from autoshard.runtime.compiled.calls import call_of
 from autoshard.runtime.compiled.frame import follow_replaced, sharded_parameters
 from autoshard.runtime.sharding import first_call
@@ -114,6 +115,7 @@ def _compile(
         "autoshard could not compile a frame, which runs on the eager runtime instead: "
         f"{attempt.reason}"
     )
+    tables.leave_to_eager()
     raise _torch.dynamo.SkipFrame(attempt.reason)
 
 

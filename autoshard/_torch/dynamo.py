@@ -62,6 +62,12 @@ def waits_to_compile(innermost: FrameType) -> bool:
     return innermost.f_globals.get("__name__") == _convert_frame.__name__
 
 
+def is_switched_off() -> bool:
+    """Tell whether Dynamo compiles nothing now, by its configuration or by `torch.compiler`."""
+    stance: str = torch._dynamo.eval_frame._stance.stance
+    return bool(torch._dynamo.config.disable) or stance != "default"
+
+
 def disable(function: _Function) -> _Function:
     """Wrap `function` so that Dynamo sees neither it nor what it calls."""
     disabled: _Function = torch.compiler.disable(function)

@@ -65,12 +65,14 @@ def load_module(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> 
 def replaced_weights(read: Callable[[Any], list[Any]]) -> dict[str, property]:
     """Attributes for a subclass of `nn.RNNBase` whose forward takes its weights from `read`.
 
-    `nn.RNNBase` caches its parameters in the list `_flat_weights`, which its forward reads. This
-    becomes a property that calls `read`, and ignores what is assigned.
+    `nn.RNNBase` caches its parameters in the list `_flat_weights`, which its forward reads, and
+    weak references to them. The list becomes a property that calls `read`, the references one that
+    has none; both ignore what is assigned.
     read: given the module, returns its weights, in the order of `weight_names`.
 
-    Patched: `_flat_weights`, of the subclass alone.
-    Why:     the list would keep what forward has read unsharded.
+    Patched: `_flat_weights` and `_flat_weight_refs`, of the subclass alone.
+    Why:     the list would keep what forward has read unsharded; and by the references Dynamo would
+             come to parameters from before sharding.
     Tests:   `test_recurrent_modules_keep_what_they_read`, needed; in
              tests/parity/compiled/test_mixes.py `test_modules_that_cache_parameters`, works.
     """
@@ -78,7 +80,14 @@ def replaced_weights(read: Callable[[Any], list[Any]]) -> dict[str, property]:
     def ignore(rnn: Any, value: list[Any]) -> None:
         """Ignore what `nn.RNNBase` assigns to its cache of parameters; ours is made on reading."""
 
-    return {"_flat_weights": property(read, ignore)}
+    def no_references(rnn: Any) -> list[None]:
+        """List none for each weight: forward then does not ask whether it is another one."""
+        return [None] * len(weight_names(rnn))
+
+    return {
+        "_flat_weights": property(read, ignore),
+        "_flat_weight_refs": property(no_references, ignore),
+    }
 
 
 def weight_names(rnn: Any) -> list[str]:

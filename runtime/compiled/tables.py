@@ -28,6 +28,15 @@ _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
 num_runs = 0
 """How often graphs that read sharded parameters have run, of all models."""
 
+num_left = 0
+"""How often such a graph was left to the eager runtime, as it can't be compiled, with a warning."""
+
+
+def leave_to_eager() -> None:
+    """Count a graph that is left to the eager runtime."""
+    global num_left
+    num_left += 1
+
 
 class Table:
     """Table of one model's parameters that a graph runs with; it keeps none of them alive.

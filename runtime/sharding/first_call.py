@@ -29,6 +29,7 @@ from autoshard.runtime.sharding.adopt import adopt_module, modules_named_by
 from autoshard.runtime.sharding.sharded_module import ShardedModule
 from autoshard.runtime.training.optimizers import uncalled_modules, watch_optimizers
 from autoshard.runtime.training.state_dict_names import keep_names
+from autoshard.runtime.unit.param import find
 from autoshard.runtime.unit.precision import cast_buffers, units_that_cast
 from autoshard.runtime.unit.unit import Unit, unit_of
 
@@ -93,7 +94,7 @@ def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) 
     _offer_methods(module, arguments)
     uncalled_modules.add(module)  # an optimizer that steps it uncalled is told so
     watch_optimizers()
-    pending = True
+    pending = looks = True
     casting: list[Unit] = []
 
     @functools.wraps(compiled)
@@ -103,9 +104,10 @@ def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) 
         Sharding waits for other ranks, by default; it is left out if a part of `module` is sharded
         already. Buffers of units with a `buffer_dtype` are cast first. With `strict_order=False`
         the gathers of all units are launched first, and a backward from the output takes part in
-        the reduces of all units. A RuntimeError about DTensors gets a note.
+        the reduces of all units. A RuntimeError about DTensors gets a note. Warns after the first
+        call that returns, if Dynamo captured no graph that reads sharded parameters of `module`.
         """
-        nonlocal pending
+        nonlocal pending, looks
         if pending:
             adopt_module(module, arguments)
             uncalled_modules.discard(module)
@@ -116,16 +118,37 @@ def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) 
         own = unit_of(module)
         if own is not None and own.is_unordered:
             begin_forward(own)  # also on a rank that will read nothing
+        before = tables.num_runs, tables.num_left
         try:
             output = compiled(*args, **kwargs)
         except RuntimeError as error:
             outside.explain(error)
             raise
+        if looks and not _torch.dynamo.is_switched_off():
+            looks = False
+            if before == (tables.num_runs, tables.num_left):
+                _warn_of_no_graph(module)
         if own is not None:
             access.watch_backward(own, output)
         return output
 
     return call
+
+
+def _warn_of_no_graph(module: nn.Module) -> None:
+    """Warn that the first call of `module` was not compiled, if it has sharded parameters.
+
+    With `strict_order=False` graphs have none of what would tell that they run: nothing is said.
+    """
+    units = [param.unit for each in module.parameters() if (param := find(each)) is not None]
+    if units and not units[0].is_unordered:
+        warnings.warn(
+            f"Dynamo captured no graph of {type(module).__name__} that reads sharded parameters, "
+            "which runs on the eager runtime: TORCH_LOGS=graph_breaks says why; RNN, GRU and LSTM "
+            "need torch._dynamo.config.allow_rnn = True",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 _METHODS = [

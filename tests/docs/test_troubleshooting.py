@@ -205,6 +205,11 @@ def captured_nothing(folder: Path) -> None:
     torch.compile(lambda ids: run(ids + 0) * 2, backend="autoshard", options=EAGER)(names()["ids"])
 
 
+def no_graph(folder: Path) -> None:
+    model = torch.compile(nn.LSTM(4, 4), backend="autoshard", options=EAGER)
+    model(torch.ones(2, 3, 4))
+
+
 def two_devices(folder: Path) -> None:
     model = Model()
     model.head.to("meta")
@@ -654,6 +659,8 @@ PROVOKED: dict[str, Mistake] = {
         of_no_module
     ),
     "Dynamo captured no model in ...: autoshard has sharded nothing in it": captured_nothing,
+    "Dynamo captured no graph of ... that reads sharded parameters, which runs on the eager "
+    "runtime": no_graph,
     "the parameters of ... are on several devices": two_devices,
     "has parameters or buffers on the meta device and no reset_parameters()": no_reset,
     "parameters ... of unit ... are still on the meta device": on_meta,
