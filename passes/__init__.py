@@ -15,6 +15,7 @@ from autoshard.passes.insert_collectives import insert_collectives as insert_col
 from autoshard.passes.ir.meta import ParamInfo as ParamInfo
 from autoshard.passes.ir.plan import Plan
 from autoshard.passes.keep_gathered import keep_gathered as keep_gathered
+from autoshard.passes.keep_overwritten import keep_overwritten as keep_overwritten
 from autoshard.passes.merge_markers import merge_markers as merge_markers
 from autoshard.passes.name_params import name_params as name_params
 from autoshard.passes.note_outputs import note_outputs as note_outputs
@@ -43,6 +44,7 @@ def joint(kept: Collection[int] = (), saved: Collection[str] | None = None) -> t
         partitioner.
     """
     return (
+        keep_overwritten,  # a tag of it says so to the partitioner
         use_kept,  # what is there already is not gathered, nor recomputed
         merge_markers,  # before the tags: one must hold for every use of a parameter
         partial(keep_gathered, params=kept),  # a tag below says so to the partitioner

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.programs import STEP, group, named, small
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import passes
@@ -279,6 +279,40 @@ def test_tags_have_one_region() -> None:
     gm = passes.run(small(STEP), (passes.tag_recompute,))
     regions = {n.meta["ac_graph_id"] for n in gm.graph.nodes if "recompute" in n.meta}
     assert len(regions) == 1
+
+
+class Scaling(nn.Module):
+    """Layer that scales by a buffer, which it overwrites before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(0.2)
+        return x + self.down((hidden * self.scale).sin())
+
+
+def gradient(backend: str | None) -> Tensor:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaling(), Scaling())
+    if backend is not None:
+        model.compile(backend=backend)
+    model(torch.ones(3, 4)).square().mean().backward()
+    grad = model[0].up.weight.grad
+    assert grad is not None
+    return grad
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks every tensor
+def test_inductor_forgets_that_inputs_are_overwritten() -> None:
+    """What `keep_overwritten` is for; without sharding, and none of our passes."""
+    want, got = gradient(None), gradient("inductor")
+    assert not torch.allclose(got, want, rtol=1e-3)
 
 
 def test_what_the_model_says_stays() -> None:

@@ -48,7 +48,7 @@ def test_tags(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["no_such_pass", str(NAMES)], "no pass 'no_such_pass'; there are use_kept, "),
+        (["no_such_pass", str(NAMES)], "no pass 'no_such_pass'; there are keep_overwritten, "),
         (["name_params", "no_such_file"], "no_such_file"),
         (["name_params", str(NAMES), "--ranks", "shard"], "as shard=8"),
         (["name_params", str(NAMES), "--keep", "a"], "as 0,2"),
