@@ -179,5 +179,6 @@ def worth_handing(
         return DryCompilation(make_frame(gm, example_inputs), settings).worth_handing()
     except _torch.dynamo.RestartAnalysis:
         raise
-    except Exception:  # the compilation will meet it, too, and tell all ranks
+    except Exception as error:  # the compilation may meet it, too, and will tell all ranks
+        log.warning("the memory budget is not kept to, as deciding what to save failed: %s", error)
         return Handed()

@@ -91,10 +91,15 @@ def give_value(node: fx.Node) -> None:
         return source.meta["val"]
 
     args, kwargs = fx.map_arg((inside.args, dict(inside.kwargs)), value_of)
-    fake = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
-    with fake.fake_mode:
+    with _fake_mode_of(node.graph):  # the op may take no tensor
         value = inside.target(*args, **kwargs)
     if str(node.target) == _KEEPS_STATE:
         states = (user.meta["val"] for user in node.users if user.args[1] == 0)
         value = (next(states), value)
     node.meta["val"] = value
+
+
+def _fake_mode_of(graph: fx.Graph) -> Any:
+    """Return the mode of the fake tensors that `graph` was traced with; there has to be one."""
+    values = [each.meta.get("val") for each in graph.nodes]
+    return next(each.fake_mode for each in tree_leaves(values) if isinstance(each, FakeTensor))
