@@ -60,6 +60,7 @@ def autoshard(
     tracing, a pass or the lowering, on any rank, is raised only with `strict`: otherwise it is one
     warning, and the frame runs on the eager runtime.
     """
+    tables.count_graph()
     given = CompileOptions.read({"mode": mode, **(options or {})})
     plain = plain_parameters(example_inputs)
     if plain:
@@ -115,7 +116,6 @@ def _compile(
         "autoshard could not compile a frame, which runs on the eager runtime instead: "
         f"{attempt.reason}"
     )
-    tables.leave_to_eager()
     raise _torch.dynamo.SkipFrame(attempt.reason)
 
 

@@ -31,6 +31,9 @@ from torch._guards import CompileContext, TracingContext
 from torch._logging._internal import trace_structured_artifact as trace_structured_artifact
 from torch.distributed.tensor import DTensor
 
+from autoshard._torch.autograd import in_functorch
+from autoshard._torch.ops import is_observed
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _NEW = (AttributeMutationNew, ValueMutationNew)  # of what a trace has made itself
@@ -62,10 +65,15 @@ def waits_to_compile(innermost: FrameType) -> bool:
     return innermost.f_globals.get("__name__") == _convert_frame.__name__
 
 
-def is_switched_off() -> bool:
-    """Tell whether Dynamo compiles nothing now, by its configuration or by `torch.compiler`."""
+def compiles_now() -> bool:
+    """Tell whether Dynamo compiles what it meets now.
+
+    It does not where it is switched off, by its configuration or by `torch.compiler`, nor inside of
+    a dispatch mode or of a transform of `torch.func`.
+    """
     stance: str = torch._dynamo.eval_frame._stance.stance
-    return bool(torch._dynamo.config.disable) or stance != "default"
+    is_on = not torch._dynamo.config.disable and stance == "default"
+    return is_on and not in_functorch() and not is_observed()
 
 
 def disable(function: _Function) -> _Function:

@@ -28,14 +28,14 @@ _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
 num_runs = 0
 """How often graphs that read sharded parameters have run, of all models."""
 
-num_left = 0
-"""How often such a graph was left to the eager runtime, as it can't be compiled, with a warning."""
+num_graphs = 0
+"""How many graphs Dynamo has captured, of all models, whatever they read."""
 
 
-def leave_to_eager() -> None:
-    """Count a graph that is left to the eager runtime."""
-    global num_left
-    num_left += 1
+def count_graph() -> None:
+    """Count a graph that Dynamo has captured."""
+    global num_graphs
+    num_graphs += 1
 
 
 class Table:

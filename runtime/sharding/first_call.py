@@ -105,7 +105,7 @@ def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) 
         already. Buffers of units with a `buffer_dtype` are cast first. With `strict_order=False`
         the gathers of all units are launched first, and a backward from the output takes part in
         the reduces of all units. A RuntimeError about DTensors gets a note. Warns after the first
-        call that returns, if Dynamo captured no graph that reads sharded parameters of `module`.
+        call that returns, if Dynamo compiles then, and has captured no graph.
         """
         nonlocal pending, looks
         if pending:
@@ -118,15 +118,15 @@ def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) 
         own = unit_of(module)
         if own is not None and own.is_unordered:
             begin_forward(own)  # also on a rank that will read nothing
-        before = tables.num_runs, tables.num_left
+        before = tables.num_runs, tables.num_graphs
         try:
             output = compiled(*args, **kwargs)
         except RuntimeError as error:
             outside.explain(error)
             raise
-        if looks and not _torch.dynamo.is_switched_off():
+        if looks and _torch.dynamo.compiles_now():
             looks = False
-            if before == (tables.num_runs, tables.num_left):
+            if before == (tables.num_runs, tables.num_graphs):
                 _warn_of_no_graph(module)
         if own is not None:
             access.watch_backward(own, output)
@@ -143,9 +143,9 @@ def _warn_of_no_graph(module: nn.Module) -> None:
     units = [param.unit for each in module.parameters() if (param := find(each)) is not None]
     if units and not units[0].is_unordered:
         warnings.warn(
-            f"Dynamo captured no graph of {type(module).__name__} that reads sharded parameters, "
-            "which runs on the eager runtime: TORCH_LOGS=graph_breaks says why; RNN, GRU and LSTM "
-            "need torch._dynamo.config.allow_rnn = True",
+            f"Dynamo captured no graph of {type(module).__name__}, which runs on the eager "
+            "runtime: TORCH_LOGS=graph_breaks says why; RNN, GRU and LSTM need "
+            "torch._dynamo.config.allow_rnn = True",
             RuntimeWarning,
             stacklevel=3,
         )

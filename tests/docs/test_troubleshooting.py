@@ -664,8 +664,7 @@ PROVOKED: dict[str, Mistake] = {
         of_no_module
     ),
     "Dynamo captured no model in ...: autoshard has sharded nothing in it": captured_nothing,
-    "Dynamo captured no graph of ... that reads sharded parameters, which runs on the eager "
-    "runtime": no_graph,
+    "Dynamo captured no graph of ..., which runs on the eager runtime": no_graph,
     "the parameters of ... are on several devices": two_devices,
     "has parameters or buffers on the meta device and no reset_parameters()": no_reset,
     "parameters ... of unit ... are still on the meta device": on_meta,
