@@ -111,7 +111,10 @@ def _compile(
         _warn_beyond_budget(attempt, code)
         return call_of(attempt.compilation.frame, attempt.compiled, name, attempt.plans)
     if settings.strict:
-        raise attempt.failure or RuntimeError(attempt.reason)
+        failure = attempt.failure
+        if failure is None or _torch.dynamo.breaks_graphs(failure):
+            raise RuntimeError(attempt.reason) from failure
+        raise failure
     _warn_once(
         "autoshard could not compile a frame, which runs on the eager runtime instead: "
         f"{attempt.reason}"

@@ -8,8 +8,8 @@ Eight models are trained for three steps of SGD with the plain lowering, without
 some, which are shares of the peak that the plan without one has. Prints a Markdown table: of each,
 the measured peak over the budget, that of the plan, what forward gives up, and the time that the
 plan predicts over that without a budget. Losses, parameters and buffers have to be those without a
-budget, bit for bit, and the peak at most two hundredths above it; a plan that can't keep to the
-budget has to say so. Ends with 1 if anything else was found.
+budget, bit for bit, and the peak at most two hundredths above it, or above that of a plan that says
+that it can't keep to the budget. Ends with 1 if anything else was found.
 
 The peak is that of storages alive in any op of the graphs, gradients and shards among them, as
 tests/support/memory.py measures it. With `--random` models are random, and so are budgets, one for
@@ -27,17 +27,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.architectures import ARCHITECTURES
+from support.architectures import ARCHITECTURES, architecture
 from support.dit import DiT
-from support.memory import PeakOfGraphs
+from support.memory import train_measured
 from support.pieces import Piece, Pieces
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import autoshard
 
 OVER = 1.02  # of a budget, at most
-STEPS = 3
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.35)
 ROWS, LENGTH = 4, 64
 """Samples of a rank's batch, and tokens in each."""
@@ -86,13 +84,6 @@ def known(name: str, **config: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def unet() -> nn.Module:
-    """Return a U-Net of `diffusers` with two resolutions."""
-    import diffusers
-
-    return diffusers.UNet2DModel(**ARCHITECTURES["unet_2d"].config).train()
-
-
 def ids(random: torch.Generator) -> Tensor:
     """Draw a batch of tokens."""
     return torch.randint(3, 97, (ROWS, LENGTH), generator=random)
@@ -131,7 +122,7 @@ WORKLOADS = {
     "vit": Workload(known("vit", **LAYERS, patch_size=4), of_images),
     "mixtral": Workload(known("mixtral", **LAYERS), of_text),
     "dit": Workload(DiT, of_labelled_noise),
-    "unet": Workload(unet, of_noise),
+    "unet": Workload(lambda: architecture("unet_2d"), of_noise),
     "lstm": Workload(Recurrent, lambda model, random: model(ids(random))),
 }
 
@@ -156,7 +147,7 @@ class Trained:
 
 
 def trained(workload: Workload, *, budget: int | None = None, **options: Any) -> Trained:
-    """Train for `STEPS` steps, compiled with `options`.
+    """Train for three steps, compiled with `options`.
 
     budget: of the graphs, in bytes; gradients and states of an optimizer are added to it.
     """
@@ -168,23 +159,11 @@ def trained(workload: Workload, *, budget: int | None = None, **options: Any) ->
         options["memory_budget"] = budget + 3 * sum(each.nbytes for each in shards)
     options = {"lowering": "eager", "strict": True, "topology": "h100", **options}
     model.compile(backend="autoshard", options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory, values = PeakOfGraphs(counts_backend=False), []
     batches = torch.Generator().manual_seed(dist.get_rank())
-    torch.manual_seed(7)
-    with warnings.catch_warnings(), memory.compiling():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*memory_budget")  # plans say the same
-        for _ in range(STEPS):
-            memory.reset()
-            with memory:
-                loss = workload.loss(model, batches)
-                loss.backward()
-            values.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-    state = model.state_dict().values()
-    values += [each.to_local() if isinstance(each, DTensor) else each for each in state]
-    return Trained(values, autoshard.plans(model), sum(memory.mode.at_peak.values()))
+        values, peak = train_measured(model, lambda: workload.loss(model, batches))
+    return Trained(values, autoshard.plans(model), peak)
 
 
 def gather_all(value: Any) -> list[Any]:
@@ -200,17 +179,19 @@ def row(name: str, share: float, plain: Trained) -> tuple[str, bool]:
     got = trained(WORKLOADS[name], budget=budget)
     is_equal = all(map(torch.equal, got.values, plain.values))
     is_over = got.planned_bytes > budget
-    is_within = got.peak_bytes <= OVER * budget
+    is_within = got.peak_bytes <= OVER * max(budget, got.planned_bytes)
     found = "equal" if is_equal else "OTHER NUMBERS"
+    if is_over:
+        found += ", said to be too small"
     if not is_within:
-        found += ", said to be too small" if is_over else ", TOO MUCH"
+        found += ", MORE THAN PLANNED"
     given_up = sum(block.given_up_bytes for plan in got.plans for block in plan.saved)
     line = (
         f"| {name} | {share:.2f} | {got.peak_bytes / budget:.3f} "
         f"| {got.planned_bytes / budget:.3f} | {given_up / 1024:.0f} "
         f"| {got.makespan_us / plain.makespan_us:.3f} | {found} |"
     )
-    return line, is_equal and (is_within or is_over)
+    return line, is_equal and is_within
 
 
 def table(names: Sequence[str], shares: Sequence[float], say: Callable[[str], None]) -> bool:
@@ -245,7 +226,7 @@ def random_models(number: int, say: Callable[[str], None]) -> bool:
         budget = int(random.Random(seed).uniform(0.3, 0.9) * plain.planned_bytes)
         got = trained(workload, budget=budget)
         is_equal = all(
-            torch.equal(each.nan_to_num(), other.nan_to_num())
+            torch.allclose(each, other, rtol=0, atol=0, equal_nan=True)
             for each, other in zip(got.values, plain.values, strict=True)
         )
         if not all(gather_all(is_equal)):

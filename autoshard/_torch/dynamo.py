@@ -25,6 +25,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback as _breaks
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._guards import CompileContext, TracingContext
@@ -74,6 +75,14 @@ def compiles_now() -> bool:
     stance: str = torch._dynamo.eval_frame._stance.stance
     is_on = not torch._dynamo.config.disable and stance == "default"
     return is_on and not in_functorch() and not is_observed()
+
+
+def breaks_graphs(error: Exception) -> bool:
+    """Tell whether Dynamo takes `error`, raised by a backend, for a reason to run a frame eagerly.
+
+    It says so to nobody.
+    """
+    return isinstance(error, _breaks)
 
 
 def disable(function: _Function) -> _Function:

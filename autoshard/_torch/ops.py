@@ -101,5 +101,5 @@ def give_value(node: fx.Node) -> None:
 
 def _fake_mode_of(graph: fx.Graph) -> Any:
     """Return the mode of the fake tensors that `graph` was traced with; there has to be one."""
-    values = [each.meta.get("val") for each in graph.nodes]
-    return next(each.fake_mode for each in tree_leaves(values) if isinstance(each, FakeTensor))
+    leaves = (leaf for node in graph.nodes for leaf in tree_leaves(node.meta.get("val")))
+    return next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))

@@ -39,8 +39,8 @@ class Value:
         anyway is left out.
     is_read: whether backward reads it.
     is_fixed: whether it can't be computed again; it is saved if it is needed.
-    op: number of the first of the values that its op makes, which alone has the op's time; None if
-        the op makes no other.
+    op: number of the first of the values that its op makes, which alone has the op's time; None
+        stands for the value's own number.
     """
 
     num_bytes: int

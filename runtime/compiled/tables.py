@@ -38,6 +38,11 @@ def count_graph() -> None:
     num_graphs += 1
 
 
+def counts() -> tuple[int, int]:
+    """Return `num_runs` and `num_graphs`."""
+    return num_runs, num_graphs
+
+
 class Table:
     """Table of one model's parameters that a graph runs with; it keeps none of them alive.
 

@@ -118,7 +118,7 @@ def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) 
         own = unit_of(module)
         if own is not None and own.is_unordered:
             begin_forward(own)  # also on a rank that will read nothing
-        before = tables.num_runs, tables.num_graphs
+        before = tables.counts() if looks else None
         try:
             output = compiled(*args, **kwargs)
         except RuntimeError as error:
@@ -126,7 +126,7 @@ def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) 
             raise
         if looks and _torch.dynamo.compiles_now():
             looks = False
-            if before == (tables.num_runs, tables.num_graphs):
+            if before == tables.counts():
                 _warn_of_no_graph(module)
         if own is not None:
             access.watch_backward(own, output)

@@ -164,3 +164,27 @@ class PeakOfGraphs:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_torch.fx, "boxed", looked_into)
             yield
+
+
+def train_measured(
+    model: Any, loss: Callable[[], Tensor], *, steps: int = 3
+) -> tuple[list[Tensor], int]:
+    """Train a compiled model with the plain lowering: losses and state, and the last step's peak.
+
+    loss: of the next batch. The first call compiles.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory, values = PeakOfGraphs(counts_backend=False), []
+    torch.manual_seed(7)
+    with memory.compiling():
+        for _ in range(steps):
+            memory.reset()
+            with memory:
+                found = loss()
+                found.backward()
+            values.append(found.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+    state = model.state_dict().values()
+    values += [each.to_local() if isinstance(each, DTensor) else each for each in state]
+    return values, sum(memory.mode.at_peak.values())

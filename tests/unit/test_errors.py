@@ -10,6 +10,7 @@ from support.models import Net, net_loss
 from support.ranks import on_ranks
 from support.training import adamw, assert_same, replicated, train
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
@@ -334,6 +335,21 @@ def test_strict_raises(rank: int, model: type[Net]) -> None:
     call = torch.compile(model(), backend="autoshard", options={"strict": True})
     with pytest.raises(Exception, match="no lowering for this one"):
         net_loss(call, rank, 0)
+
+
+@on_ranks(2, compiles=True)
+def test_strict_raises_what_dynamo_takes_for_a_break(rank: int) -> None:
+    """Of some errors of a backend Dynamo tells nobody, and runs the frame eagerly."""
+    from autoshard import compilation
+
+    def lower(gm: Any) -> Any:
+        raise DataDependentOutputException("a value is asked for")
+
+    call = torch.compile(Net(), backend="autoshard", options={"strict": True, "lowering": "eager"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation, "lower_eagerly", lower)
+        with pytest.raises(Exception, match="DataDependentOutputException: a value is asked for"):
+            net_loss(call, rank, 0)
 
 
 @on_ranks(2, compiles=True)

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.memory import PeakOfGraphs
+from support.memory import train_measured
 from support.models import Block
 from support.pieces import Piece, Pieces
 from support.ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
@@ -89,21 +88,7 @@ def trained(rank: int, build: Callable[[], Any], **options: Any) -> tuple[Any, l
     batch = plain.batch(rank)
     model: Any = autoshard.shard(plain)
     model.compile(backend="autoshard", options={"strict": True, "topology": "h100", **options})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory, losses = PeakOfGraphs(counts_backend=False), []
-    torch.manual_seed(7)
-    with memory.compiling():
-        for _ in range(3):
-            memory.reset()
-            with memory:
-                loss = model(batch)
-                loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-    state = model.state_dict().values()
-    values = [each.to_local() if isinstance(each, DTensor) else each for each in state]
-    return model, [*losses, *values], sum(memory.mode.at_peak.values())
+    return model, *train_measured(model, lambda: model(batch))
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -130,6 +115,29 @@ def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
             assert [block.name for block in saved] == ["root", *layers, "root 2"]
         if name == "checkpointed":  # as the model says, whatever the budget is
             assert {block.given_up_bytes for block in saved if block.name in CHECKPOINTED} == {0}
+
+
+@on_ranks(2)
+def test_a_decision_that_fails_says_so(rank: int) -> None:
+    """The step runs as without a budget."""
+    from autoshard import compilation
+
+    def decide(*args: Any) -> Any:
+        raise ValueError("no decision")
+
+    log, tries = logging.getLogger("autoshard.agreed_plan"), Tries()
+    log.addHandler(tries)
+    _, want, _ = trained(rank, Stages, lowering="eager")
+    try:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*memory_budget")
+            patch.setattr(compilation, "decide", decide)
+            model, got, _ = trained(rank, Stages, lowering="eager", memory_budget=200_000)
+    finally:
+        log.removeHandler(tries)
+    assert [str(args[0]) for args in tries.found] == ["no decision"]
+    assert all(map(torch.equal, got, want))
+    assert not autoshard.plans(model)[0].saved
 
 
 class Tries(logging.Handler):

@@ -99,8 +99,7 @@ def before(self: Tensor, mesh: Any) -> Any:
 def after(self: Tensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
     data, scales = outputs
     assert metadata == "metadata"
-    assert torch.equal(scales, torch.full_like(scales, 3.0))
-    whole = (data * 3).to(param_dtype)
+    whole = (data * scales.mean()).to(param_dtype)  # exact: each rank sends a 3
     return whole, (whole,)
 
 
