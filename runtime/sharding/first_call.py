@@ -136,12 +136,8 @@ def sharding_first(module: nn.Module, compiled: Any, arguments: dict[str, Any]) 
 
 
 def _warn_of_no_graph(module: nn.Module) -> None:
-    """Warn that the first call of `module` was not compiled, if it has sharded parameters.
-
-    With `strict_order=False` graphs have none of what would tell that they run: nothing is said.
-    """
-    units = [param.unit for each in module.parameters() if (param := find(each)) is not None]
-    if units and not units[0].is_unordered:
+    """Warn that the first call of `module` was not compiled, if it has sharded parameters."""
+    if any(find(param) is not None for param in module.parameters()):
         warnings.warn(
             f"Dynamo captured no graph of {type(module).__name__}, which runs on the eager "
             "runtime: TORCH_LOGS=graph_breaks says why; RNN, GRU and LSTM need "
