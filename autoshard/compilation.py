@@ -225,6 +225,7 @@ class Compilation:
             self.frame.inputs,
             inner_compile=inner,
             joint_pass=self._joint,
+            split=self._with_host if self.handed.moved else None,
             settings=self.settings.inductor,
             key=self._cache_key(),
         )
@@ -279,9 +280,23 @@ class Compilation:
         return plan_cache.frame_key(facts)
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        return _torch.aot.min_cut_rematerialization_partition(
+        parts = _torch.aot.min_cut_rematerialization_partition(
             self._joint(gm), joint_inputs, **kwargs
         )
+        return self._with_host(*parts)
+
+    def _with_host(
+        self, forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Have parts of a joint graph copy to the host, and back, what is to lie there meanwhile.
+
+        They are changed in place. Raises PassError if the pass fails.
+        """
+        if self.handed.moved:
+            transforms = passes.parted(frozenset(self.handed.moved), self.prices)
+            for gm, transform in itertools.product((forward, backward), transforms):
+                passes.run_one(gm, transform).recompile()
+        return forward, backward
 
     def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Run the joint passes on `gm`, which is about to be partitioned, and return it.
@@ -330,16 +345,18 @@ class Compilation:
         if priced is not None:
             self.priced[graph] = priced
         if plan is not None and plan.buckets:
-            if graph == "forward":
-                plan = dataclasses.replace(plan, saved=self.handed.blocks)
             self._tell(plan, gm)
         return gm
 
     def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
         """Log `plan`, add it to `plans`, and write it, and `gm`, to torch's structured trace.
 
+        The first one says what forward saves, also where it is backward's: a forward without
+        collectives has no plan.
         gm: the planned graph; None if it comes from a cache, lowered.
         """
+        if not self.plans and plan.graph != "inference":
+            plan = dataclasses.replace(plan, saved=self.handed.blocks)
         self.plans.append(plan)
         log.info("graph %d, %s", self.number, plan.text())
         name = f"autoshard_{self.number}_{plan.graph}"

@@ -2,7 +2,8 @@
 
     joint graph --> parts, as the partitioner makes them --> peak under the budget?
         yes: parameters stay unsharded, where there is room for them and time to win
-        no:  values are computed again, until there is room
+        no:  values lie on the host meanwhile, as far as copies are hidden, or are computed again,
+             until there is room
 
 Parts are made and simulated anew with each decision that is tried.
 """
@@ -45,12 +46,14 @@ class Handed:
     params: names of parameters that stay unsharded, however their units reshard.
     saved: nodes of the joint graph that are saved, by the names that `numbered` gives them; None:
         as the partitioner finds it.
+    moved: those of them that lie on the host from forward to backward.
     blocks: what that is by block, for people.
     """
 
     params: tuple[str, ...] = ()
     saved: tuple[str, ...] | None = None
     blocks: tuple[SavedBlock, ...] = ()
+    moved: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Return it as text, the same for equal decisions."""
@@ -135,12 +138,16 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
         forward, backward = parts.forward.priced, parts.backward.priced
         problems = forward.problem, backward.problem
         return Handed(worth_keeping(*problems, forward.candidates, budget_bytes))
+    hosts = list(dict.fromkeys((prices.topology.host_link, None)))
     for pieces in PIECES:
-        values = SavedValues(parts.joint, parts.saved, prices, parts.table, pieces)
-        found = _search(part, values, now, budget_bytes)
-        is_better = found.cost < best.cost
-        best = min(best, found, key=lambda tried: tried.cost)
-        if not best.over or (pieces > ENOUGH and not is_better):
+        was = best
+        for host in hosts:
+            values = SavedValues(parts.joint, parts.saved, prices, parts.table, pieces, host)
+            found = _search(part, values, now, budget_bytes)
+            best = min(best, found, key=lambda tried: tried.cost)
+            if not best.over and WORTH * best.time_us <= now.time_us:
+                break
+        if not best.over or (pieces > ENOUGH and best is was):
             break
     return best.handed
 
@@ -169,12 +176,16 @@ def _search(
         taken = allotted(values.curves, needs)
         if taken == now.taken:
             break
-        handed = Handed((), tuple(sorted(values.names(taken))), values.saved_blocks(taken))
+        handed = Handed(
+            saved=tuple(sorted(values.names(taken))),
+            blocks=values.saved_blocks(taken),
+            moved=tuple(sorted(values.moved(taken))),
+        )
         was, now = now, _Tried.of(handed, taken, part(handed), budget_bytes)
         log.info(
-            "%s: computed again for %.0f us, at least %.0f; a step of %.0f us, beyond it by %s",
+            "%s: given up for %.0f us, at least %.0f; a step of %.0f us, beyond it by %s",
             needs,
-            sum(block.again_us for block in handed.blocks),
+            sum(curve[each].time_us for curve, each in zip(values.curves, taken, strict=True)),
             least_us(values.curves, needs),
             now.time_us,
             now.over or "nothing",

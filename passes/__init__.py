@@ -19,6 +19,7 @@ from autoshard.passes.keep_overwritten import keep_overwritten as keep_overwritt
 from autoshard.passes.merge_markers import merge_markers as merge_markers
 from autoshard.passes.name_params import name_params as name_params
 from autoshard.passes.note_outputs import note_outputs as note_outputs
+from autoshard.passes.offload_saved import offload_saved as offload_saved
 from autoshard.passes.part_markers import part_markers as part_markers
 from autoshard.passes.pipeline import Pass as Pass
 from autoshard.passes.pipeline import PassError as PassError
@@ -54,6 +55,14 @@ def joint(kept: Collection[int] = (), saved: Collection[str] | None = None) -> t
         tag_recompute,  # what is computed from parameters alone, whatever is saved
         partial(tag_saved, saved=saved),  # last: what the partitioner, next in line, obeys
     )
+
+
+def parted(moved: Collection[str], prices: Prices | None) -> tuple[Pass, ...]:
+    """List the passes over each part of a joint graph, before AOTAutograd looks at it.
+
+    moved, prices: see `offload_saved`.
+    """
+    return (partial(offload_saved, moved=moved, prices=prices),)
 
 
 def pipeline(

@@ -88,6 +88,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             bucketing=options.bucketing,
             kept=_numbers(options.keep),
             saved=saved_of(head),
+            moved=saved_of(head, "moved") or (),
         )
         chosen = choose(options.passes.split(","), known)
         sizes = _sizes(options.ranks)
@@ -140,9 +141,12 @@ def table_of(head: str, gm: fx.GraphModule) -> list[ParamInfo]:
     return [_info(names[number] or "") for number in sorted(names)]
 
 
-def saved_of(head: str) -> list[str] | None:
-    """List the nodes in a line `# saved: mm:0 ...` on top of a graph; None without that line."""
-    listed = re.search(r"^# saved: (.*)$", head, re.MULTILINE)
+def saved_of(head: str, key: str = "saved") -> list[str] | None:
+    """List the nodes in a line `# saved: mm:0 ...` on top of a graph; None without that line.
+
+    key: word that the line begins with: "saved", or "moved", for those saved on the host.
+    """
+    listed = re.search(rf"^# {key}: (.*)$", head, re.MULTILINE)
     return listed[1].split() if listed else None
 
 
@@ -167,22 +171,26 @@ def every_pass(
     bucketing: str = "per_unit",
     kept: Collection[int] = (),
     saved: Collection[str] | None = None,
+    moved: Collection[str] = (),
 ) -> dict[str, tuple[Pass, ...]]:
     """Map names to passes: each pass by its own name; "joint" and "pipeline" to all of theirs.
 
-    A pass that both have is the one of "pipeline". No prices are known: buckets are not searched
-    for.
+    A pass that both have is the one of "pipeline". No prices are known there: buckets are not
+    searched for. Copies to the host are placed as on H100s.
 
     table, graph, bucketing: arguments of `passes.pipeline`.
     kept: numbers of the parameters that `keep_gathered` keeps.
     saved: the nodes that `tag_saved` has saved, or None.
+    moved: those that `offload_saved` copies.
     """
     from autoshard import passes
     from autoshard.passes.pipeline import pass_name
+    from autoshard.passes.planner.topology import Topology
 
     joint = passes.joint(kept, saved)
+    parted = passes.parted(moved, passes.Prices(Topology.load("h100"), is_fused=False))
     pipeline = passes.pipeline(table, graph=graph, bucketing=bucketing)
-    single = {pass_name(each): (each,) for each in (*joint, *pipeline)}
+    single = {pass_name(each): (each,) for each in (*joint, *parted, *pipeline)}
     return {**single, "joint": joint, "pipeline": pipeline}
 
 

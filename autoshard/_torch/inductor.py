@@ -71,6 +71,7 @@ def compile_frame(
     *,
     inner_compile: Callable[..., Any],
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule],
+    split: Callable[..., Any] | None = None,
     settings: Mapping[str, Any],
     key: str | None,
 ) -> tuple[Callable[..., Any], list[str]]:
@@ -79,8 +80,9 @@ def compile_frame(
     inner_compile: takes the place of Inductor's compiler of single graphs, and has its arguments.
     joint_pass: runs last over the joint graph, before it is partitioned; it must change the graph
         in place, as what it returns is ignored.
+    split: returns what a joint graph's parts, forward and backward, are to be; None: these.
     settings: by key of Inductor's config. It makes no CUDA graphs in any case.
-    key: all that `inner_compile` and `joint_pass` depend on besides the graph. On a hit of
+    key: all that `inner_compile`, `joint_pass` and `split` depend on besides the graph. On a hit of
         AOTAutograd's cache neither is called. None: that cache is not used.
 
     A backward, if gradients are enabled now, is compiled with its forward.
@@ -89,6 +91,7 @@ def compile_frame(
     in which they were made or loaded; "" for one that is not cached.
     """
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     class JointPass(CustomGraphPass):
@@ -103,6 +106,19 @@ def compile_frame(
         def uuid(self) -> str | None:
             return key
 
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Part a joint graph, on which `joint_pass` has run, and have `split` change it."""
+            assert split is not None
+            return split(*aot.min_cut_rematerialization_partition(*args, **kwargs))
+
+        def uuid(self) -> str | None:
+            return key
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Stand, in keys of caches, which pickle settings, for what `uuid` says."""
+            return str, (key,)
+
     names: list[str] = []
     with aot.settings(is_cached=key is not None), _noting_names(names):
         compiled: Any = compile_fx(
@@ -113,6 +129,7 @@ def compile_frame(
                 **settings,
                 **NO_GRAPHS,
                 "joint_custom_post_pass": JointPass(),
+                **({"custom_partitioner_fn": Partitioner()} if split is not None else {}),
             },
         )
     call: Callable[..., Any] = compiled

@@ -79,6 +79,22 @@ _EVENTS: dict[object, str] = {
 }
 
 
+_MOVES: dict[object, str] = {
+    ops.launch_offload: "offload",
+    ops.wait_offload: "offloaded",
+    ops.launch_reload: "reload",
+    ops.wait_reload: "reloaded",
+}
+
+
+def move_of(node: fx.Node) -> str | None:
+    """Name what `node` does with a value that forward saves on the host, "offload" for instance.
+
+    None for other nodes. What it does is no event of a plan: a plan counts it as compute.
+    """
+    return _MOVES.get(node.target) if node.op == "call_function" else None
+
+
 def event_of(node: fx.Node) -> str | None:
     """Plan event that `node` is, "launch" or "wait" for instance; None for other nodes."""
     return _EVENTS.get(node.target) if node.op == "call_function" else None
@@ -158,15 +174,21 @@ def is_preparation(node: fx.Node) -> bool:
 
 
 def begun_by(node: fx.Node) -> fx.Node | None:
-    """Return the launch of copies that `node`, a `wait_load` or `wait_store`, waits for.
+    """Return the launch of copies that `node`, a wait for copies, waits for.
 
-    None if its first argument is no launch, or one of the other kind.
+    None if its first argument is no launch, or one of another kind.
     """
     begun = node.args[0]
-    if not isinstance(begun, fx.Node) or begun.target not in (ops.launch_load, ops.launch_store):
-        return None
-    is_load = begun.target is ops.launch_load
-    return begun if node.target is (ops.wait_load if is_load else ops.wait_store) else None
+    is_begun = isinstance(begun, fx.Node) and begun.target is _BEGUN_BY.get(node.target)
+    return begun if isinstance(begun, fx.Node) and is_begun else None
+
+
+_BEGUN_BY: dict[object, object] = {
+    ops.wait_load: ops.launch_load,
+    ops.wait_store: ops.launch_store,
+    ops.wait_offload: ops.launch_offload,
+    ops.wait_reload: ops.launch_reload,
+}
 
 
 def is_planned(node: fx.Node) -> bool:

@@ -58,4 +58,5 @@ PARAM: Key[ParamInfo] = Key("autoshard.param")  # on a marker: whose it is
 CHUNKS: Key[int] = Key("autoshard.chunks")  # in which a value is computed
 SOURCE: Key[str] = Key("autoshard.source")  # for people: what a node is about
 VALUE: Key[str] = Key("autoshard.value")  # of a joint graph's forward, in every part and copy
+EXPOSED_US: Key[float] = Key("autoshard.exposed_us")  # on a copy's wait: compute's, as predicted
 PLAN: Key[Plan] = Key("autoshard.plan")  # on a graph module: what the acting passes obey

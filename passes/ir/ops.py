@@ -19,6 +19,11 @@
     ticket = launch_store([shard, ...], bucket)              and so for gradients' shards
     [shard.] = wait_store(ticket, [shard, ...], bucket)
 
+    ticket = launch_offload(value, copy)                     a value that forward saves, to the host
+    value  = wait_offload(ticket, value, copy)
+    ticket = launch_reload(value, device, copy)              and back, for backward
+    value  = wait_reload(ticket, value, device, copy)
+
 The markers say *what*; passes decide *how* by replacing them. Markers can also be run: each is one
 collective that is waited for at once, the slowest correct form of a graph.
 
@@ -40,13 +45,13 @@ which `Unshard.of` reads, then the member and the group of the gradient's reduce
                       shard goes to the host: "f32[7]^host"
 
 `param` indexes the table of parameters of one compilation, -1 before the table is made. `bucket`
-numbers the buckets of one graph. A ticket is a tensor of one byte: what is packed or in flight is
-held by the runtime, where no compiler can reuse its memory. Packing is an op by itself, so that
-gradients are freed before memory for their sum is allocated. A gather may send a shard that is an
-input of the graph as it is; with `copies` it copies all shards first, as the graph has made some. A
-`grouped` gather sends each member by itself, and copies none to or from a shared buffer, except
-members too small for that. The tensors that a copy reads are arguments of its wait, too. No
-argument depends on the rank.
+numbers the buckets of one graph, and `copy` the values that it copies. A ticket is a tensor of one
+byte: what is packed or in flight is held by the runtime, where no compiler can reuse its memory.
+Packing is an op by itself, so that gradients are freed before memory for their sum is allocated. A
+gather may send a shard that is an input of the graph as it is; with `copies` it copies all shards
+first, as the graph has made some. A `grouped` gather sends each member by itself, and copies none
+to or from a shared buffer, except members too small for that. The tensors that a copy reads are
+arguments of its wait, too. No argument depends on the rank.
 
 Settings that a user may change between a graph's forward and its backward (sums that wait to be
 added to a gradient, hooks, the divide factor) are no part of a graph. Reduces find them by `table`,
@@ -329,6 +334,43 @@ def wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tensor
     shards: those that the launch copies.
     """
     return [shard.new_empty(shard.shape, device="cpu") for shard in shards]
+
+
+# ---- copies of values that forward saves
+
+
+@declare("(Tensor value, int copy) -> Tensor")
+def launch_offload(value: Tensor, copy: int) -> Tensor:
+    """Make the fake ticket, on the host, of the op that launches a copy of `value` to the host.
+
+    copy: its number in the graph.
+    """
+    return _ticket(value, device="cpu")
+
+
+@declare("(Tensor ticket, Tensor value, int copy) -> Tensor")
+def wait_offload(ticket: Tensor, value: Tensor, copy: int) -> Tensor:
+    """Make the fake output of the op that has compute wait for a copy: the value, on the host.
+
+    The host does not wait: the copy may be read by a `launch_reload`, and by nothing else. From
+    then on the memory of `value`, the one that the launch copies, may be used again.
+    """
+    return torch.empty_like(value, device="cpu")
+
+
+@declare("(Tensor value, str device, int copy) -> Tensor")
+def launch_reload(value: Tensor, device: str, copy: int) -> Tensor:
+    """Make the fake ticket, on the host, of the op that launches a copy of `value` to `device`.
+
+    value: that a `wait_offload` gave.
+    """
+    return _ticket(value, device="cpu")
+
+
+@declare("(Tensor ticket, Tensor value, str device, int copy) -> Tensor")
+def wait_reload(ticket: Tensor, value: Tensor, device: str, copy: int) -> Tensor:
+    """Make the fake output of the op that has compute on `device` wait for a copy, and gives it."""
+    return torch.empty_like(value, device=device)
 
 
 # ---- what outputs look like

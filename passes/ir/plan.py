@@ -121,14 +121,17 @@ class SavedBlock:
     """Bytes that forward saves of a block of the model, where a memory budget has decided it.
 
     name: the path of the block's module, numbered where it runs again after others: "root 2".
-    num_bytes: saved. given_up_bytes: that would be saved without a budget, and are not.
+    num_bytes: saved on the device.
+    given_up_bytes: that would be saved there without a budget, and are not.
     again_us: predicted microseconds of what backward computes again in their place.
+    host_bytes: of what is saved, on the host meanwhile; it is given up, too.
     """
 
     name: str
     num_bytes: int
     given_up_bytes: int
     again_us: float
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Plan:
     figures:  predicted times and memory; None where costs are unknown, and then the properties that
         read them raise ValueError. No part of what ranks agree on.
     saved:    of a forward, what a memory budget has it save, by block; empty if it has not decided
-        that, as where the step fits.
+        that, as where the step fits. A backward's plan has it if there is none of the forward.
     """
 
     graph: str
@@ -231,13 +234,14 @@ class Plan:
 
     def _saved_rows(self) -> list[list[str]]:
         """Rows of the table of what is saved; blocks in turn with the same numbers have one."""
-        rows = [["block", "saved", "given up", "again us"]]
+        on_host = ["on host"] if any(block.host_bytes for block in self.saved) else []
+        rows = [["block", "saved", "given up", "again us", *on_host]]
         for _, alike in itertools.groupby(self.saved, key=_numbers):
             blocks = list(alike)
             name = blocks[0].name
             if len(blocks) > 1:
                 name += f"..{blocks[-1].name}, each of {len(blocks)}"
-            rows.append([name, *_numbers(blocks[0])])
+            rows.append([name, *_numbers(blocks[0])][: len(rows[0])])
         return rows
 
     def __str__(self) -> str:
@@ -327,10 +331,10 @@ class Plan:
         return [self.buckets[event.bucket] for event in self.schedule if event.what == "launch"]
 
 
-def _numbers(block: SavedBlock) -> tuple[str, str, str]:
-    """Format the numbers of a block's row."""
+def _numbers(block: SavedBlock) -> tuple[str, ...]:
+    """Format the numbers of a block's row, the last of which is that of the host."""
     sizes = show_bytes(block.num_bytes), show_bytes(block.given_up_bytes)
-    return (*sizes, f"{block.again_us:.0f}")
+    return (*sizes, f"{block.again_us:.0f}", show_bytes(block.host_bytes))
 
 
 def _table(rows: list[list[str]]) -> list[str]:

@@ -17,6 +17,7 @@ from autoshard.passes.ir.match import (
     is_wait,
     kind_of,
     members_of,
+    move_of,
 )
 from autoshard.passes.ir.meta import PLAN
 
@@ -44,6 +45,8 @@ def verify(gm: fx.GraphModule) -> None:
     under_way: dict[int, fx.Node] = {}
     for node in gm.graph.nodes:
         what = event_of(node)
+        if (move := move_of(node)) is not None:
+            _check_copied(node, is_begun=move in ("offload", "reload"))
         if what is None:
             if under_way and is_barrier(node):
                 launch = next(iter(under_way.values()))
@@ -59,11 +62,8 @@ def verify(gm: fx.GraphModule) -> None:
         elif what == "wait":
             _check_ticket(node)
             under_way.pop(bucket_of(node), None)
-        elif what in ("load", "store"):
-            _check_copy(node)
-        elif what in ("loaded", "stored"):
-            if begun_by(node) is None:
-                raise ValueError(f"%{node.name} waits for {node.args[0]!r}, which starts no copy")
+        elif what in ("load", "store", "loaded", "stored"):
+            _check_copied(node, is_begun=what in ("load", "store"))
         else:
             _check_ticket(node)
         events.append((what, bucket_of(node)))
@@ -115,8 +115,15 @@ def _check_launch(node: fx.Node, launched: set[int]) -> None:
         node = users[0]
 
 
-def _check_copy(node: fx.Node) -> None:
-    """Raise ValueError unless one wait takes `node`, a launch of copies, and its arguments."""
+def _check_copied(node: fx.Node, *, is_begun: bool) -> None:
+    """Raise ValueError unless one wait takes a launch of copies, and its arguments.
+
+    node: the launch, if `is_begun`; else the wait, which has to take a launch.
+    """
+    if not is_begun:
+        if begun_by(node) is None:
+            raise ValueError(f"%{node.name} waits for {node.args[0]!r}, which starts no copy")
+        return
     users = list(node.users)
     if len(users) != 1 or begun_by(users[0]) is not node or users[0].args[1:] != node.args:
         names = ", ".join(f"%{user.name}" for user in users) or "nothing"

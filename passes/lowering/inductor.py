@@ -29,6 +29,7 @@ from autoshard.passes.ir.match import (
     is_barrier,
     is_pack,
     kind_of,
+    move_of,
     op_of,
 )
 from autoshard.passes.ir.meta import PLAN
@@ -64,7 +65,9 @@ def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     settings = {
         **_torch.inductor.known_settings(**SETTINGS),
         "allow_buffer_reuse": _is_on_host(gm.graph),
-        "joint_custom_post_pass": None,  # it has run; what is compiled here may come from a cache
+        # They have run; what is compiled here may come from a cache.
+        "joint_custom_post_pass": None,
+        "custom_partitioner_fn": None,
         "post_grad_custom_post_pass": KeepOrder(gm.graph, PLAN.get(gm)),
     }
     compiled = _torch.inductor.compile_graph(
@@ -87,24 +90,27 @@ def _is_on_host(graph: fx.Graph) -> bool:
 
 Order = list[tuple[str, str, int]]
 """Events and barriers in program order: (what, "gather" or "reduce", bucket) for an event of a
-plan, ("barrier", its op, 0) for a barrier.
+plan, (what, "copy", its number) for a saved value's copy, ("barrier", its op, 0) for a barrier.
 """
 
 
 _ARRIVED = {"load": "loaded", "store": "stored"}
+_MOVED = {"offload": "offloaded", "reload": "reloaded"}
 
 
 def planned_order(graph: fx.Graph) -> Order:
     """List the launches, all-reduces, waits, copies and barriers of `graph`, in program order.
 
-    Each is (what, "gather" or "reduce", bucket), or ("barrier", op, 0). Higher-order ops over
-    graphs are left out, even as barriers: the code of those graphs stands elsewhere.
+    Higher-order ops over graphs are left out, even as barriers: the code of those graphs stands
+    elsewhere.
     """
     found: Order = []
     for node in graph.nodes:
         what = event_of(node)
         if what is not None:
             found.append((what, kind_of(node), bucket_of(node)))
+        elif (move := move_of(node)) is not None:
+            found.append((move, "copy", int(str(node.args[-1]))))
         elif is_barrier(node) and not graphs_of(node):  # the code of those stands elsewhere
             found.append(("barrier", op_of(node), 0))
     return found
@@ -114,6 +120,7 @@ def planned_order(graph: fx.Graph) -> Order:
 _CALL = re.compile(
     r"autoshard\.(launch|wait|all)_(gather|reduce)\.default\(.*, '[^']*', '[^']*', (\d+)"
 )
+_MOVE = re.compile(r"autoshard\.(launch|wait)_(offload|reload)\.default\(.*, (\d+)\)")
 _COPY = re.compile(r"autoshard\.(launch|wait)_(load|store)\.default\(.*, (\d+)\)")
 
 
@@ -131,6 +138,9 @@ def check_order(source: str, planned: Order) -> None:
         if match := _CALL.search(line):
             what = "all_reduce" if match[1] == "all" else match[1]
             found.append((what, match[2], int(match[3])))
+        elif match := _MOVE.search(line):
+            what = match[2] if match[1] == "launch" else _MOVED[match[2]]
+            found.append((what, "copy", int(match[3])))
         elif match := _COPY.search(line):
             what = match[2] if match[1] == "launch" else _ARRIVED[match[2]]
             found.append((what, "gather" if match[2] == "load" else "reduce", int(match[3])))
@@ -199,7 +209,7 @@ def keep_order(graph: fx.Graph) -> None:
     event: fx.Node | None = None
     op: fx.Node | None = None
     for node in list(graph.nodes):
-        if event_of(node) is not None or is_pack(node) or is_barrier(node):
+        if _is_event(node) or is_pack(node) or is_barrier(node):
             needed = [n for n in (event, op) if n is not None and n not in node.all_input_nodes]
             if needed and not _is_rewritten(node):
                 after[node] = needed
@@ -209,6 +219,11 @@ def keep_order(graph: fx.Graph) -> None:
         elif node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
             op = node
     _torch.inductor.keep_nodes_behind(graph, after)
+
+
+def _is_event(node: fx.Node) -> bool:
+    """Tell whether `node` is an event of a plan, or begins or ends a saved value's copy."""
+    return event_of(node) is not None or move_of(node) is not None
 
 
 def _is_rewritten(node: fx.Node) -> bool:

@@ -42,6 +42,23 @@ class Link:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """Costs of copies between a device and its host, of which each direction has its own.
+
+    alpha_us: start-up of a copy. us_per_byte: of its bytes.
+    call_us: for which compute stands still for a launch and its wait themselves.
+    """
+
+    alpha_us: float
+    us_per_byte: float
+    call_us: float
+
+    def time_us(self, num_bytes: int) -> float:
+        """Microseconds of a copy of `num_bytes`, in one direction."""
+        return self.alpha_us + num_bytes * self.us_per_byte
+
+
+@dataclass(frozen=True)
 class Costs:
     """Costs of all bucket classes of a graph. The items of one bucket are of one class.
 

@@ -13,6 +13,9 @@ AOTAutograd's partitioner, but with the time of ops in it:
 Cuts for all prices are the corners of a convex curve of bytes and time, which no choice is below.
 Blocks are independent of each other, so a step goes along the curves of all of them, where a byte
 costs least, until enough is given up. That is best but for the last corner, and a bound for it.
+
+What is saved may lie on the host meanwhile, as far as copies are hidden behind compute: each corner
+has another point beside it, with fewer bytes at next to no time, and the curve goes along both.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
+
+from autoshard.passes.planner.costs import HostLink
 
 _NS = 1000  # of a microsecond: times are whole numbers, so that cuts are exact
 
@@ -41,6 +46,7 @@ class Value:
     is_fixed: whether it can't be computed again; it is saved if it is needed.
     op: number of the first of the values that its op makes, which alone has the op's time; None
         stands for the value's own number.
+    can_move: whether it may lie on the host from forward to backward, if it is saved.
     """
 
     num_bytes: int
@@ -49,6 +55,7 @@ class Value:
     is_read: bool = False
     is_fixed: bool = False
     op: int | None = None
+    can_move: bool = False
 
 
 Block = tuple[Value, ...]
@@ -60,13 +67,24 @@ class Choice:
     """Decision on the values of a block: which are saved, and which are computed again.
 
     saved, again: numbers of those that forward saves, and of those that backward computes again.
-    num_bytes: of what is saved. again_us: microseconds of what is computed again.
+    num_bytes: of what is saved, on the device.
+    again_us: microseconds of what is computed again.
+    moved: of those saved, the ones that lie on the host meanwhile. host_bytes: of them.
+    calls_us: microseconds for which compute stands still for their copies' launches and waits.
     """
 
     saved: frozenset[int]
     again: frozenset[int]
     num_bytes: int
     again_us: float
+    moved: frozenset[int] = frozenset()
+    host_bytes: int = 0
+    calls_us: float = 0.0
+
+    @property
+    def time_us(self) -> float:
+        """Microseconds that the choice costs."""
+        return self.again_us + self.calls_us
 
 
 @dataclass(frozen=True)
@@ -87,6 +105,21 @@ def choices(block: Block) -> tuple[Choice, ...]:
     first = _cut(block, times, dear, 1)
     last = _cut(block, times, 1, 1 + sum(times))
     return (first, *_between(block, times, first, last))
+
+
+def with_host(
+    block: Block, curve: Sequence[Choice], link: HostLink, hidden_us: float
+) -> tuple[Choice, ...]:
+    """Add to a block's curve the choices that have a part of what is saved on the host.
+
+    Of each corner, the largest values move whose copies take up to `hidden_us` together: so long
+    they are hidden, and only their calls cost time. Returns the corners of all these choices'
+    curve.
+
+    curve: the block's `choices`.
+    """
+    more = (_moved(block, choice, link, hidden_us) for choice in curve)
+    return _corners([*curve, *more])
 
 
 def allotted(curves: Sequence[Sequence[Choice]], needs: Sequence[Need]) -> tuple[int, ...]:
@@ -158,7 +191,7 @@ def _alone_us(curves: Sequence[Sequence[Choice]], num_bytes: float) -> float:
         if left <= 0:
             break
         freed = now.num_bytes - then.num_bytes
-        time_us += (then.again_us - now.again_us) * min(1.0, left / freed)
+        time_us += (then.time_us - now.time_us) * min(1.0, left / freed)
         left -= freed
     return time_us if left <= 0 else math.inf
 
@@ -177,14 +210,48 @@ def _spare(
         fits = all(
             lost <= left for need, left in zip(needs, room, strict=True) if number < need.blocks
         )
-        if fits and now.again_us - before.again_us > most:
-            found, most = number, now.again_us - before.again_us
+        if fits and now.time_us - before.time_us > most:
+            found, most = number, now.time_us - before.time_us
     return found
 
 
 def _slope(now: Choice, then: Choice) -> float:
     """Nanoseconds that each byte costs from one corner to the next."""
-    return (then.again_us - now.again_us) / (now.num_bytes - then.num_bytes) * _NS
+    return (then.time_us - now.time_us) / (now.num_bytes - then.num_bytes) * _NS
+
+
+def _moved(block: Block, choice: Choice, link: HostLink, hidden_us: float) -> Choice:
+    """Return `choice` with as much on the host as copies hide in `hidden_us`: largest first."""
+    can = (number for number in choice.saved if block[number].can_move)
+    moved, left = [], hidden_us
+    for number in sorted(can, key=lambda number: (-block[number].num_bytes, number)):
+        time_us = link.time_us(block[number].num_bytes)
+        if time_us <= left:
+            moved.append(number)
+            left -= time_us
+    host_bytes = sum(block[number].num_bytes for number in moved)
+    return replace(
+        choice,
+        num_bytes=choice.num_bytes - host_bytes,
+        moved=frozenset(moved),
+        host_bytes=host_bytes,
+        calls_us=2 * len(moved) * link.call_us,  # there and back
+    )
+
+
+def _corners(every: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Return those of `every` that are corners of the convex curve below them all.
+
+    From the least time on, each has fewer bytes than the one before, and a byte costs more.
+    """
+    found: list[Choice] = []
+    for each in sorted(every, key=lambda choice: (choice.time_us, choice.num_bytes)):
+        if found and each.num_bytes >= found[-1].num_bytes:
+            continue
+        while len(found) > 1 and _slope(found[-2], found[-1]) >= _slope(found[-1], each):
+            found.pop()
+        found.append(each)
+    return tuple(found)
 
 
 def _between(block: Block, times: Sequence[int], first: Choice, last: Choice) -> list[Choice]:

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.passes.planner.costs import Costs, Link
+from autoshard.passes.planner.costs import Costs, HostLink, Link
 from autoshard.passes.planner.schema import read_as
 
 FOLDER = Path(__file__).resolve().parent / "topologies"
@@ -74,6 +74,9 @@ class Topology:
     ranks_per_node:   devices of a node.
     node_alpha_us, node_gb_per_s:        of collectives inside a node, for a rank.
     network_alpha_us, network_gb_per_s:  what each doubling of nodes adds; a rank's share.
+    host_gb_per_s:    of copies between a device and its host, in one direction, while other devices
+        copy, too; 0 where there is no host memory beside a device's.
+    host_alpha_us:    start-up of such a copy.
     step_alpha_us:    of each step of a ring, of which there are as many as ranks.
     member_us:        time of one more member of a grouped bucket.
     call_us:          how long compute stands still for one more collective itself.
@@ -109,6 +112,8 @@ class Topology:
     attention_ramp: float = 0.0
     attention_backward: float = 0.7
     memory_efficiency: float = 1.0
+    host_gb_per_s: float = 0.0
+    host_alpha_us: float = 0.0
     step_alpha_us: float = 0.0
     averages: bool = False
     residuals: Residuals | None = None
@@ -192,6 +197,13 @@ class Topology:
             divides=self.averages,
             call_us=self.call_us,
         )
+
+    @property
+    def host_link(self) -> HostLink | None:
+        """Costs of copies between a device and its host; None if there is no such memory."""
+        if not self.host_gb_per_s:
+            return None
+        return HostLink(self.host_alpha_us, _us_per_byte(1.0, self.host_gb_per_s), self.call_us)
 
     def flops_per_us(self, dtype: str) -> float:
         """Operations a microsecond that large matrix products of `dtype` reach."""

@@ -12,6 +12,7 @@ from autoshard.passes.ir import groups, ops
 from autoshard.passes.ir.layout import read_members
 from autoshard.passes.ir.match import (
     TABLE,
+    begun_by,
     group_of,
     is_compute,
     is_hold_grad,
@@ -20,6 +21,7 @@ from autoshard.passes.ir.match import (
     is_reduce_grad,
     is_unshard,
     members_of,
+    move_of,
 )
 from autoshard.passes.ir.meta import CHUNKS
 from autoshard.passes.plans.fusion import Fusion
@@ -140,7 +142,7 @@ def _lives(graph: fx.Graph, fusion: Fusion | None) -> Iterator[tuple[fx.Node, in
     for node in graph.nodes:
         if is_marker(node) or node.op == "output" or owner_of(node) is not node or node in absent:
             continue
-        begin = position.get(op_of(node), 0)
+        begin = position.get(_allocated_by(node), 0)
         end = last.get(node, begin)
         is_given = node.op == "placeholder" and _is_kept(node)
         if node in reduced and end <= begin and not is_given:
@@ -149,13 +151,15 @@ def _lives(graph: fx.Graph, fusion: Fusion | None) -> Iterator[tuple[fx.Node, in
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """Bytes of the tensors that `node` gives; 0 for a `hold_grad`.
+    """Bytes of the tensors that `node` gives, on the device; 0 for a `hold_grad`.
 
     Of what is computed in chunks, one is in memory at a time. A shard, whose rows differ by rank,
     counts as the largest one, as plans must be the same on all ranks.
     """
     if is_hold_grad(node):
         return 0  # it stands for nothing
+    if _is_on_host(node):
+        return 0
     for marker in (node, *node.users):
         if marker.target is ops.cut or (marker is not node and is_unshard(marker)):
             (member,) = read_members(members_of(marker))
@@ -163,6 +167,19 @@ def _num_bytes(node: fx.Node) -> int:
             return max(numel * tensor.dtype.itemsize for tensor in tensors_of(node))
     num_bytes = sum(map(num_bytes_of, tensors_of(node))) - sum(map(_num_bytes, _results(node)))
     return num_bytes // (CHUNKS.get(node) or 1)
+
+
+def _allocated_by(node: fx.Node) -> fx.Node:
+    """Return the op that allocates the memory of `node`: of a copy's result, the copy's launch."""
+    launch = begun_by(node) if move_of(node) == "reloaded" else None
+    return op_of(node) if launch is None else launch
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    """Tell whether `node` gives a saved value on the host, or a ticket of its copy."""
+    if node.op == "placeholder":
+        return bool(node.users) and all(move_of(user) is not None for user in node.users)
+    return move_of(node) in ("offload", "offloaded", "reload")
 
 
 def _results(node: fx.Node) -> Iterator[fx.Node]:

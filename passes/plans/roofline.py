@@ -21,6 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from autoshard import _torch
 from autoshard.passes.ir.layout import DTYPE_NAMES
+from autoshard.passes.ir.match import move_of
+from autoshard.passes.ir.meta import EXPOSED_US
 from autoshard.passes.planner.kernels import Attention, Kernel, kernel_us
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.fusion import Fusion, is_pointwise
@@ -37,8 +39,14 @@ from autoshard.passes.plans.values import (
 def node_us(node: fx.Node, topology: Topology, fusion: Fusion | None) -> float:
     """Estimate the microseconds that `node` takes; 0 for views and for nodes that are no calls.
 
+    A wait for the copy of a saved value takes as long as compute waits there.
+
     fusion: of its graph, if it is lowered with Inductor.
     """
+    if move_of(node) in ("offload", "reload"):
+        return 0.0
+    if move_of(node) is not None:
+        return topology.call_us + (EXPOSED_US.get(node) or 0.0)
     return kernel_us(kernel_of(node, fusion, has_key=bool(topology.ops)), topology)
 
 

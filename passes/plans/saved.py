@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from torch import fx
+from torch import Tensor, fx
 
 from autoshard import _torch
 from autoshard.passes.ir.match import (
@@ -22,11 +22,13 @@ from autoshard.passes.ir.match import (
 from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
 from autoshard.passes.ir.recompute import is_recomputed, is_tagged
-from autoshard.passes.planner.save import Block, Choice, Value, choices
+from autoshard.passes.planner.costs import HostLink
+from autoshard.passes.planner.save import Block, Choice, Value, choices, with_host
 from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.values import (
     base_of,
+    hint_of,
     is_result,
     num_bytes_of,
     numbered,
@@ -71,6 +73,7 @@ class SavedValues:
         prices: Prices,
         table: Sequence[ParamInfo],
         pieces: int = 1,
+        host: HostLink | None = None,
     ) -> None:
         """Price the ops of `graph`'s forward, of which the nodes `saved` are saved.
 
@@ -80,6 +83,7 @@ class SavedValues:
         table: facts about parameters; a block begins where a unit's first one is read.
         pieces: most that a block is cut into, each of which is then a block of its own: less is
             computed again at a time, but what one piece hands to the next has to be saved.
+        host: link to a host, on which values may lie meanwhile; None if none may.
         """
         forward = [node for node in forward_part(graph) if node.op == "call_function"]
         self._name = {node: name for name, node in numbered(forward).items()}
@@ -92,6 +96,8 @@ class SavedValues:
         # A view may be one that backward makes, of what forward does.
         owners_of_saved = {owner_of(node) for node in graph.nodes if node.name in saved}
         self._saved = owners_of_saved & self._owners
+        outputs = graph.output_node().all_input_nodes
+        self._outputs = frozenset(map(owner_of, outputs))
         fusion = fuse(graph, set(map(op_of, self._saved))) if prices.is_fused else None
         ops = dict.fromkeys(map(op_of, owners))
         microseconds = {op: prices.op_us(op, fusion) for op in ops}
@@ -101,6 +107,15 @@ class SavedValues:
         made = [self._values(at, nodes, microseconds) for at, nodes in enumerate(own)]
         self._nodes = [nodes for nodes, _ in made]
         self.curves = tuple(_choices(block) for _, block in made)
+        if host is not None:
+            blocks_us = [sum(prices.op_us(node, fusion) for node in nodes) for _, nodes in runs]
+            hidden = zip(blocks_us, itertools.accumulate(blocks_us), strict=True)
+            self.curves = tuple(
+                with_host(block, curve, host, min(own_us, sum(blocks_us) - so_far_us))
+                for (_, block), curve, (own_us, so_far_us) in zip(
+                    made, self.curves, hidden, strict=True
+                )
+            )
 
     def names(self, taken: Sequence[int]) -> frozenset[str]:
         """Return the nodes to save, by the names that `numbered` gives them.
@@ -114,6 +129,15 @@ class SavedValues:
             found |= {self._name[nodes[each]] for each in curve[number].saved}
         return frozenset(found)
 
+    def moved(self, taken: Sequence[int]) -> frozenset[str]:
+        """Return those of `names(taken)` that lie on the host meanwhile."""
+        chosen = zip(taken, self._nodes, self.curves, strict=True)
+        return frozenset(
+            self._name[nodes[each]]
+            for number, nodes, curve in chosen
+            for each in curve[number].moved
+        )
+
     def saved_blocks(self, taken: Sequence[int]) -> tuple[SavedBlock, ...]:
         """Describe a choice for each block, by its number; pieces of a block are added up."""
         found: dict[str, SavedBlock] = {}
@@ -124,6 +148,7 @@ class SavedValues:
                 before.num_bytes + choice.num_bytes,
                 before.given_up_bytes + curve[0].num_bytes - choice.num_bytes,
                 before.again_us + choice.again_us,
+                before.host_bytes + choice.host_bytes,
             )
         return tuple(found.values())
 
@@ -131,6 +156,11 @@ class SavedValues:
         """Number the blocks that nodes of a part of this graph are from, those of its forward."""
         known = {node.name: number for node, number in self._block_of.items()}
         return {node: known[node.name] for node in part.nodes if node.name in known}
+
+    def _can_move(self, node: fx.Node) -> bool:
+        """Tell whether a value may lie on the host: its copy lies like it, and no user has it."""
+        tensors = tensors_of(node)
+        return len(tensors) == 1 and _is_dense(tensors[0]) and node not in self._outputs
 
     def _values(
         self, block: int, own: Sequence[fx.Node], microseconds: Mapping[fx.Node, float]
@@ -167,9 +197,21 @@ class SavedValues:
                     op=first,
                     is_read=node in self._saved,
                     is_fixed=is_fixed,
+                    can_move=not is_tagged(node) and self._can_move(node),
                 )
             )
         return nodes, tuple(values)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Tell whether the elements of `tensor` lie in its memory one after another, in any order."""
+    expected = 1
+    sizes = zip(map(hint_of, tensor.stride()), map(hint_of, tensor.shape), strict=True)
+    for stride, size in sorted(sizes):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @lru_cache(maxsize=64)  # blocks of one kind are equal

@@ -164,6 +164,26 @@ def _wait_store(ticket: Tensor, shards: list[Tensor], bucket: int) -> list[Tenso
     return _redeem_copy(ticket).wait_on_host()
 
 
+@_implements(ops.launch_offload)
+def _launch_offload(value: Tensor, copy: int) -> Tensor:
+    return _copy_ticket(copies.launch_store([value]))
+
+
+@_implements(ops.wait_offload)
+def _wait_offload(ticket: Tensor, value: Tensor, copy: int) -> Tensor:
+    return _redeem_copy(ticket).wait_on_device()[0]
+
+
+@_implements(ops.launch_reload)
+def _launch_reload(value: Tensor, device: str, copy: int) -> Tensor:
+    return _copy_ticket(copies.launch_load([value], torch.device(device)))
+
+
+@_implements(ops.wait_reload)
+def _wait_reload(ticket: Tensor, value: Tensor, device: str, copy: int) -> Tensor:
+    return _redeem_copy(ticket).wait_on_device()[0]
+
+
 @_implements(ops.launch_gather)
 def _launch_gather(
     tensors: list[Tensor],

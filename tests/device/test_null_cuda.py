@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from host_time import Net
 from support.null_cuda import device as null
+from support.topologies import where_the_host_is_near
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,8 +58,10 @@ class Words(Net):
         return F.cross_entropy(logits.float().flatten(0, 1), words.flatten())
 
 
-def sharded(model: Any, form: str, ranks: int, **arguments: Any) -> Any:
-    """`model` in `form`: "fsdp2", "eager", or a bucketing of compiled code."""
+def sharded(
+    model: Any, form: str, ranks: int, *, options: dict[str, Any] | None = None, **arguments: Any
+) -> Any:
+    """`model` in `form`: "fsdp2", "eager", or a bucketing of compiled code, with `options`."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cuda", (ranks,))
     apply: Any = fsdp.fully_shard if form == "fsdp2" else autoshard.fully_shard
@@ -66,7 +69,8 @@ def sharded(model: Any, form: str, ranks: int, **arguments: Any) -> Any:
         apply(layer, mesh=mesh, **arguments)
     apply(model, mesh=mesh, **arguments)
     if form not in ("fsdp2", "eager"):
-        model.compile(backend="autoshard", options={"bucketing": form, "strict": True})
+        options = {"bucketing": form, "strict": True, **(options or {})}
+        model.compile(backend="autoshard", options=options)
     return model
 
 
@@ -147,6 +151,39 @@ def test_the_peak_is_what_the_plan_says(fake_world: None, kind: str, form: str) 
     peak = torch.cuda.max_memory_allocated() - beside
     planned = max(plan.peak_bytes for plan in autoshard.plans(model))
     assert peak == pytest.approx(planned, rel=0.03)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("fake_world", [8], indirect=True)
+def test_a_part_lies_on_the_host(fake_world: None, lowering: str) -> None:
+    """The host waits for none of it; the peak is what the plan says, and lower."""
+    peaks, planned = [], []
+    for share in (None, 0.75):
+        with torch.device("cuda"):
+            whole = Net(BLOCKS, 1024, 4096)
+        options: dict[str, Any] = {"lowering": lowering}
+        shards = sum(parameter.nbytes for parameter in whole.parameters()) // 8
+        if share is not None:
+            options["memory_budget"] = int(share * planned[0]) + 3 * shards
+        with where_the_host_is_near() as topology:
+            model: Any = sharded(whole, "auto", 8, options={**options, "topology": topology})
+            step = step_of(model, rows=4, length=512)
+            with null.without_triton():
+                for _ in range(WARM_UP):
+                    step()
+        plans = autoshard.plans(model)
+        gc.collect()
+        beside = torch.cuda.memory_allocated() - shards
+        torch.cuda.reset_peak_memory_stats()
+        found = null.counted(step)
+        peaks.append(torch.cuda.max_memory_allocated() - beside)
+        planned.append(max(plan.peak_bytes for plan in plans))
+        assert found["host_waits"] == 0
+        assert (found["copies_to_host"] > 0) == (share is not None)
+        assert found["copies_to_host"] <= found["copies_to_device"]
+        assert peaks[-1] == pytest.approx(planned[-1], rel=0.03)
+        assert any(block.host_bytes for block in plans[0].saved) == (share is not None)
+    assert peaks[1] <= 0.75 * 1.02 * peaks[0]
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])

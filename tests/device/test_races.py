@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.compilations import reused
 from support.races import META, Detector, detecting
+from support.topologies import where_the_host_is_near
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -63,10 +64,13 @@ EXTRAS = (
     "exception in backward",
     "exception in an op",
     "auto buckets",
+    "saved on the host",
 )
 
 
 def is_possible(case: Case) -> bool:
+    if case.extra == "saved on the host" and case.form == "eager":
+        return False
     has_replicas, is_cut = case.mesh != "shard 4", case.mesh != "replicate 4"
     if case.extra == "hook on a stream":
         return not has_replicas  # refused there
@@ -132,8 +136,11 @@ class CustomReduce:
         return transport.reduce(output_tensor, input_tensor, group)
 
 
-def prepared(case: Case) -> Any:
-    """The model, in units, on the meta device; shards are on the host with offload."""
+def prepared(case: Case, topology: str) -> Any:
+    """The model, in units, on the meta device; shards are on the host with offload.
+
+    topology: file of one with a host, for values that are saved there.
+    """
     arguments: dict[str, Any] = {"mesh": mesh_of(case.mesh)}
     if case.extra == "offload":
         arguments["offload_policy"] = autoshard.CPUOffloadPolicy()
@@ -147,7 +154,7 @@ def prepared(case: Case) -> Any:
     if case.extra == "smaller mesh after forward":
         after_forward["reshard_after_forward"] = 2
     with torch.device("meta"):
-        layers = 3 if case.extra == "prefetch" else 2
+        layers = 3 if case.extra in ("prefetch", "saved on the host") else 2
         model: Any = Net(layers, checkpointing=case.extra == "checkpointing")
     with mock.patch.object(unit_param, "mesh_device", return_value=META):
         for layer in model.layers:
@@ -165,8 +172,15 @@ def prepared(case: Case) -> Any:
     if case.form == "compiled":
         bucketing = "auto" if case.extra == "auto buckets" else "per_unit"
         options = {"lowering": "eager", "bucketing": bucketing, "strict": not model.may_fail}
+        if case.extra == "saved on the host":
+            options |= {"topology": topology, "memory_budget": BUDGET, "bucketing": "auto"}
         model.compile(backend="autoshard", options=options)
     return model
+
+
+BUDGET = 45_000
+"""Bytes within which a step saves a part on the host, of `MANY` rows that it trains on."""
+MANY = 256
 
 
 @functools.cache
@@ -190,12 +204,14 @@ def train(case: Case, model: Any, detector: Detector) -> None:
         with pytest.raises(ValueError, match="no more"):
             model(torch.empty(3, 8, device="meta"))
         model.fails = False
-    if case.extra == "exception in an op":
-        model(torch.empty(3, 8, device="meta")).sum().backward()  # the next knows what to prefetch
+    rows = MANY if case.extra == "saved on the host" else 3
+    if case.extra in ("exception in an op", "saved on the host"):
+        # the next knows what to prefetch
+        model(torch.empty(rows, 8, device="meta")).sum().backward()
         for op in ("sigmoid", "sigmoid_backward"):
             detector.fails_at = op
             with pytest.raises(MemoryError, match=op):
-                model(torch.empty(3, 8, device="meta")).sum().backward()
+                model(torch.empty(rows, 8, device="meta")).sum().backward()
             model.zero_grad()
     if case.extra == "exception in backward":
         x = torch.empty(3, 8, device="meta", requires_grad=True)
@@ -211,7 +227,7 @@ def train(case: Case, model: Any, detector: Detector) -> None:
                 model.set_requires_gradient_sync(is_last)
             elif case.micro:
                 model.set_requires_all_reduce(is_last)
-            model(torch.empty(3, 8, device="meta")).sum().backward()
+            model(torch.empty(rows, 8, device="meta")).sum().backward()
             if case.micro == "dropped" and not is_last:
                 model.zero_grad()
         if case.extra == "optimizer on a stream":
@@ -244,14 +260,19 @@ def fresh() -> None:
 
 def found_in(case: Case) -> list[str]:
     """Findings of the detector, each with how often."""
-    with detecting() as detector:
-        train(case, prepared(case), detector)
+    with detecting() as detector, where_the_host_is_near() as topology:
+        model = prepared(case, topology)
+        train(case, model, detector)
+    if case.extra == "saved on the host":
+        blocks = [block for plan in autoshard.plans(model) for block in plan.saved]
+        assert any(block.host_bytes for block in blocks)
     assert detector.num_ops > 100
     assert any(name.startswith("group") for name in detector.streams)
     return [f"{number}x {finding}" for finding, number in detector.findings.items()]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*memory_budget")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_no_race(case: Case) -> None:
     with reused():
@@ -289,6 +310,7 @@ InFlight, Grouped, Reduction = flights.InFlight, flights.GroupedFlight, reduce.R
 WAIT = "wait_for([self.work], self.issued, self.number)"
 AFTER_COMPUTE = "stream.wait_stream(torch.accelerator.current_stream(device))"
 EAGER, COMPILED = "eager, shard 4", "compiled, shard 4"
+ON_HOST = f"{COMPILED}, saved on the host"
 HSDP, HSDP_COMPILED = "eager, replicate 2 x shard 2", "compiled, replicate 2 x shard 2"
 MUTATIONS = (
     # waits for collectives
@@ -324,6 +346,8 @@ MUTATIONS = (
     Mutation(
         copies.Copies, "wait_on_host", "self.lane.newest.synchronize()", f"{COMPILED}, offload"
     ),
+    Mutation(kernels, "_wait_offload", ".wait_on_device()", ON_HOST, ".results"),
+    Mutation(kernels, "_wait_reload", ".wait_on_device()", ON_HOST, ".results"),
     Mutation(copies.Copies, "release", "self.wait_on_device()", f"{EAGER}, offload"),
     # streams of the user's
     Mutation(

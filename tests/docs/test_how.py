@@ -47,7 +47,8 @@ def test_files_that_are_named_exist() -> None:
 def test_each_pass_is_told_of() -> None:
     """Those of the pipeline, each in bold once."""
     told = re.findall(r"\*\*`(\w+)`\*\*", PAGE.read_text())
-    found = (*passes.joint(), *passes.pipeline((), graph="forward", bucketing="per_unit"))
+    pipeline = passes.pipeline((), graph="forward", bucketing="per_unit")
+    found = (*passes.joint(), *passes.parted((), None), *pipeline)
     assert sorted(told) == sorted({pass_name(each) for each in found})
 
 

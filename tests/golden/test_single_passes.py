@@ -68,8 +68,9 @@ def run(name: str, text: str) -> tuple[str, str]:
     """Run a pass over a graph's text; that text, as it is written, and what came out."""
     head, gm = opt.read(text)
     kind = opt.graph_kind(gm)
-    saved = opt.saved_of(head)
-    known = opt.every_pass(opt.table_of(head, gm), graph=kind, kept={0}, saved=saved)
+    saved, moved = opt.saved_of(head), opt.saved_of(head, "moved") or ()
+    table = opt.table_of(head, gm)
+    known = opt.every_pass(table, graph=kind, kept={0}, saved=saved, moved=moved)
     with groups.pretended(NUM_RANKS, opt.OTHERWISE):
         before = passes.run(gm, opt.choose(NEEDS.get(name, ()), known))
         after = passes.run(before, known[name])

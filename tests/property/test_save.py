@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.passes.planner.costs import HostLink
 from autoshard.passes.planner.save import (
     Block,
     Choice,
@@ -19,6 +20,7 @@ from autoshard.passes.planner.save import (
     choices,
     freed_bytes,
     least_us,
+    with_host,
 )
 
 
@@ -35,6 +37,7 @@ def blocks(draw: st.DrawFn) -> Block:
                 tuple(sorted(sources)),
                 is_read=draw(st.booleans()),
                 is_fixed=draw(st.integers(0, 5)) == 0,
+                can_move=draw(st.booleans()),
             )
         )
     return tuple(found)
@@ -98,6 +101,38 @@ def test_needs_are_met_near_the_bound(given_blocks: list[Block], data: st.DataOb
     steps = [b.again_us - a.again_us for curve in curves for a, b in itertools.pairwise(curve)]
     if len(needs) == 1:
         assert time_us <= bound + max(steps, default=0.0) + 1e-6
+
+
+@given(blocks(), st.floats(0, 20), st.floats(0, 1))
+def test_a_part_lies_on_the_host(block: Block, hidden_us: float, call_us: float) -> None:
+    """As much as copies hide, beside choices that are on the device alone; corners of one curve."""
+    link = HostLink(alpha_us=0.5, us_per_byte=1.0, call_us=call_us)
+    plain, curve = choices(block), with_host(block, choices(block), link, hidden_us)
+    assert curve[0].time_us == plain[0].time_us
+    for each in curve:
+        assert each.moved <= {number for number in each.saved if block[number].can_move}
+        assert sum(link.time_us(block[number].num_bytes) for number in each.moved) <= hidden_us
+        assert each.host_bytes == sum(block[number].num_bytes for number in each.moved)
+        on_device = sum(block[number].num_bytes for number in each.saved - each.moved)
+        assert each.num_bytes == on_device
+        assert (each.saved, each.again) in {(one.saved, one.again) for one in plain}
+    slopes = [
+        (then.time_us - now.time_us) / (now.num_bytes - then.num_bytes)
+        for now, then in itertools.pairwise(curve)
+    ]
+    assert slopes == sorted(slopes)
+    assert all(slope >= 0 for slope in slopes)
+    for each in plain:  # some choice has no more bytes in no more time, or two have it between them
+        below = [one for one in curve if one.num_bytes <= each.num_bytes]
+        above = [one for one in curve if one.num_bytes >= each.num_bytes]
+        if not below:
+            continue
+        best = min(one.time_us for one in below)
+        if above and best > each.time_us:
+            now, then = above[-1], below[0]
+            share = (now.num_bytes - each.num_bytes) / max(1, now.num_bytes - then.num_bytes)
+            best = now.time_us + share * (then.time_us - now.time_us)
+        assert best <= each.time_us + 1e-6
 
 
 def test_a_step_that_is_not_needed_after_all_is_taken_back() -> None:

@@ -25,10 +25,10 @@ class PeakMemory(TorchDispatchMode):
     """`peak`: the most bytes in storages that ops inside have seen, and that are alive, at any op.
 
     Storages that are resized count by what they have at the time. Ops of ours are looked into:
-    what is in flight counts.
+    what is in flight counts. Saved values on the host don't, though it be the device.
 
-    at_peak: bytes of each storage at that time, by its number; roles: what collectives tell of
-    storages, "gathered", "unreduced" or "gradients".
+    at_peak: bytes of each storage at that time, by its number; roles: what ops of ours tell of
+    storages, "gathered", "unreduced", "gradients" or "host".
     counts_backend: whether what gloo allocates for itself counts: a copy of all that it reduces,
         seen while compiled code waits for it.
     """
@@ -91,7 +91,7 @@ class PeakMemory(TorchDispatchMode):
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self._alive[key]
-            else:
+            elif self.roles.get(number) != "host":
                 found[number] = storage.nbytes()
         return found
 
@@ -102,6 +102,7 @@ ROLES = {
     "_pack_grads": "unreduced",
     "_launch_reduce": "unreduced",
     "_wait_reduce": "gradients",
+    "_launch_offload": "host",
 }
 """What storages are that an op of ours makes."""
 

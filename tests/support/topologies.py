@@ -14,17 +14,22 @@ from autoshard.passes.planner.topology import Topology
 
 def where_copies_cost_most() -> AbstractContextManager[str]:
     """The file of a topology on which no gather is packed that can be grouped."""
-    return _gloo_with(call_us=500.0, member_us=0.0, copy_gb_per_s=1e-3)
+    return _topology_of("gloo", call_us=500.0, member_us=0.0, copy_gb_per_s=1e-3)
 
 
 def where_calls_cost_little() -> AbstractContextManager[str]:
     """The file of one on which plans have many buckets, each for what compute it hides behind."""
-    return _gloo_with(call_us=100.0)
+    return _topology_of("gloo", call_us=100.0)
+
+
+def where_the_host_is_near() -> AbstractContextManager[str]:
+    """The file of a cluster of H100s where small values, too, may lie on the host."""
+    return _topology_of("h100", call_us=0.1, host_alpha_us=0.0, host_gb_per_s=400.0)
 
 
 @contextlib.contextmanager
-def _gloo_with(**costs: float) -> Iterator[str]:
+def _topology_of(name: str, **costs: float) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "topology.json"
-        path.write_text(json.dumps(json.loads(Topology.load("gloo").to_json()) | costs))
+        path.write_text(json.dumps(json.loads(Topology.load(name).to_json()) | costs))
         yield str(path)

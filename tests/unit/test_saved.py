@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard import _torch, passes
 from autoshard.passes.ir.meta import ParamInfo
+from autoshard.passes.planner.costs import HostLink
 from autoshard.passes.planner.save import Value, choices
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.liveness import live_bytes
@@ -120,6 +122,32 @@ def test_views_of_backward_are_seen() -> None:
     node(gm.graph, "t").meta["partitioner_tag"] = "is_backward"
     values = SavedValues(gm.graph, ["t"], PRICES, [])
     assert values.curves[0][0].num_bytes == 128
+
+
+def test_what_may_lie_on_the_host() -> None:
+    """What backward alone reads, and lies in its memory without gaps; not what the user gets."""
+    text = """
+        in %primals_1: f32[4,8]
+        in %tangents_1: f32[4,8]
+        %a: f32[4,8] = aten.sin(%primals_1)
+        %b: f32[4,8] = aten.cos(%a)
+        %c: f32[4,8] = aten.exp(%b)
+        %c_v: f32[32] = aten.view(%c, [32])
+        %d: f32[4,8] = aten.mul.Tensor(%tangents_1, %b)
+        %e: f32[4,8] = aten.mul.Tensor(%d, %c)
+        %f: f32[4,8] = aten.mul.Tensor(%e, %a)
+        return [%c_v, %f]
+        """
+    gm = small(text)
+    node(gm.graph, "a").meta["val"] = node(gm.graph, "a").meta["val"].new_empty((8, 16))[:4, :8]
+    near = HostLink(alpha_us=0.0, us_per_byte=0.001, call_us=0.001)
+    block = SavedValues(gm.graph, ["a", "b", "c"], PRICES, [], host=near)
+    assert block.blocks == ("start",)
+    (curve,) = block.curves
+    assert not any(choice.moved for choice in curve)  # of the last block nothing is hidden
+    two = SavedValues(gm.graph, ["a", "b", "c"], PRICES, [], 2, host=near)
+    found = {two.moved((*at, 0)) for at in itertools.product(range(len(two.curves[0])))}
+    assert set().union(*found) == {"cos:0"}
 
 
 TWO = """

@@ -131,6 +131,33 @@ BROKEN = {
         """,
         r"%got waits for ticket, which starts no copy",
     ),
+    "saved value that never arrives": (
+        """
+        in %x: f32[4]
+        %copy: u8[1] = autoshard.launch_offload(%x, 0)
+        return [%x]
+        """,
+        r"%copy must go to one wait of the same tensors, not to nothing",
+    ),
+    "wait for another value's copy": (
+        """
+        in %x: f32[4]
+        in %y: f32[4]
+        %copy: u8[1] = autoshard.launch_offload(%x, 0)
+        %got: f32[4] = autoshard.wait_offload(%copy, %y, 0)
+        return [%got]
+        """,
+        r"%copy must go to one wait of the same tensors, not to %got",
+    ),
+    "wait for a copy the other way": (
+        """
+        in %x: f32[4]
+        %copy: u8[1] = autoshard.launch_offload(%x, 0)
+        %got: f32[4] = autoshard.wait_reload(%copy, %x, 'cpu', 0)
+        return [%got]
+        """,
+        r"%copy must go to one wait of the same tensors, not to %got",
+    ),
     "barrier before a wait": (
         """
         in %w: f32[4]

@@ -14,10 +14,12 @@ from support.memory import train_measured
 from support.models import Block
 from support.pieces import Piece, Pieces
 from support.ranks import on_ranks
+from support.topologies import where_the_host_is_near
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.runtime.compiled import kernels
 
 OVER = 1.02  # of a budget, at most: what the allocator's pieces and gloo add is not planned
 
@@ -74,6 +76,7 @@ BUILDS: dict[str, Callable[[], Any]] = {
     "stages": Stages,
 }
 
+HOSTED = {"tower": (0.8, 0.45), "checkpointed": (0.8,), "stages": (0.6,)}  # with a host nearby
 SHARES = {"tower": (0.8, 0.6), "checkpointed": (0.8,), "stages": (0.8,)}  # of the peak without one
 
 BUDGET = 1_697_000  # half of the peak of a tower
@@ -115,6 +118,81 @@ def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
             assert [block.name for block in saved] == ["root", *layers, "root 2"]
         if name == "checkpointed":  # as the model says, whatever the budget is
             assert {block.given_up_bytes for block in saved if block.name in CHECKPOINTED} == {0}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@on_ranks(2)
+def test_a_part_lies_on_the_host(rank: int, name: str) -> None:
+    """Bit for bit, within the budget, and nothing is computed again that copies leave room for."""
+    plain, want, _ = trained(rank, BUILDS[name], lowering="eager", bucketing="per_unit")
+    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
+    beside = 3 * sum(param.to_local().nbytes for param in plain.parameters())
+    for share in HOSTED[name]:
+        budget = int(share * peak)
+        with where_the_host_is_near() as topology:
+            model, got, measured = trained(
+                rank,
+                BUILDS[name],
+                lowering="eager",
+                topology=topology,
+                memory_budget=budget + beside,
+            )
+        assert all(map(torch.equal, got, want))
+        assert max(plan.peak_bytes for plan in autoshard.plans(model)) <= budget
+        assert measured <= OVER * budget
+        blocks = autoshard.plans(model)[0].saved
+        assert sum(block.host_bytes for block in blocks) > 0
+        assert sum(block.again_us for block in blocks) == 0
+        assert "on host" in str(autoshard.plans(model)[0])
+        if name == "checkpointed":
+            assert {block.host_bytes for block in blocks if block.name in CHECKPOINTED} == {0}
+    assert not kernels._in_flight
+
+
+@on_ranks(2)
+def test_a_host_with_inductor(rank: int) -> None:
+    """The same but for rounding; and bit for bit where graphs come from torch's cache."""
+    plain, want, _ = trained(rank, Stages, bucketing="per_unit")
+    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
+    beside = 3 * sum(param.to_local().nbytes for param in plain.parameters())
+    with where_the_host_is_near() as topology:
+        options = {"topology": topology, "memory_budget": int(0.8 * peak) + beside}
+        model, got, _ = trained(rank, Stages, **options)
+        cached, again, _ = trained(rank, Stages, **options)
+    assert all(map(torch.equal, got, again))
+    assert autoshard.plans(cached)[0].saved == autoshard.plans(model)[0].saved
+    assert sum(block.host_bytes for block in autoshard.plans(model)[0].saved) > 0
+    for each, other in zip(got, want, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_what_lies_on_the_host_is_read_again(rank: int) -> None:
+    """By a second backward over one forward."""
+
+    def grads(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        plain = Stages()
+        batch = plain.batch(rank)
+        model: Any = autoshard.shard(plain)
+        options = {"lowering": "eager", "strict": True, "topology": "h100", **options}
+        model.compile(backend="autoshard", options=options)
+        found = []
+        for _ in range(2):
+            loss = model(batch)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            found += [param.grad.to_local().clone() for param in model.parameters()]
+        assert not options.get("memory_budget") or any(
+            block.host_bytes for block in autoshard.plans(model)[0].saved
+        )
+        return found
+
+    want = grads()
+    with where_the_host_is_near() as topology:
+        got = grads(topology=topology, memory_budget=1_100_000)
+    assert all(map(torch.equal, got, want))
 
 
 @on_ranks(2)
