@@ -36,6 +36,7 @@ class Kernel:
     cast_bytes: read and written before by casts of a product's factors to `dtype`.
     launches:  whether it is a kernel of its own.
     key:       by which a topology may have its measured time; "" if it is fused.
+    host_bytes: that are copied to the host from there on, beside compute.
     """
 
     dtype: str = ""
@@ -46,6 +47,7 @@ class Kernel:
     cast_bytes: int = 0
     launches: bool = True
     key: str = ""
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ def with_host(
     """Add to a block's curve the choices that have a part of what is saved on the host.
 
     Of each corner, the largest values move whose copies take up to `hidden_us` together: so long
-    they are hidden, and only their calls cost time. Returns the corners of all these choices'
-    curve.
+    they are hidden, and only their calls cost time. Values stay whose copy is mostly start-up.
+    Returns the corners of all these choices' curve.
 
     curve: the block's `choices`.
     """
@@ -226,7 +226,7 @@ def _moved(block: Block, choice: Choice, link: HostLink, hidden_us: float) -> Ch
     moved, left = [], hidden_us
     for number in sorted(can, key=lambda number: (-block[number].num_bytes, number)):
         time_us = link.time_us(block[number].num_bytes)
-        if time_us <= left:
+        if 2 * link.alpha_us <= time_us <= left:
             moved.append(number)
             left -= time_us
     host_bytes = sum(block[number].num_bytes for number in moved)

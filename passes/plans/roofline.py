@@ -43,9 +43,7 @@ def node_us(node: fx.Node, topology: Topology, fusion: Fusion | None) -> float:
 
     fusion: of its graph, if it is lowered with Inductor.
     """
-    if move_of(node) in ("offload", "reload"):
-        return 0.0
-    if move_of(node) is not None:
+    if move_of(node) in ("offloaded", "reloaded"):
         return topology.call_us + (EXPOSED_US.get(node) or 0.0)
     return kernel_us(kernel_of(node, fusion, has_key=bool(topology.ops)), topology)
 
@@ -61,6 +59,9 @@ def kernel_of(node: fx.Node, fusion: Fusion | None, *, has_key: bool = True) -> 
     """
     if node.op != "call_function" or is_view(node):
         return None
+    if move_of(node) in ("offload", "reload"):
+        copied = tensors_of(node.all_input_nodes[0]) if move_of(node) == "offload" else ()
+        return Kernel(launches=False, host_bytes=sum(map(num_bytes_of, copied)))
     if getattr(node.target, "namespace", "") == "autoshard":
         return Kernel()  # not by bytes: shards differ by rank, a plan must not
     if fusion is not None and node in fusion.absent and node not in fusion.parts:

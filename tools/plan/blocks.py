@@ -25,23 +25,27 @@ KEPT = 3  # two are compared, up to a third
 
 @dataclass(frozen=True)
 class Stack:
-    """Like blocks that follow each other in a list of a model's; the first three were kept.
+    """Like blocks that follow each other in a list of a model's; the first `KEPT` were kept.
 
     path: of the `nn.ModuleList`. first: number of the first of them; one like them stands before
         it, and another one behind the last. num_blocks: how many there were.
+    ahead: of them, blocks that were kept besides, as forward may not run them as those behind.
     """
 
     path: str
     first: int
     num_blocks: int
+    ahead: int = 0
 
     @property
     def num_cut(self) -> int:
-        return self.num_blocks - KEPT
+        return self.num_blocks - KEPT - self.ahead
 
 
-def cut_stacks(model: nn.Module) -> list[Stack]:
+def cut_stacks(model: nn.Module, ahead: int = 0) -> list[Stack]:
     """Cut runs of like blocks in `model` to five each; return what was cut, a list's in order.
+
+    ahead: blocks that are kept besides, as of `Stack`.
 
     Blocks are units in an `nn.ModuleList` that has no others. They are alike if they are of one
     class, with parameters of the same names and shapes. The first block of a run, and the last, may
@@ -56,11 +60,11 @@ def cut_stacks(model: nn.Module) -> list[Stack]:
         begin, stacks = 0, []
         for _, run in itertools.groupby(children, _looks):
             length = len(list(run))
-            stacks.append(Stack(path, begin + 1, length - 2))
+            stacks.append(Stack(path, begin + 1, length - 2, ahead))
             begin += length
         stacks = [each for each in stacks if each.num_cut > 0]
         for each in reversed(stacks):
-            del module[each.first + KEPT : each.first + each.num_blocks]
+            del module[each.first + KEPT + ahead : each.first + each.num_blocks]
         found += stacks
     return found
 
@@ -101,6 +105,7 @@ def _grown(problem: Problem, stacks: Iterable[Stack]) -> Problem:
         # Blocks behind the run keep their places at the end, and in backward so does the run.
         first, added = stack.first, stack.num_cut
         if problem.graph == "forward":
+            first += stack.ahead
             problem = _renamed(problem, stack, first + 2)
             numbers, step = (first, first + 1, first + 2 + added), 1
         else:  # which begins with the last block

@@ -65,15 +65,18 @@ def trace(
     shard_without_weights(model, mp_policy=mp_policy, reshard_after_forward=True)
     settings = CompileOptions(lowering=lowering).resolve(torch.device("cpu"))
     graphs: dict[str, Prepared] = {}
+    prices = None if topology is None else Prices(topology, lowering == "inductor")
 
     def compile_frame(frame: Frame) -> None:
         """Fill `graphs` with those of `frame`, by way; with none if it has no backward."""
         compilation = DryCompilation(frame, settings)
 
         def take(joint: fx.GraphModule, partition: Partition) -> None:
-            def prepared(gm: fx.GraphModule) -> Prepared:
-                preparation = passes.preparation(compilation.table)
-                parts = [passes.run(part, preparation) for part in partition(gm)]
+            def prepared(gm: fx.GraphModule, moved: Collection[str] = ()) -> Prepared:
+                transforms = passes.preparation(compilation.table)
+                if moved:
+                    transforms = (*passes.parted(moved, prices), *transforms)
+                parts = [passes.run(part, transforms) for part in partition(gm)]
                 return dict(zip(("forward", "backward"), parts, strict=True))
 
             graphs.update(
@@ -81,12 +84,12 @@ def trace(
             )
             by_values = [way for way in ways if way in BY_VALUES]
             if by_values:
-                assert topology is not None
+                assert prices is not None
                 none = graphs.get("none") or prepared(tagged(joint, "none"))
                 saved = saved_names(joint.graph, none["backward"].graph)
-                prices = Prices(topology, lowering == "inductor")
-                values = SavedValues(joint.graph, saved, prices, compilation.table)
-                graphs.update((way, prepared(saving(joint, values, way))) for way in by_values)
+                host = prices.topology.host_link
+                values = SavedValues(joint.graph, saved, prices, compilation.table, host=host)
+                graphs.update((way, prepared(*saving(joint, values, way))) for way in by_values)
 
         compilation.partition(take)
 

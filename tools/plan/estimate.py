@@ -286,6 +286,7 @@ class Estimate:
         `schedule` without a search.
     earlier: those of the microbatches before it; the same if gradients are reduced after each.
     decisions: by graph; empty without a search.
+    host_bytes: of values that forward saves on the host, until backward reads them.
     usage: by graph, and "optimizer", from its start: (us, the most in memory until the next entry);
         empty without a search.
     """
@@ -296,6 +297,7 @@ class Estimate:
     timelines: Mapping[str, Timeline]
     earlier: Mapping[str, Timeline]
     decisions: Mapping[str, Decision]
+    host_bytes: int = 0
     usage: Mapping[str, tuple[tuple[float, MemoryEstimate], ...]] = dataclasses.field(
         default_factory=dict
     )
@@ -395,6 +397,7 @@ def estimate(
         timelines=timelines,
         earlier=earlier,
         decisions=decisions,
+        host_bytes=step.graphs["forward"].host_bytes,
         usage={
             **{
                 kind: tuple(

@@ -39,6 +39,12 @@ class Graph:
         times = [kernel_us(each, topology) for each in self.kernels]
         return tuple(times[int(number)] for number in self.problem.op_us)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that a forward copies to the host, for its backward."""
+        sizes = [0 if each is None else each.host_bytes for each in self.kernels]
+        return sum(sizes[int(number)] for number in self.problem.op_us)
+
     def in_float8(self, vocabulary: int) -> Graph:
         """Return this graph with products in float8, but for those as wide as `vocabulary`."""
         kernels = tuple(in_float8(each, vocabulary) for each in self.kernels)

@@ -21,6 +21,7 @@ from autoshard.tools.plan.planning import PlanReport
 from autoshard.tools.plan.report import (
     cluster_line,
     front_of,
+    host_line,
     interval_line,
     memory_rows,
     micro_batches,
@@ -146,7 +147,7 @@ def _memory(report: PlanReport) -> Iterator[str]:
     times = markup.table(time_rows(best), words={0, 5})
     memory = markup.table(memory_rows(best.memory, limit), words={0})
     yield f'<div class="columns">{times}{memory}</div>'
-    for line in (interval_line(report), tight_line(report)):
+    for line in (interval_line(report), host_line(best), tight_line(report)):
         if line:
             yield markup.tag("p", line)
 

@@ -35,8 +35,8 @@ def text(report: PlanReport, *, with_buckets: bool = False) -> str:
         "",
     ]
     lines += [*_columns(memory_rows(best.memory, topology.memory_bytes)), ""]
-    tight = tight_line(report)
-    lines += [tight, ""] if tight else []
+    for line in (host_line(best), tight_line(report)):
+        lines += [line, ""] if line else []
     lines += [*_columns(time_rows(best)), "", interval_line(report), *margin_lines(best)]
     if any(_is_by_values(each.configuration) for each in report.tried):
         lines += ["", *_columns(_front_rows(report)), "", _ABOUT_VALUES]
@@ -75,8 +75,8 @@ def verdict(report: PlanReport) -> str:
 
 
 _ABOUT_VALUES = (
-    "values:35 computes values again that give up 35 % of the bytes that forward could give up, "
-    "those first that take least time for their bytes"
+    "values:35 gives up 35 % of the bytes that forward could give up, those first that cost least "
+    "time: they go to the host while compute hides copies, or are computed again"
 )
 
 
@@ -156,6 +156,16 @@ def memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
         num_bytes = getattr(memory, name)
         share = percent(num_bytes / limit)
         yield name.replace("_bytes", ""), str(num_bytes), show_bytes(num_bytes), share
+
+
+def host_line(best: Estimate) -> str:
+    """Say how much of what forward saves lies on the host; return "" if nothing does."""
+    if not best.host_bytes:
+        return ""
+    return (
+        f"on the host, for each device: {show_bytes(best.host_bytes)} of values, pinned, from "
+        "forward to backward"
+    )
 
 
 def tight_line(report: PlanReport) -> str:
@@ -304,6 +314,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "overflow": report.overflow,
         "memory": _memory_json(best.memory),
         "reserved_bytes": best.memory.reserved_bytes,
+        "host_bytes": best.host_bytes,
         "configurations": [_configuration_json(report, each) for each in report.estimates],
         "front": [
             {

@@ -125,7 +125,9 @@ class _Traces:
         self.ways, self.topology = ways, topology
         model = on_meta(planned)
         self.vocabulary = _vocabulary(model)
-        self.stacks = cut_stacks(model)
+        has_host = topology is not None and topology.host_link is not None
+        # Copies to the host are as regular as blocks once some are under way.
+        self.stacks = cut_stacks(model, ahead=1 if has_host else 0)
         self.cut = self._trace(model)
 
     @functools.cached_property

@@ -75,15 +75,19 @@ def tagged(joint: fx.GraphModule, way: str) -> fx.GraphModule:
     return gm
 
 
-def saving(joint: fx.GraphModule, values: SavedValues, way: str) -> fx.GraphModule:
+def saving(
+    joint: fx.GraphModule, values: SavedValues, way: str
+) -> tuple[fx.GraphModule, frozenset[str]]:
     """Copy a joint graph, with tags by which a share of what its values can give up is given up.
 
-    Those go first that take least time to compute again for their bytes. The last block, with the
-    loss, gives up nothing: backward begins with it, when memory is at its peak.
+    Those go first that cost least time for their bytes: to the host, if `values` may lie there,
+    then those that are computed again. The last block, with the loss, gives up nothing: backward
+    begins with it, when memory is at its peak.
     way: one of `BY_VALUES`.
+    Returns the names of the values on the host, too.
     """
     taken = (*at_price(values.curves[:-1], int(way.partition(":")[2]) / 100), 0)
-    return tag_saved(copied(joint), saved=values.names(taken))
+    return tag_saved(copied(joint), saved=values.names(taken)), values.moved(taken)
 
 
 def _is_saved(node: fx.Node) -> bool:

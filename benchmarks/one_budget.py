@@ -1,0 +1,199 @@
+"""Time of a step under a memory budget, beside checkpoints by hand, simulated on a named cluster.
+
+    python benchmarks/one_budget.py                     # Llama-3 8B on 8 H100s
+    python benchmarks/one_budget.py --model 70b --gpus 64 --topology h200
+    python benchmarks/one_budget.py --layers 8          # of the model's, all of which take minutes
+
+A joint graph is traced once, and parted as each way says, all with the same costs and one bucket a
+unit: without checkpoints; with one around each block, or around each second; with products and
+attention saved ("ops"); and by torch's partitioner with `activation_memory_budget`, the largest
+that fits. The budget of a row is what one of the ways by hand needs at its peak. "planned" is what
+`memory_budget` decides with it, once with values on the host, and once without. The bound is that
+of collectives and compute (`planner/bound.py`), and of what has to be given up (`least_us`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+
+import torch
+from published_models import Shape
+from torch import fx
+
+from autoshard import handed, passes
+from autoshard.compilation import DryCompilation, Partition
+from autoshard.handed import Handed, Part, Parts
+from autoshard.options import CompileOptions
+from autoshard.passes.planner.bound import lower_bound
+from autoshard.passes.planner.keep import unit_by_unit
+from autoshard.passes.planner.save import Need, least_us
+from autoshard.passes.planner.topology import Topology
+from autoshard.passes.plans.auto_buckets import PricedGraph
+from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.saved import SavedValues
+from autoshard.runtime.compiled.frame import Frame
+from autoshard.runtime.sharding.find_units import find_units
+from autoshard.tools.plan import dry_run
+from autoshard.tools.plan.steps import PlannedModel, on_meta, policy_of, step_of
+from autoshard.tools.plan.ways import mark_regions, tagged
+
+MODELS = {
+    "8b": Shape("llama", 4096, 14336, 32, 8, 32, 128_256, False, "plain"),
+    "70b": Shape("llama", 8192, 28672, 64, 8, 80, 128_256, False, "plain"),
+    "405b": Shape("llama", 16384, 53248, 128, 8, 126, 128_256, False, "plain"),
+}
+BY_HAND = ("none", "full", "layers:2", "ops")
+STEPS = 10  # of activation_memory_budget, from 0 to 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Predicted step: its time, and what its parts need at their peaks."""
+
+    time_us: float
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, parts: Parts, budget_bytes: float = math.inf) -> Step:
+        """Simulate `parts`, with one bucket a unit."""
+        problems = [part.priced.problem for part in (parts.forward, parts.backward)]
+        timelines = [unit_by_unit(problem, budget_bytes) for problem in problems]
+        return cls(
+            sum(each.time_us for each in timelines), max(each.peak_bytes for each in timelines)
+        )
+
+
+class Ways:
+    """Parts of one joint graph by way of checkpointing, as a cluster runs them."""
+
+    def __init__(
+        self,
+        compilation: DryCompilation,
+        joint: fx.GraphModule,
+        partition: Partition,
+        prices: Prices,
+    ) -> None:
+        self.compilation, self.joint = compilation, joint
+        self.partition, self.prices = partition, prices
+
+    def by_hand(self, way: str) -> Parts:
+        """Part it with checkpoints around blocks."""
+        if way != "layers:2":
+            return self._parts(tagged(self.joint, way))
+        gm = tagged(self.joint, "full")
+        for node in gm.graph.nodes:
+            if node.meta.get("ac_graph_id", 0) % 2 == 0:
+                node.meta.pop("recompute", None)
+                node.meta.pop("ac_graph_id", None)
+        return self._parts(gm)
+
+    def by_torch(self, budget: float) -> Parts:
+        """Part it with `activation_memory_budget`."""
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return self._parts(tagged(self.joint, "none"))
+
+    def planned(self, budget_bytes: int, topology: Topology) -> tuple[Handed, Parts, float]:
+        """Part it as `memory_budget` says: also what that decides, and seconds of deciding."""
+        prices = dataclasses.replace(self.prices, topology=topology, budget_bytes=budget_bytes)
+        began = time.perf_counter()
+        self.compilation.prices = prices
+
+        def parts(decided: Handed) -> Parts:
+            return self.compilation._parts(self.joint, self.partition, decided, prices)
+
+        decided = handed.decide(parts, prices)
+        return decided, parts(decided), time.perf_counter() - began
+
+    def _parts(self, gm: fx.GraphModule) -> Parts:
+        self.compilation.handed = Handed()
+        made = []
+        for kind, part in zip(("forward", "backward"), self.partition(gm), strict=True):
+            graph = passes.run(part, passes.preparation(self.compilation.table)).graph
+            made.append(Part(graph, PricedGraph(graph, kind, self.prices)))
+        return Parts(gm.graph, self.compilation.table, *made)
+
+
+def bound_us(none: Parts, budget_bytes: int, prices: Prices) -> float:
+    """Microseconds that no decision beats: those of the parts, and of what has to be given up."""
+    graphs = (none.forward, none.backward)
+    parts_us = sum(lower_bound(part.priced.problem).time_us for part in graphs)
+    values = SavedValues(none.joint, none.saved, prices, none.table, host=prices.topology.host_link)
+    tried = handed._Tried.of(Handed(), (0,) * len(values.blocks), none, budget_bytes)
+    needs = [Need(*each) for each in handed._asked(tried, values)]
+    return parts_us + least_us(values.curves, needs)
+
+
+def show(ways: Ways, topology: Topology) -> None:
+    """Print the table."""
+    hand = {way: ways.by_hand(way) for way in BY_HAND}
+    steps = {way: Step.of(parts) for way, parts in hand.items()}
+    torchs = {number / STEPS: Step.of(ways.by_torch(number / STEPS)) for number in range(STEPS + 1)}
+    for way, step in steps.items():
+        print(f"{way}: {step.time_us / 1000:.1f} ms, {step.peak_bytes / 2**30:.2f} GiB", flush=True)
+    print(
+        "| budget | best by hand | torch's | planned, no host | planned | over bound | on host | "
+    )
+    print("|---|---|---|---|---|---|---|")
+    without = dataclasses.replace(topology, host_gb_per_s=0.0)
+    for way in ("full", "layers:2", "ops"):
+        budget = steps[way].peak_bytes
+        best = min(each.time_us for each in steps.values() if each.peak_bytes <= budget)
+        fit = [each.time_us for each in torchs.values() if each.peak_bytes <= budget]
+        rivals = min(fit, default=math.inf)
+        cells = []
+        for each in (without, topology):
+            decided, parts, seconds = ways.planned(budget, each)
+            step = Step.of(parts, budget)
+            over = f", {step.peak_bytes / budget:.2f} of it" if step.peak_bytes > budget else ""
+            cells.append(f"{step.time_us / best:.3f}{over} ({seconds:.0f} s)")
+        bound = bound_us(hand["none"], budget, dataclasses.replace(ways.prices, topology=topology))
+        on_host = sum(block.host_bytes for block in decided.blocks) / 2**30
+        print(
+            f"| {way}'s, {budget / 2**30:.2f} GiB | {best / 1000:.1f} ms | {rivals / best:.3f} "
+            f"| {' | '.join(cells)} | {step.time_us / bound:.3f} | {on_host:.1f} GiB |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--topology", default="h100")
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    options = parser.parse_args()
+    shape, topology = MODELS[options.model], Topology.load(options.topology)
+    if options.layers:
+        shape = dataclasses.replace(shape, layers=options.layers)
+
+    def build() -> torch.nn.Module:
+        return shape.build(options.seq)
+
+    planned = PlannedModel(
+        options.model, build, None, options.seq, "bf16", "f32", "adamw", "inductor"
+    )
+    dry_run.pretend_ranks(options.gpus)
+    model = on_meta(planned)
+    call = step_of(planned, model, options.micro_batch)
+    mark_regions(find_units(model, None))
+    dry_run.shard_without_weights(model, mp_policy=policy_of(planned), reshard_after_forward=True)
+    settings = CompileOptions(lowering="inductor").resolve(torch.device("cpu"))
+
+    def compile_frame(frame: Frame) -> None:
+        compilation = DryCompilation(frame, settings)
+        prices = Prices(topology, is_fused=True)
+        print(f"{options.model}, {shape.layers} layers, {options.gpus} of {topology.title}")
+        compilation.partition(
+            lambda joint, partition: show(Ways(compilation, joint, partition, prices), topology)
+        )
+
+    dry_run.compile_only(model, call, compile_frame)
+
+
+if __name__ == "__main__":
+    main()
