@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -11,11 +12,12 @@ from typing import Any
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard import _torch
-from autoshard.compilation import Compilation, DryCompilation, has_backward
-from autoshard.handed import Handed
+from autoshard import _torch, plan_cache
+from autoshard.compilation import Compilation, has_backward
+from autoshard.handed import Decider, Handed, Parts
 from autoshard.options import CompileSettings
 from autoshard.passes.ir.plan import Plan
+from autoshard.passes.plans.prices import Prices
 from autoshard.runtime.compiled.frame import make_frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
 from autoshard.runtime.ranks.agreement import (
@@ -54,18 +56,19 @@ class Attempt:
         settings: CompileSettings,
         known: Sequence[Plan] = (),
         handed: Handed | None = None,
+        decider: Decider | None = None,
     ) -> None:
         """Compile the frame of Dynamo's `gm`; a failure is kept in `failure` and `reason`.
 
         Dynamo's RestartAnalysis is raised. `gm` is changed. There is a backward if gradients are
         enabled now. Plans are logged and dumped, but not recorded, nor compared with other ranks.
 
-        known, handed: as of `Compilation`.
+        known, handed, decider: as of `Compilation`.
         """
         self.compared = settings.compared
         try:
             frame = make_frame(gm, example_inputs)
-            self.compilation = Compilation(frame, settings, known, handed)
+            self.compilation = Compilation(frame, settings, known, handed, decider)
             self.compiled = self.compilation.compile()
             self.plans = tuple(self.compilation.plans)
         except _torch.dynamo.RestartAnalysis:  # ours, or Dynamo's: as where a float has changed
@@ -107,9 +110,9 @@ def agreed_attempt(
     later call on one rank alone. So plans that ranks have agreed on are kept for the frame, and
     later compilations follow them. If searches on ranks found different plans, all ranks trace the
     frame again and follow the first rank's plans. For a frame that is a whole step, under a memory
-    budget, the first rank chooses what forward hands to backward, once and before anything else, by
-    a dry compilation. Where something is new ranks wait for each other, at the first time for ten
-    minutes, or the group's timeout if that is longer. `gm` is changed.
+    budget, the first rank decides what forward hands to backward, once, while it compiles. Where
+    something is new ranks wait for each other, at the first time for ten minutes, or the group's
+    timeout if that is longer. `gm` is changed.
 
     params: the sharded parameters that the frame reads, one or more.
     code: name of the frame, the same on every rank.
@@ -125,15 +128,15 @@ def agreed_attempt(
     key = f"{name} {settings.lowering} {topology} {settings.budget_bytes}"
     graphs = graphs_of(unit)
     known = graphs.known_plans.setdefault(key, [])
+    decider = None
     decides = settings.searches and settings.budget_bytes is not None
     if decides and key not in graphs.handed and is_whole_step(params, example_inputs):
-        worth = worth_handing(gm, example_inputs, settings)
-        graphs.handed[key] = text = share(name, worth.to_json(), mesh, is_first=True)
-        log.info("%s hands to backward: %s", code, text)
-        raise _torch.dynamo.TraceAgain(restart_reason="what to hand to backward was decided")
+        decider = _FirstRanks(name, mesh, functools.partial(graphs.handed.__setitem__, key))
     text = graphs.handed.get(key, "")
     handed = Handed.from_json(text) if text else None
-    attempt = Attempt(gm, example_inputs, settings, known, handed)
+    attempt = Attempt(gm, example_inputs, settings, known, handed, decider)
+    if decider is not None:
+        decider.end()
     try:
         attempt.reason = agree(name, attempt.outcome, mesh, graphs.agreed)
     except PlansDiffer as error:
@@ -167,18 +170,51 @@ def is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any])
     return has_backward(example_inputs) and all(id(each) in own for each in sharded)
 
 
-def worth_handing(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: CompileSettings
-) -> Handed:
-    """Decide what forward hands to backward.
+class _FirstRanks(Decider):
+    """Decider of which all ranks ask, and the first one decides.
 
-    Predicted by a dry compilation, for the sizes of this rank's batch, without other ranks; nothing
-    is decided if that fails. Dynamo's RestartAnalysis is raised. `gm` can't be compiled afterwards.
+    All ranks of `mesh` share twice: what the first one knows, and, if that is nothing, what it has
+    decided. A rank whose compilation fails before shares in `end`, so that no other waits in vain.
     """
-    try:
-        return DryCompilation(make_frame(gm, example_inputs), settings).worth_handing()
-    except _torch.dynamo.RestartAnalysis:
-        raise
-    except Exception as error:  # the compilation may meet it, too, and will tell all ranks
-        log.warning("the memory budget is not kept to, as deciding what to save failed: %s", error)
-        return Handed()
+
+    def __init__(self, name: str, mesh: DeviceMesh, keep: Callable[[str], object]) -> None:
+        """Share nothing yet.
+
+        name: of the frame, the same on every rank. keep: takes the decision, as text.
+        """
+        self.name, self.mesh, self.keep = name, mesh, keep
+        self._is_first = mesh.get_rank() == int(mesh.mesh.flatten()[0])
+        self.has_asked = self.is_done = False
+
+    def known(self, key: str | None) -> Handed | None:
+        """Return the decision that the first rank finds beside torch's caches, if there is one."""
+        text = plan_cache.load_decision(key) if key is not None and self._is_first else None
+        text = share(self.name, text or "", self.mesh, is_first=True)
+        self.has_asked = True
+        return self._decided(text) if text else None
+
+    def decide(
+        self, part: Callable[[Handed], Parts], prices: Prices, key: str | None = None
+    ) -> Handed:
+        """Return what the first rank decides, which keeps it beside torch's caches."""
+        text = ""
+        if self._is_first:
+            text = super().decide(part, prices).to_json()
+            if key is not None:
+                plan_cache.save_decision(key, text)
+        with _torch.tensors.unset_fake_temporarily():  # the mode of what is compiled
+            return self._decided(share(self.name, text, self.mesh, is_first=True))
+
+    def end(self) -> None:
+        """Share what this rank has not, as its compilation was over before."""
+        if not self.has_asked and share(self.name, "", self.mesh, is_first=True):
+            self.is_done = True
+        if not self.is_done:
+            self._decided(share(self.name, "", self.mesh, is_first=True))
+
+    def _decided(self, text: str) -> Handed:
+        self.is_done = True
+        text = text or Handed().to_json()
+        self.keep(text)
+        log.info("%s hands to backward: %s", self.name, text)
+        return Handed.from_json(text)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import fx
 
 from autoshard import _torch, passes, plan_cache
-from autoshard.handed import Handed, Part, Parts, decide
+from autoshard.handed import Decider, Handed, Part, Parts
 from autoshard.options import CompileSettings
 from autoshard.passes.dump import Dump
 from autoshard.passes.ir import groups
@@ -30,6 +30,7 @@ from autoshard.passes.pipeline import copied
 from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
 from autoshard.passes.plans.drafts import INNER
 from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.saved import movable
 from autoshard.passes.plans.values import hint_of
 from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame
@@ -52,6 +53,9 @@ Watcher = Callable[[fx.GraphModule, str, Lowered, Callable[[fx.GraphModule], Low
 gm: the planned graph; graph: its kind, "forward" for instance; call: what `gm` was lowered to;
 lower: lowers a graph that is a part of `gm` and has the same inputs.
 """
+
+Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+"""Run the joint passes on a joint graph, in place, and part it in forward and backward."""
 
 _watchers: list[Watcher] = []
 
@@ -85,7 +89,8 @@ class Compilation:
     """Compilation of one frame: its graphs share a table of parameters and settings.
 
     known: plans that "auto" follows: each graph the first plan that fits it.
-    handed: what forward hands to backward.
+    handed: what forward hands to backward; decided while the frame is compiled, if a decider is
+        given.
     plans: of the graphs with collectives, in the order in which they were compiled.
     """
 
@@ -98,15 +103,18 @@ class Compilation:
         settings: CompileSettings,
         known: Sequence[Plan] = (),
         handed: Handed | None = None,
+        decider: Decider | None = None,
     ) -> None:
         """Collect from `frame` what passes need: the table of parameters, axes, prices.
 
-        Nothing is compiled yet. The compilation gets a number of its own, for logs and dumps.
+        A decider needs a budget. Nothing is compiled yet. The compilation gets a number of its own,
+        for logs and dumps.
         """
         self.frame = frame
         self.settings = settings
         self.known = known
         self.handed = handed or Handed()
+        self._decider = decider
         self.number = next(self._numbers)
         self.table = frame.table()
         pairs = list(zip(frame.params, self.table, strict=True))
@@ -142,6 +150,10 @@ class Compilation:
         Raises TraceAgain if torch's caches have the graphs, but their plans are gone; otherwise
         whatever goes wrong in AOTAutograd, a pass or the lowering.
         """
+        if self._decider is not None:
+            known = self._decider.known(self._decision_key())
+            if known is not None:
+                self.handed, self._decider = known, None
         begins = progress(self._what(), self._num_graphs())
         with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
             if self.settings.lowering == "eager":
@@ -225,7 +237,7 @@ class Compilation:
             self.frame.inputs,
             inner_compile=inner,
             joint_pass=self._joint,
-            split=self._with_host if self.handed.moved else None,
+            partition=self._partition if self._decider or self.handed.moved else None,
             settings=self.settings.inductor,
             key=self._cache_key(),
         )
@@ -244,8 +256,27 @@ class Compilation:
         """Return a digest, for AOTAutograd's cache, of all that passes depend on besides the graph.
 
         None if the cache must not be used: torch is configured not to, or passes have to run, for a
-        prediction, a watcher or a dump, after plans were lost, and for frames with tensor-parallel
-        parameters or without sharded ones.
+        decision, a prediction, a watcher or a dump, after plans were lost, and for frames with
+        tensor-parallel parameters or without sharded ones.
+        """
+        facts = None if self._decider is not None else self._facts()
+        return None if facts is None else plan_cache.frame_key([*facts, self.handed.to_json()])
+
+    def _decision_key(self) -> str | None:
+        """Return a digest of all that what is handed to backward depends on.
+
+        None where AOTAutograd's cache is of no use; then decisions are not kept, either.
+        """
+        facts = self._facts() if self.settings.lowering == "inductor" else None
+        if facts is None:
+            return None
+        sizes = [_hints(value) for value in self.frame.inputs]
+        return plan_cache.frame_key([*facts, self.frame.gm.code, sizes])
+
+    def _facts(self) -> list[object] | None:
+        """List what passes depend on besides the graph, and what is handed to backward.
+
+        None if AOTAutograd's cache must not be used, whatever that is.
         """
         params = self.frame.params
         if _watchers or not (self.is_cached and params and _torch.aot.caches_frames()):
@@ -262,7 +293,6 @@ class Compilation:
             (self.settings.lowering, self.settings.bucketing),
             sorted(self.settings.inductor.items()),
             self.table,
-            self.handed.to_json(),
             [plan.to_json() for plan in self.known],
             _torch.aot.ambient_dtypes(),
         ]
@@ -277,23 +307,60 @@ class Compilation:
             }
             facts += [self.prices, [(part, self.prices.ranks(part)) for part in sorted(parts)]]
             facts.append([_hints(value) for value in self.frame.inputs])
-        return plan_cache.frame_key(facts)
+        return facts
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        parts = _torch.aot.min_cut_rematerialization_partition(
-            self._joint(gm), joint_inputs, **kwargs
-        )
-        return self._with_host(*parts)
+        """Part a joint graph, in place, in place of torch's partitioner.
+
+        What forward hands to backward is decided before, if that is still to be done.
+        """
+
+        def partition(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            parts = _torch.aot.min_cut_rematerialization_partition(
+                self._joint(joint), joint_inputs, **kwargs
+            )
+            return self._with_host(*parts, kwargs["num_fwd_outputs"])
+
+        decider, self._decider = self._decider, None
+        if decider is None:
+            return partition(gm)
+        assert self.prices is not None
+        prices, made = self.prices, {}
+
+        def parts(handed: Handed) -> Parts:
+            found = self._parts(gm, partition, handed, prices)
+            made[handed] = found.made
+            return found
+
+        self.handed = decider.decide(parts, prices, self._decision_key())
+        return made.get(self.handed) or partition(gm)
+
+    def _parts(
+        self, joint: fx.GraphModule, partition: Partition, handed: Handed, prices: Prices
+    ) -> Parts:
+        """Part a copy of `joint` as `handed` says, and price the parts."""
+        self.handed = handed
+        tried = copied(joint)
+        made = partition(tried)
+        parts = []
+        for kind, gm in zip(("forward", "backward"), made, strict=True):
+            graph = passes.run(gm, passes.preparation(self.table)).graph
+            parts.append(Part(graph, PricedGraph(graph, kind, prices)))
+        forward, backward = parts
+        return Parts(tried.graph, self.table, forward, backward, made)
 
     def _with_host(
-        self, forward: fx.GraphModule, backward: fx.GraphModule
+        self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Have parts of a joint graph copy to the host, and back, what is to lie there meanwhile.
 
-        They are changed in place. Raises PassError if the pass fails.
+        What the user gets of this graph stays, whatever was decided for another one of the frame.
+        The parts are changed in place. Raises PassError if the pass fails.
+        num_outputs: of forward, those that are no saved values.
         """
-        if self.handed.moved:
-            transforms = passes.parted(frozenset(self.handed.moved), self.prices)
+        moved = movable(forward.graph, num_outputs).intersection(self.handed.moved)
+        if moved:
+            transforms = passes.parted(moved, self.prices)
             for gm, transform in itertools.product((forward, backward), transforms):
                 passes.run_one(gm, transform).recompile()
         return forward, backward
@@ -380,40 +447,8 @@ class Compilation:
         return dump
 
 
-Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
-"""Run the joint passes on a joint graph, in place, and part it in forward and backward."""
-
-
 class DryCompilation(Compilation):
     """Compilation for predictions: it parts joint graphs, and compiles none of them."""
-
-    def worth_handing(self) -> Handed:
-        """Decide what forward hands to backward; see `handed.decide`.
-
-        Called in place of `compile`. Without a budget or a backward nothing is decided.
-        """
-        found = Handed()
-
-        def take(joint: fx.GraphModule, partition: Partition) -> None:
-            nonlocal found
-            if self.prices is not None and self.prices.budget_bytes is not None:
-                prices = self.prices
-                found = decide(lambda each: self._parts(joint, partition, each, prices), prices)
-
-        self.partition(take)
-        return found
-
-    def _parts(
-        self, joint: fx.GraphModule, partition: Partition, handed: Handed, prices: Prices
-    ) -> Parts:
-        """Part a copy of `joint` as `handed` says, and price the parts."""
-        self.handed = handed
-        tried = copied(joint)
-        made = []
-        for kind, gm in zip(("forward", "backward"), partition(tried), strict=True):
-            graph = passes.run(gm, passes.preparation(self.table)).graph
-            made.append(Part(graph, PricedGraph(graph, kind, prices)))
-        return Parts(tried.graph, self.table, *made)
 
     def partition(self, take: Callable[[fx.GraphModule, Partition], None]) -> None:
         """Give `take` the frame's joint graph, and what parts such a graph; compile nothing.

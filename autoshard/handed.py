@@ -65,6 +65,35 @@ class Handed:
         return read_as(cls, json.loads(text), "handed")
 
 
+class Decider:
+    """Decider of what a frame's forward hands to backward, of which a compilation asks once.
+
+    This one decides by itself, where there are no other ranks.
+    """
+
+    def known(self, key: str | None) -> Handed | None:
+        """Return a decision that is known before the frame's joint graph is; None if none is.
+
+        key: of frames that are alike in all that a decision depends on; None: of none.
+        """
+        return None
+
+    def decide(
+        self, part: Callable[[Handed], Parts], prices: Prices, key: str | None = None
+    ) -> Handed:
+        """Decide as the function `decide` does; nothing is decided if that fails.
+
+        key: as of `known`.
+        """
+        try:
+            return decide(part, prices)
+        except Exception as error:  # the compilation may meet it, too, and will tell all ranks
+            log.warning(
+                "the memory budget is not kept to, as deciding what to save failed: %s", error
+            )
+            return Handed()
+
+
 class Part(NamedTuple):
     """Forward or backward of a joint graph, and the same as its planner sees it."""
 
@@ -73,12 +102,16 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Joint graph that was parted, the facts about its parameters, and its parts."""
+    """Joint graph that was parted, the facts about its parameters, and its parts.
+
+    made: these as they were made, for the compilation to go on with.
+    """
 
     joint: fx.Graph
     table: Sequence[ParamInfo]
     forward: Part
     backward: Part
+    made: tuple[fx.GraphModule, fx.GraphModule]
 
     @property
     def saved(self) -> frozenset[str]:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard import _torch
+from autoshard.handed import Handed
 from autoshard.passes.ir.plan import Plan
 
 NO_PLAN = "null"  # of a graph without collectives
@@ -65,6 +66,29 @@ def save(graph_key: str, plan: Plan | None) -> None:
         write_whole(path, text)
     except OSError:
         return
+
+
+def save_decision(key: str, text: str) -> None:
+    """Store what the forward of a frame hands to backward, as text; as `save` does it.
+
+    key: digest of all that it depends on.
+    """
+    try:
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError:
+        return
+
+
+def load_decision(key: str) -> str | None:
+    """Load what `save_decision` has stored; None if that is missing, or can't be read."""
+    try:
+        text = _path(key).read_text()
+        Handed.from_json(text)
+    except (OSError, ValueError):
+        return None
+    return text
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -110,10 +110,11 @@ class Ways:
     def _parts(self, gm: fx.GraphModule) -> Parts:
         self.compilation.handed = Handed()
         made = []
-        for kind, part in zip(("forward", "backward"), self.partition(gm), strict=True):
+        parts = self.partition(gm)
+        for kind, part in zip(("forward", "backward"), parts, strict=True):
             graph = passes.run(part, passes.preparation(self.compilation.table)).graph
             made.append(Part(graph, PricedGraph(graph, kind, self.prices)))
-        return Parts(gm.graph, self.compilation.table, *made)
+        return Parts(gm.graph, self.compilation.table, *made, parts)
 
 
 def bound_us(none: Parts, budget_bytes: int, prices: Prices) -> float:

@@ -49,8 +49,8 @@ def offload_saved(
     A forward then returns them on the host, and a backward takes them from there. Of a graph's
     values, those are copied that are inputs or outputs of it.
 
-    moved: values, by the names that `numbered` gives them, or that nodes have. They must be no
-        outputs for the user.
+    moved: values, by the names that `numbered` gives them, or that nodes have; see
+        `plans.saved.movable`.
     prices: of a topology with a host; without one nothing is copied.
     Metadata: reads VALUE; writes SOURCE and EXPOSED_US.
     Numerics: unchanged, bit for bit.

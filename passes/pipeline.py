@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 from torch import fx
@@ -75,7 +74,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     In the copy all placeholders come first: AOTAutograd puts the token of an effect before them.
     Its `meta` is a shallow copy.
     """
-    made = _torch.fx.graph_module(gm, copy.deepcopy(gm.graph))
+    made = _torch.fx.graph_module(gm, _torch.fx.copied(gm.graph))
     body = next((node for node in made.graph.nodes if node.op != "placeholder"), None)
     for each in made.graph.find_nodes(op="placeholder"):
         if body is not None and body < each:

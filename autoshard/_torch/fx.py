@@ -34,6 +34,19 @@ def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     return aot.mark_boxed(lambda args: forward(args))
 
 
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Copy `graph`, with nodes of its own, whose metadata is a shallow copy.
+
+    What generates its code is the same one: a deep copy of pytrees in it warns.
+    """
+    made = torch.fx.Graph(tracer_cls=graph._tracer_cls)
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = made.output(made.graph_copy(graph, values))
+    output.meta = dict(graph.output_node().meta)
+    made.set_codegen(graph._codegen)
+    return made
+
+
 def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """Make a graph module whose code is generated when it is first needed.
 

@@ -71,7 +71,7 @@ def compile_frame(
     *,
     inner_compile: Callable[..., Any],
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule],
-    split: Callable[..., Any] | None = None,
+    partition: Callable[..., Any] | None = None,
     settings: Mapping[str, Any],
     key: str | None,
 ) -> tuple[Callable[..., Any], list[str]]:
@@ -80,10 +80,10 @@ def compile_frame(
     inner_compile: takes the place of Inductor's compiler of single graphs, and has its arguments.
     joint_pass: runs last over the joint graph, before it is partitioned; it must change the graph
         in place, as what it returns is ignored.
-    split: returns what a joint graph's parts, forward and backward, are to be; None: these.
+    partition: takes the place of torch's partitioner, and of `joint_pass` before it; None: torch's.
     settings: by key of Inductor's config. It makes no CUDA graphs in any case.
-    key: all that `inner_compile`, `joint_pass` and `split` depend on besides the graph. On a hit of
-        AOTAutograd's cache neither is called. None: that cache is not used.
+    key: all that these three depend on besides the graph. On a hit of AOTAutograd's cache none is
+        called. None: that cache is not used.
 
     A backward, if gradients are enabled now, is compiled with its forward.
 
@@ -94,6 +94,10 @@ def compile_frame(
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.pattern_matcher import stable_topological_sort
 
+    def has_tangents(graph: torch.fx.Graph) -> bool:
+        inputs = graph.find_nodes(op="placeholder")
+        return any(node.name.startswith("tangents") for node in inputs)
+
     class JointPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             """Sort `graph` so that no node is read before it is made, and run `joint_pass`."""
@@ -101,16 +105,16 @@ def compile_frame(
             # read before they are defined; it puts them in order after this one.
             stable_topological_sort(graph)
             assert graph.owning_module is not None
-            joint_pass(graph.owning_module)
+            if partition is None or not has_tangents(graph):
+                joint_pass(graph.owning_module)
 
         def uuid(self) -> str | None:
             return key
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """Part a joint graph, on which `joint_pass` has run, and have `split` change it."""
-            assert split is not None
-            return split(*aot.min_cut_rematerialization_partition(*args, **kwargs))
+            assert partition is not None
+            return partition(*args, **kwargs)
 
         def uuid(self) -> str | None:
             return key
@@ -129,7 +133,7 @@ def compile_frame(
                 **settings,
                 **NO_GRAPHS,
                 "joint_custom_post_pass": JointPass(),
-                **({"custom_partitioner_fn": Partitioner()} if split is not None else {}),
+                **({} if partition is None else {"custom_partitioner_fn": Partitioner()}),
             },
         )
     call: Callable[..., Any] = compiled

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import _torch
-from autoshard.agreed_plan import is_whole_step, worth_handing
+from autoshard.agreed_plan import is_whole_step
 from autoshard.artefacts import facts, guards, sources
 from autoshard.artefacts.entry import Entry, Signature, built, described, kinds_of
 from autoshard.artefacts.folder import Artefact, ArtefactError, given_options
 from autoshard.artefacts.graphs import CannotBeKept, outputs_of, written
 from autoshard.compilation import Compilation
-from autoshard.handed import Handed
+from autoshard.handed import Decider
 from autoshard.options import CompileSettings
 from autoshard.runtime.compiled.frame import Frame, make_frame, sharded_parameters
 from autoshard.runtime.eager.access import named_sharded
@@ -146,9 +146,9 @@ class _Written(Compilation):
 
     is_cached = False
 
-    def __init__(self, frame: Frame, settings: CompileSettings, handed: Handed | None) -> None:
+    def __init__(self, frame: Frame, settings: CompileSettings, decider: Decider | None) -> None:
         """Begin as `Compilation` does."""
-        super().__init__(frame, settings, handed=handed)
+        super().__init__(frame, settings, decider=decider)
         self.texts: dict[str, str] = {}
         self.trained: list[bool] = []
         self.tangents: list[list[int]] = []
@@ -185,7 +185,6 @@ class _Capture:
     ) -> None:
         """Trace the call. Raises ArtefactError as `make`."""
         self.call, self.settings = call, settings
-        self._handed: Handed | None = None
         try:
             takes, tensors = Signature(model).describe(args, kwargs)
             found, result = self._traced(model, args, kwargs)
@@ -209,7 +208,6 @@ class _Capture:
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             """Plan the graphs of `gm`; return what gives stand-ins for its outputs."""
             try:
-                self._decide(gm, example_inputs)
                 found.append(self._planned(gm, example_inputs))
             except _torch.dynamo.RestartAnalysis:  # ours, or Dynamo's: it traces again
                 raise
@@ -231,18 +229,15 @@ class _Capture:
             raise CannotBeKept("nothing in it could be traced")
         return found[0], result
 
-    def _decide(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Decide, under a memory budget, what forward hands to backward, as `agreed_attempt` does.
+    def _decides(self, example_inputs: Sequence[Any]) -> bool:
+        """Tell whether to decide, under a memory budget, what forward hands to backward.
 
-        Raises TraceAgain once that is decided: `gm` can't be compiled any more.
+        That is as in `agreed_attempt`.
         """
-        settings = self.settings
-        if self._handed is not None or not settings.searches or settings.budget_bytes is None:
-            return
+        if not self.settings.searches or self.settings.budget_bytes is None:
+            return False
         params = sharded_parameters(example_inputs)
-        if params and is_whole_step(params, example_inputs):
-            self._handed = worth_handing(gm, example_inputs, settings)
-            raise _torch.dynamo.TraceAgain(restart_reason="what to hand to backward was decided")
+        return bool(params) and is_whole_step(params, example_inputs)
 
     def _planned(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> _Graphs:
         """Plan and lower the graphs of `gm`, which Dynamo has just traced. Raises CannotBeKept."""
@@ -268,7 +263,8 @@ class _Capture:
                     f"{code.co_qualname} asks for {min(asked)}(), and an artefact is one for all "
                     "ranks: give what differs as an argument, or keep it in a buffer"
                 )
-        compilation = _Written(frame, self.settings, self._handed)
+        decider = Decider() if self._decides(inputs) else None
+        compilation = _Written(frame, self.settings, decider)
         compilation.compile()
         return _Graphs(frame, inputs, stand_ins, expressions, codes, compilation)
 

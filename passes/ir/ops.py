@@ -352,8 +352,8 @@ def launch_offload(value: Tensor, copy: int) -> Tensor:
 def wait_offload(ticket: Tensor, value: Tensor, copy: int) -> Tensor:
     """Make the fake output of the op that has compute wait for a copy: the value, on the host.
 
-    The host does not wait: the copy may be read by a `launch_reload`, and by nothing else. From
-    then on the memory of `value`, the one that the launch copies, may be used again.
+    The host waits only if a user's saved-tensor hooks are to read the copy. From then on the memory
+    of `value`, the one that the launch copies, may be used again.
     """
     return torch.empty_like(value, device="cpu")
 

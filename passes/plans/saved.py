@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from torch import Tensor, fx
@@ -19,7 +19,7 @@ from autoshard.passes.ir.match import (
     param_of,
     tangents,
 )
-from autoshard.passes.ir.meta import ParamInfo
+from autoshard.passes.ir.meta import VALUE, ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
 from autoshard.passes.ir.recompute import is_recomputed, is_tagged
 from autoshard.passes.planner.costs import HostLink
@@ -53,6 +53,34 @@ def saved_names(joint: fx.Graph, backward: fx.Graph) -> frozenset[str]:
     """Return the names of the nodes that forward hands to `backward`, a part of `joint`."""
     given = {node.name for node in backward.find_nodes(op="placeholder")}
     return frozenset(given - {node.name for node in tangents(joint)})
+
+
+def movable(forward: fx.Graph, num_outputs: int) -> frozenset[str]:
+    """Return the names, as of `numbered`, of saved values of a `forward` that may lie on the host.
+
+    num_outputs: of the graph's outputs, those that are the user's; what it saves follows them.
+    """
+    (outputs,) = forward.output_node().args
+    assert isinstance(outputs, (list, tuple))
+    users = _owned_by_users(each for each in outputs[:num_outputs] if isinstance(each, fx.Node))
+    saved = (each for each in outputs[num_outputs:] if isinstance(each, fx.Node))
+    found = (VALUE.get(node) for node in saved if _can_move(node, users))
+    return frozenset(name for name in found if name is not None)
+
+
+def _owned_by_users(outputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes that own the memory of a graph's `outputs`."""
+    return frozenset(map(owner_of, outputs))
+
+
+def _can_move(node: fx.Node, users: Collection[fx.Node]) -> bool:
+    """Tell whether a value may lie on the host: a copy lies like it, and no user has it.
+
+    users: nodes whose memory the user gets.
+    """
+    tensors = tensors_of(node)
+    is_one = node.op == "call_function" and len(tensors) == 1
+    return is_one and _is_dense(tensors[0]) and owner_of(node) not in users
 
 
 class SavedValues:
@@ -96,8 +124,7 @@ class SavedValues:
         # A view may be one that backward makes, of what forward does.
         owners_of_saved = {owner_of(node) for node in graph.nodes if node.name in saved}
         self._saved = owners_of_saved & self._owners
-        outputs = graph.output_node().all_input_nodes
-        self._outputs = frozenset(map(owner_of, outputs))
+        self._outputs = _owned_by_users(graph.output_node().all_input_nodes)
         fusion = fuse(graph, set(map(op_of, self._saved))) if prices.is_fused else None
         ops = dict.fromkeys(map(op_of, owners))
         microseconds = {op: prices.op_us(op, fusion) for op in ops}
@@ -157,11 +184,6 @@ class SavedValues:
         known = {node.name: number for node, number in self._block_of.items()}
         return {node: known[node.name] for node in part.nodes if node.name in known}
 
-    def _can_move(self, node: fx.Node) -> bool:
-        """Tell whether a value may lie on the host: its copy lies like it, and no user has it."""
-        tensors = tensors_of(node)
-        return len(tensors) == 1 and _is_dense(tensors[0]) and node not in self._outputs
-
     def _values(
         self, block: int, own: Sequence[fx.Node], microseconds: Mapping[fx.Node, float]
     ) -> tuple[list[fx.Node], Block]:
@@ -197,7 +219,7 @@ class SavedValues:
                     op=first,
                     is_read=node in self._saved,
                     is_fixed=is_fixed,
-                    can_move=not is_tagged(node) and self._can_move(node),
+                    can_move=not is_tagged(node) and _can_move(node, self._outputs),
                 )
             )
         return nodes, tuple(values)

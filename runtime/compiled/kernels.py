@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from autoshard import _torch
 from autoshard.passes.ir import groups, ops
 from autoshard.passes.ir.layout import part_of, read_members
 from autoshard.passes.ir.ops import library
@@ -171,7 +172,15 @@ def _launch_offload(value: Tensor, copy: int) -> Tensor:
 
 @_implements(ops.wait_offload)
 def _wait_offload(ticket: Tensor, value: Tensor, copy: int) -> Tensor:
-    return _redeem_copy(ticket).wait_on_device()[0]
+    """Wait for a copy to the host: on the device, and on the host where hooks of a user's read it.
+
+    What autograd saves goes to the saved-tensor hooks that are on top.
+    """
+    flight = _redeem_copy(ticket)
+    (copied,) = flight.wait_on_device()
+    if _torch.autograd.saved_tensors_hooks_on_top() is not None:
+        flight.wait_on_host()
+    return copied
 
 
 @_implements(ops.launch_reload)

@@ -221,6 +221,11 @@ def train(case: Case, model: Any, detector: Detector) -> None:
             loss.backward()
         del loss
         model.zero_grad()
+    if case.extra == "saved on the host":  # which hooks of the user's read
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copied: copied):
+            loss = model(torch.empty(rows, 8, device="meta")).sum()
+        loss.backward()
+        model.zero_grad()
     for _ in range(2):
         for is_last in (False, True) if case.micro else (True,):
             if case.micro == "no_sync":
@@ -346,7 +351,8 @@ MUTATIONS = (
     Mutation(
         copies.Copies, "wait_on_host", "self.lane.newest.synchronize()", f"{COMPILED}, offload"
     ),
-    Mutation(kernels, "_wait_offload", ".wait_on_device()", ON_HOST, ".results"),
+    Mutation(kernels, "_wait_offload", "flight.wait_on_device()", ON_HOST, "flight.results"),
+    Mutation(kernels, "_wait_offload", "flight.wait_on_host()", ON_HOST),
     Mutation(kernels, "_wait_reload", ".wait_on_device()", ON_HOST, ".results"),
     Mutation(copies.Copies, "release", "self.wait_on_device()", f"{EAGER}, offload"),
     # streams of the user's

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.runtime.comm import copies
 from autoshard.runtime.compiled import kernels
 
 OVER = 1.02  # of a budget, at most: what the allocator's pieces and gloo add is not planned
@@ -195,25 +196,81 @@ def test_what_lies_on_the_host_is_read_again(rank: int) -> None:
     assert all(map(torch.equal, got, want))
 
 
+class Shown(nn.Module):
+    """Layers whose values forward also returns, if it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, *, shows: bool = False) -> Any:
+        values = []
+        for layer in self.layers:
+            x = x + layer(x)
+            values.append(x)
+        loss = x.square().mean()
+        return (loss, values) if shows else loss
+
+
+@on_ranks(2)
+def test_users_get_nothing_from_the_host(rank: int) -> None:
+    """Though another graph of the frame, without those outputs, had them on the host."""
+
+    def trained(**options: Any) -> tuple[list[Tensor], list[Tensor], Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = autoshard.shard(Shown())
+        options = {"lowering": "eager", "strict": True, "topology": "h100", **options}
+        model.compile(backend="autoshard", options=options)
+        x = torch.linspace(-1, 1 + rank, 64 * 32).view(64, 32)
+        model(x).backward()
+        loss, values = model(x, shows=True)
+        loss.backward()
+        return values, [param.grad.to_local() for param in model.parameters()], model
+
+    want, grads, _ = trained()
+    copied: list[int] = []
+    launch = copies.launch_store
+
+    def launch_store(values: list[Tensor]) -> Any:
+        begun = launch(values)
+        copied.extend(each.data_ptr() for each in begun.results)
+        return begun
+
+    with where_the_host_is_near() as topology, warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.filterwarnings("ignore", message=".*memory_budget")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(copies, "launch_store", launch_store)
+            got, found, model = trained(topology=topology, memory_budget=230_000)
+    assert sum(block.host_bytes for block in autoshard.plans(model)[0].saved) > 0
+    assert copied
+    assert not {each.data_ptr() for each in got} & set(copied)
+    assert all(map(torch.equal, [*got, *found], [*want, *grads]))
+
+
 @on_ranks(2)
 def test_a_decision_that_fails_says_so(rank: int) -> None:
     """The step runs as without a budget."""
-    from autoshard import compilation
+    from autoshard import handed
 
     def decide(*args: Any) -> Any:
         raise ValueError("no decision")
 
-    log, tries = logging.getLogger("autoshard.agreed_plan"), Tries()
+    log, tries = logging.getLogger("autoshard.handed"), Tries()
     log.addHandler(tries)
     _, want, _ = trained(rank, Stages, lowering="eager")
     try:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*memory_budget")
-            patch.setattr(compilation, "decide", decide)
+            patch.setattr(handed, "decide", decide)
             model, got, _ = trained(rank, Stages, lowering="eager", memory_budget=200_000)
     finally:
         log.removeHandler(tries)
-    assert [str(args[0]) for args in tries.found] == ["no decision"]
+    told = [str(args[0]) for args in tries.found]
+    assert told == (["no decision"] if rank == 0 else [])
     assert all(map(torch.equal, got, want))
     assert not autoshard.plans(model)[0].saved
 
@@ -243,6 +300,9 @@ def test_what_is_tried(rank: int) -> None:
     finally:
         log.removeHandler(tries)
         log.setLevel(logging.NOTSET)
+    if rank > 0:
+        assert not tries.found  # the first one decides
+        return
     blocks = len(autoshard.plans(model)[0].saved)
     needs = [need for args in tries.found for need in args[0]]
     assert any(need.blocks < blocks for need in needs)

@@ -26,7 +26,8 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
-from autoshard import agreed_plan
+from autoshard import handed
+from autoshard.compilation import Compilation
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.comm import transport
 from autoshard.tools.bench.calibrate import calibrate, fit
@@ -133,17 +134,32 @@ def test_parts_of_a_model_keep_nothing(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_one_rank_can_not_tell_what_to_keep(rank: int) -> None:
-    """The first one says for all."""
+def test_the_first_rank_says_what_to_keep(rank: int) -> None:
     want, want_losses = replicated(Net, net_loss)
-    broken = mock.patch.object(
-        agreed_plan.DryCompilation, "worth_handing", side_effect=ValueError("no draft")
-    )
+    broken = mock.patch.object(handed, "decide", side_effect=ValueError("not asked"))
     with broken if rank == 1 else contextlib.nullcontext():
         got, losses = compiled(Net, net_loss, memory_budget=10**6, topology="gloo")
     assert losses == want_losses
     assert_same(got, want)
     assert not gathers_of(got)[1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("place", ["_partition", "_decision_key"])
+@on_ranks(2, compiles=True)
+def test_a_rank_fails_before_it_is_decided_what_to_keep(
+    rank: int, failing: int, place: str
+) -> None:
+    """No other one waits for it in vain."""
+    want, want_losses = replicated(Net, net_loss)
+    why = f"{failing} has no {place}"  # a warning comes once
+    broken = mock.patch.object(Compilation, place, side_effect=ValueError(why))
+    options = {"memory_budget": 10**6, "topology": "gloo", "strict": False}
+    warned = pytest.warns(RuntimeWarning, match=why)
+    with broken if rank == failing else contextlib.nullcontext(), warned:
+        got, losses = compiled(Net, net_loss, **options)
+    assert losses == want_losses
+    assert_same(got, want)
 
 
 def gathers_of(model: nn.Module) -> list[list[Any]]:
