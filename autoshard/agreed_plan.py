@@ -171,7 +171,7 @@ def is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any])
 
 
 class _FirstRanks(Decider):
-    """Decider of which all ranks ask, and the first one decides.
+    """Decider of which all ranks ask, and of which the first one's decision holds for all.
 
     All ranks of `mesh` share twice: what the first one knows, and, if that is nothing, what it has
     decided. A rank whose compilation fails before shares in `end`, so that no other waits in vain.
@@ -196,12 +196,13 @@ class _FirstRanks(Decider):
     def decide(
         self, part: Callable[[Handed], Parts], prices: Prices, key: str | None = None
     ) -> Handed:
-        """Return what the first rank decides, which keeps it beside torch's caches."""
-        text = ""
-        if self._is_first:
-            text = super().decide(part, prices).to_json()
-            if key is not None:
-                plan_cache.save_decision(key, text)
+        """Return what the first rank decides, which keeps it beside torch's caches.
+
+        The others decide meanwhile, too: parts that are made for that are not made again.
+        """
+        text = super().decide(part, prices).to_json()
+        if key is not None and self._is_first:
+            plan_cache.save_decision(key, text)
         with _torch.tensors.unset_fake_temporarily():  # the mode of what is compiled
             return self._decided(share(self.name, text, self.mesh, is_first=True))
 

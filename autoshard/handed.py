@@ -5,7 +5,8 @@
         no:  values lie on the host meanwhile, as far as copies are hidden, or are computed again,
              until there is room
 
-Parts are made and simulated anew with each decision that is tried.
+What a decision does is forecast from parts that were made without one, and simulated; of the best,
+parts are made.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import json
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,18 +24,23 @@ from torch import fx
 from autoshard.passes.ir.match import is_compute
 from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
+from autoshard.passes.planner.costs import HostLink
 from autoshard.passes.planner.keep import unit_by_unit, worth_keeping
 from autoshard.passes.planner.per_unit import unit_buckets
-from autoshard.passes.planner.save import Need, allotted, freed_bytes, least_us
+from autoshard.passes.planner.problem import Problem
+from autoshard.passes.planner.save import Need, allotted, freed_bytes
 from autoshard.passes.planner.schema import read_as
 from autoshard.passes.plans.auto_buckets import PricedGraph
+from autoshard.passes.plans.forecast import Forecast
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.saved import SavedValues, saved_names
 
 log = logging.getLogger(__name__)
 
+KINDS = ("forward", "backward")
 WORTH = 0.995  # of the time of a decision that fits: with more than that, the search ends
-TRIES = 7  # of partitioning a graph, for blocks in as many pieces
+TRIES = 20  # forecasts, for blocks in as many pieces
+MADE = 4  # parts, of a decision each
 PIECES = (1, 2, 4, 8, 16)  # of a block
 ENOUGH = 2  # pieces, beyond which more are tried only as long as they help
 
@@ -119,131 +125,187 @@ class Parts(NamedTuple):
         return saved_names(self.joint, self.backward.graph)
 
 
-@dataclass(frozen=True)
-class _Tried:
-    """Decision that was tried: how the parts that it makes run under the budget.
+class _Run(NamedTuple):
+    """Forward and backward as they run under a budget, with one bucket a unit.
 
-    taken: of each block, the number of its choice.
-    over: of the parts that don't fit, position of the peak, and bytes beyond the budget there.
+    peaks: of each, position, and bytes in use there.
     """
 
-    handed: Handed
-    taken: tuple[int, ...]
-    parts: Parts
-    over: dict[str, tuple[int, float]]
+    peaks: dict[str, tuple[int, float]]
     time_us: float
 
     @classmethod
-    def of(cls, handed: Handed, taken: Sequence[int], parts: Parts, budget_bytes: float) -> _Tried:
-        """Simulate `parts`, with one bucket a unit."""
-        over, time_us = {}, 0.0
-        for kind, part in (("forward", parts.forward), ("backward", parts.backward)):
-            timeline = unit_by_unit(part.priced.problem, budget_bytes)
+    def of(cls, problems: tuple[Problem, Problem], budget_bytes: float) -> _Run:
+        """Simulate forward and backward."""
+        peaks: dict[str, tuple[int, float]] = {}
+        time_us = 0.0
+        for kind, problem in zip(KINDS, problems, strict=True):
+            timeline = unit_by_unit(problem, budget_bytes)
+            peaks[kind] = timeline.peak.position, timeline.peak_bytes
             time_us += timeline.time_us
-            if timeline.peak_bytes > budget_bytes:
-                over[kind] = timeline.peak.position, timeline.peak_bytes - budget_bytes
-        return cls(handed, tuple(taken), parts, over, time_us)
+        return cls(peaks, time_us)
+
+    def over(self, limits: Mapping[str, float]) -> dict[str, float]:
+        """Bytes beyond the limits, of the parts that are beyond theirs."""
+        over = {kind: num_bytes - limits[kind] for kind, (_, num_bytes) in self.peaks.items()}
+        return {kind: num_bytes for kind, num_bytes in over.items() if num_bytes > 0}
+
+    def cost(self, limits: Mapping[str, float]) -> tuple[float, float]:
+        """Most bytes beyond the limits, then microseconds: less is better."""
+        return max(self.over(limits).values(), default=0.0), self.time_us
+
+
+class _Chosen(NamedTuple):
+    """Choice for each block, of those that `values` has, and how it is forecast to run."""
+
+    values: SavedValues
+    taken: tuple[int, ...]
+    run: _Run
 
     @property
-    def cost(self) -> tuple[float, float]:
-        """Most bytes beyond the budget, then microseconds: less is better."""
-        return max((num_bytes for _, num_bytes in self.over.values()), default=0.0), self.time_us
+    def handed(self) -> Handed:
+        """What that hands to backward."""
+        return Handed(
+            saved=tuple(sorted(self.values.names(self.taken))),
+            blocks=self.values.saved_blocks(self.taken),
+            moved=tuple(sorted(self.values.moved(self.taken))),
+        )
 
 
 def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
     """Decide what forward hands to backward, so that a step is fastest within the budget.
 
     If a step as the partitioner makes it is within it, parameters are kept unsharded where there is
-    room. Else as few values are saved as it takes, at the least time of computing them again; the
-    parts are made and looked at anew. A block is computed again as a whole; if that takes too much
-    memory at a time, blocks are cut into pieces, and more of them. If nothing fits, the decision
-    with the lowest peak is taken.
+    room. Else as few values are saved as it takes, at the least time of computing them again; what
+    that does is forecast, then parts are made, and by how much they need more or less than forecast
+    is left out of the budget of the next choice. If nothing fits, the decision with the lowest peak
+    is taken.
 
-    part: makes the parts, given a decision; called once, and up to `TRIES` times for each of
-        `PIECES`.
+    part: makes the parts, given a decision; called up to 1 + `MADE` times.
     prices: with a budget.
     """
     budget_bytes = prices.budget_bytes
     assert budget_bytes is not None
     parts = part(Handed())
-    now = best = _Tried.of(Handed(), (), parts, budget_bytes)
-    if not now.over:
-        forward, backward = parts.forward.priced, parts.backward.priced
-        problems = forward.problem, backward.problem
-        return Handed(worth_keeping(*problems, forward.candidates, budget_bytes))
-    hosts = list(dict.fromkeys((prices.topology.host_link, None)))
-    for pieces in PIECES:
-        was = best
-        for host in hosts:
-            values = SavedValues(parts.joint, parts.saved, prices, parts.table, pieces, host)
-            found = _search(part, values, now, budget_bytes)
-            best = min(best, found, key=lambda tried: tried.cost)
-            if not best.over and WORTH * best.time_us <= now.time_us:
-                break
-        if not best.over or (pieces > ENOUGH and best is was):
+    problems, budgets = _problems(parts), dict.fromkeys(KINDS, float(budget_bytes))
+    best, found = Handed(), _Run.of(problems, budget_bytes)
+    if not found.over(budgets):
+        return Handed(worth_keeping(*problems, parts.forward.priced.candidates, budget_bytes))
+    search, limits = _Search(parts, prices, found), dict(budgets)
+    for number in range(MADE):
+        chosen = search.best(limits)
+        is_faster = chosen.run.time_us < WORTH * found.time_us
+        if chosen.handed == best or not (found.over(budgets) or is_faster):
             break
-    return best.handed
-
-
-def _search(
-    part: Callable[[Handed], Parts], values: SavedValues, now: _Tried, budget_bytes: float
-) -> _Tried:
-    """Search for choices of blocks that fit into the budget, and are fastest.
-
-    Bytes that are missing are asked of blocks, as parts that were made show it, until they fit;
-    then room for gathers, as long as that saves time. Returns the best that was tried.
-
-    now: what is saved without a decision, which does not fit.
-    """
-    gathers, _ = unit_buckets(now.parts.backward.priced.problem)
-    room = max((bucket.num_bytes for bucket in gathers), default=0)
-    wanted: dict[int, float] = {}  # bytes to give up, by the number of the first blocks that do
-    best = now = dataclasses.replace(now, taken=(0,) * len(values.blocks))
-    for _ in range(TRIES):
-        for blocks, num_bytes in _asked(now, values):
-            wanted[blocks] = num_bytes + freed_bytes(values.curves, now.taken[:blocks])
-        if not now.over:
-            freed = {blocks: freed_bytes(values.curves, now.taken[:blocks]) for blocks in wanted}
-            wanted = {blocks: num_bytes + room for blocks, num_bytes in freed.items()}
-        needs = [Need(*each) for each in wanted.items()]
-        taken = allotted(values.curves, needs)
-        if taken == now.taken:
-            break
-        handed = Handed(
-            saved=tuple(sorted(values.names(taken))),
-            blocks=values.saved_blocks(taken),
-            moved=tuple(sorted(values.moved(taken))),
-        )
-        was, now = now, _Tried.of(handed, taken, part(handed), budget_bytes)
+        run = _Run.of(_problems(part(chosen.handed)), budget_bytes)
         log.info(
-            "%s: given up for %.0f us, at least %.0f; a step of %.0f us, beyond it by %s",
-            needs,
-            sum(curve[each].time_us for curve, each in zip(values.curves, taken, strict=True)),
-            least_us(values.curves, needs),
-            now.time_us,
-            now.over or "nothing",
+            "parts %d: given up for %.0f us; a step of %.0f us, forecast %.0f; beyond it by %s",
+            number,
+            sum(choice.time_us for _, choice, _ in chosen.values.chosen(chosen.taken)),
+            run.time_us,
+            chosen.run.time_us,
+            run.over(budgets) or "nothing",
         )
-        if now.over or best.over or now.time_us < WORTH * best.time_us:
-            best = min(best, now, key=lambda tried: tried.cost)
-        if not was.over and best is not now:
-            break
+        if run.cost(budgets) < found.cost(budgets):
+            best, found = chosen.handed, run
+        for kind in KINDS:  # what parts need beyond their forecast is not there
+            limits[kind] = budget_bytes - (run.peaks[kind][1] - chosen.run.peaks[kind][1])
     return best
 
 
-def _asked(tried: _Tried, values: SavedValues) -> Iterator[tuple[int, float]]:
-    """Yield how many of the first blocks have to give up bytes, and how many bytes together.
+class _Search:
+    """Search for choices of blocks by what they are forecast to do."""
+
+    def __init__(self, parts: Parts, prices: Prices, without: _Run) -> None:
+        """Begin with `parts` that were made without a decision, and how they run."""
+        self.parts, self.prices, self.without = parts, prices, without
+        host = prices.topology.host_link
+        self.hosts = list(dict.fromkeys((host, None)))
+        self.forecast = Forecast(parts.joint, parts.forward.priced, parts.backward.priced, host)
+        gathers, _ = unit_buckets(parts.backward.priced.problem)
+        self.room = max((bucket.num_bytes for bucket in gathers), default=0)
+        self._values: dict[tuple[int, bool], SavedValues] = {}
+
+    def best(self, limits: Mapping[str, float]) -> _Chosen:
+        """Return the best choice with blocks in as many pieces as it takes to keep to the limits.
+
+        A block is computed again as a whole; if that takes too much memory at a time, blocks are
+        cut into pieces, and more of them.
+        """
+        best: _Chosen | None = None
+        for pieces in PIECES:
+            was = best
+            for host in self.hosts:
+                found = self._search(self._values_of(pieces, host), limits)
+                if best is None or found.run.cost(limits) < best.run.cost(limits):
+                    best = found
+            assert best is not None
+            if not best.run.over(limits) or (pieces > ENOUGH and best is was):
+                break
+        assert best is not None
+        return best
+
+    def _values_of(self, pieces: int, host: HostLink | None) -> SavedValues:
+        key = pieces, host is not None
+        if key not in self._values:
+            parts = self.parts
+            self._values[key] = SavedValues(
+                parts.joint, parts.saved, self.prices, parts.table, pieces, host
+            )
+        return self._values[key]
+
+    def _search(self, values: SavedValues, limits: Mapping[str, float]) -> _Chosen:
+        """Search for choices of blocks that keep to the limits, and are fastest.
+
+        Bytes that are missing are asked of blocks, as forecasts show it, until they fit; then room
+        for gathers, as long as that saves time. Returns the best that was tried.
+        """
+        nothing = (0,) * len(values.blocks)
+        first = {kind: _first_reads(self._part(kind).graph, values) for kind in KINDS}
+        wanted: dict[int, float] = {}  # bytes to give up, by the number of the first blocks that do
+        best = now = _Chosen(values, nothing, self.without)
+        for _ in range(TRIES):
+            for kind, num_bytes in now.run.over(limits).items():
+                blocks = _asked(kind, now.run.peaks[kind][0], first[kind], len(values.blocks))
+                wanted[blocks] = num_bytes + freed_bytes(values.curves, now.taken[:blocks])
+            if not now.run.over(limits):
+                freed = {
+                    blocks: freed_bytes(values.curves, now.taken[:blocks]) for blocks in wanted
+                }
+                wanted = {blocks: num_bytes + self.room for blocks, num_bytes in freed.items()}
+            taken = allotted(values.curves, [Need(*each) for each in wanted.items()])
+            if taken == now.taken:
+                break
+            problems = self.forecast.problems(values, taken)
+            was, now = now, _Chosen(values, taken, _Run.of(problems, min(limits.values())))
+            is_faster = now.run.time_us < WORTH * best.run.time_us
+            if now.run.over(limits) or best.run.over(limits) or is_faster:
+                best = min(best, now, key=lambda tried: tried.run.cost(limits))
+            if not was.run.over(limits) and best is not now:
+                break
+        return best
+
+    def _part(self, kind: str) -> Part:
+        return self.parts.forward if kind == "forward" else self.parts.backward
+
+
+def _problems(parts: Parts) -> tuple[Problem, Problem]:
+    return parts.forward.priced.problem, parts.backward.priced.problem
+
+
+def _asked(kind: str, position: int, first: Mapping[int, int], blocks: int) -> int:
+    """Return how many of the first blocks have to give up bytes for a peak.
 
     At the peak of forward, those that have run; at backward's, those that are to come. Where these
     are none, all may give up.
+
+    first: op at which a block is begun on; see `_first_reads`. blocks: how many there are.
     """
-    for kind, (position, num_bytes) in tried.over.items():
-        part = tried.parts.forward if kind == "forward" else tried.parts.backward
-        first = _first_reads(part.graph, values)
-        if kind == "forward":
-            others = (block for block, at in first.items() if at > position)
-        else:
-            others = (block for block, at in first.items() if at <= position)
-        yield min(others, default=len(values.blocks)) or len(values.blocks), num_bytes
+    if kind == "forward":
+        others = (block for block, at in first.items() if at > position)
+    else:
+        others = (block for block, at in first.items() if at <= position)
+    return min(others, default=blocks) or blocks
 
 
 def _first_reads(graph: fx.Graph, values: SavedValues) -> dict[int, int]:

@@ -58,6 +58,7 @@ class PricedGraph:
     problem: the planner's input, with gathers in order of first use and reduces in order of
         readiness. `items` and `marker` map markers to its items, and back by id.
     live: bytes of the graph's other values. spans: the `Span` of each marker.
+    position: of each compute node. fusion: of the graph, if Inductor lowers it.
     budget_bytes: that of `prices`. errors: of its topology's times. None if there are none.
     is_reduced_read: whether the graph itself reads a reduced gradient.
     Raises ValueError if `name_params` has not run.
@@ -72,9 +73,10 @@ class PricedGraph:
         kind: "forward", "backward" or "inference".
         Raises ValueError if `name_params` has not run.
         """
+        self.graph = graph
         ops = [node for node in graph.nodes if is_compute(node)]
-        position = {node: number for number, node in enumerate(ops)}
-        fusion = fuse(graph) if prices.is_fused else None
+        self.position = position = {node: number for number, node in enumerate(ops)}
+        self.fusion = fusion = fuse(graph) if prices.is_fused else None
         last = last_uses(graph, position, end=len(ops), fusion=fusion)
         markers = [node for node in graph.nodes if is_marker(node)]
         self.budget_bytes = prices.budget_bytes

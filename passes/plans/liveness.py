@@ -47,15 +47,27 @@ def last_uses(
     fusion: of the graph, if Inductor lowers it: what is computed where it is read reads there.
     """
     last: dict[fx.Node, int] = {}
+    for at, read in reads(graph, position, fusion):
+        last.update(dict.fromkeys(read, at))
+    last.update(dict.fromkeys(map(owner_of, graph.output_node().all_input_nodes), end))
+    return last
+
+
+def reads(
+    graph: fx.Graph, position: Mapping[fx.Node, int], fusion: Fusion | None
+) -> Iterator[tuple[int, Iterable[fx.Node]]]:
+    """Yield the position of each compute node, and the nodes whose memory it reads, in order.
+
+    position, fusion: see `last_uses`.
+    """
     for node in graph.nodes:
-        at = end if node.op == "output" else position.get(node)
+        at = position.get(node)
         if at is None:
             continue
-        read: Iterable[fx.Node] = map(owner_of, node.all_input_nodes)
         if fusion is not None and node in fusion.parts:
-            read = fusion.sources[node]
-        last.update(dict.fromkeys(read, at))
-    return last
+            yield at, fusion.sources[node]
+        else:
+            yield at, map(owner_of, node.all_input_nodes)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class SavedValues:
 
     blocks: names of blocks, in order of their first parameter; of one in pieces, once for each. A
         block may have no values.
+    saved: nodes that own what forward saves without a decision.
     curves: the best choices for each block, or piece; see `planner.save`.
     """
 
@@ -123,9 +124,9 @@ class SavedValues:
         self._owners = frozenset(owners)
         # A view may be one that backward makes, of what forward does.
         owners_of_saved = {owner_of(node) for node in graph.nodes if node.name in saved}
-        self._saved = owners_of_saved & self._owners
+        self.saved = owners_of_saved & self._owners
         self._outputs = _owned_by_users(graph.output_node().all_input_nodes)
-        fusion = fuse(graph, set(map(op_of, self._saved))) if prices.is_fused else None
+        fusion = fuse(graph, set(map(op_of, self.saved))) if prices.is_fused else None
         ops = dict.fromkeys(map(op_of, owners))
         microseconds = {op: prices.op_us(op, fusion) for op in ops}
         own: list[list[fx.Node]] = [[] for _ in self.blocks]
@@ -155,6 +156,15 @@ class SavedValues:
         for number, nodes, curve in zip(taken, self._nodes, self.curves, strict=True):
             found |= {self._name[nodes[each]] for each in curve[number].saved}
         return frozenset(found)
+
+    def chosen(self, taken: Sequence[int]) -> Iterator[tuple[int, Choice, Sequence[fx.Node]]]:
+        """Yield each block's number, the choice taken there, and the nodes that the choice counts.
+
+        taken: as of `names`. A node may be counted by several blocks.
+        """
+        chosen = zip(taken, self.curves, self._nodes, strict=True)
+        for block, (number, curve, nodes) in enumerate(chosen):
+            yield block, curve[number], nodes
 
     def moved(self, taken: Sequence[int]) -> frozenset[str]:
         """Return those of `names(taken)` that lie on the host meanwhile."""
@@ -195,7 +205,7 @@ class SavedValues:
         others = {
             node: None
             for node in read
-            if node in self._owners and node not in self._saved and self._block_of[node] != block
+            if node in self._owners and node not in self.saved and self._block_of[node] != block
         }
         nodes = [*others, *own]
         number = {node: each for each, node in enumerate(nodes)}
@@ -217,7 +227,7 @@ class SavedValues:
                     microseconds[op] if first == number[node] else 0.0,
                     tuple(sorted(number[each] for each in sources if each in number)),
                     op=first,
-                    is_read=node in self._saved,
+                    is_read=node in self.saved,
                     is_fixed=is_fixed,
                     can_move=not is_tagged(node) and _can_move(node, self._outputs),
                 )

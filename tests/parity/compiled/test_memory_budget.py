@@ -269,14 +269,13 @@ def test_a_decision_that_fails_says_so(rank: int) -> None:
             model, got, _ = trained(rank, Stages, lowering="eager", memory_budget=200_000)
     finally:
         log.removeHandler(tries)
-    told = [str(args[0]) for args in tries.found]
-    assert told == (["no decision"] if rank == 0 else [])
+    assert [str(args[0]) for args in tries.found] == ["no decision"]
     assert all(map(torch.equal, got, want))
     assert not autoshard.plans(model)[0].saved
 
 
 class Tries(logging.Handler):
-    """What is logged of each decision that is tried: arguments of the messages."""
+    """What is logged of each decision whose parts are made: arguments of the messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,29 +287,22 @@ class Tries(logging.Handler):
 
 
 @on_ranks(2)
-def test_what_is_tried(rank: int) -> None:
-    """Blocks to come give up bytes for a peak in backward; and room for gathers saves time."""
+def test_what_is_made(rank: int) -> None:
+    """Few parts are, as forecasts are near them."""
     _, want, _ = trained(rank, Tower, lowering="eager", bucketing="per_unit")
     beside = 3 * sum(each.nbytes for each in want[3:])
     log, tries = logging.getLogger("autoshard.handed"), Tries()
     log.addHandler(tries)
     log.setLevel(logging.INFO)
     try:
-        model, _, _ = trained(rank, Tower, lowering="eager", memory_budget=BUDGET + beside)
+        trained(rank, Tower, lowering="eager", memory_budget=BUDGET + beside)
     finally:
         log.removeHandler(tries)
         log.setLevel(logging.NOTSET)
-    if rank > 0:
-        assert not tries.found  # the first one decides
-        return
-    blocks = len(autoshard.plans(model)[0].saved)
-    needs = [need for args in tries.found for need in args[0]]
-    assert any(need.blocks < blocks for need in needs)
-    fit = [args for args in tries.found if args[4] == "nothing"]
-    first, best = fit[0][3], min(args[3] for args in fit)
-    assert best < first
-    for _, again_us, bound_us, *_ in fit:
-        assert bound_us <= again_us
+    *_, (_, _, time_us, forecast_us, beyond) = tries.found
+    assert len(tries.found) <= 2
+    assert beyond == "nothing"
+    assert time_us == pytest.approx(forecast_us, rel=0.02)
 
 
 @on_ranks(2)

@@ -134,9 +134,10 @@ def test_parts_of_a_model_keep_nothing(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_the_first_rank_says_what_to_keep(rank: int) -> None:
+def test_one_rank_can_not_tell_what_to_keep(rank: int) -> None:
+    """The first one says for all."""
     want, want_losses = replicated(Net, net_loss)
-    broken = mock.patch.object(handed, "decide", side_effect=ValueError("not asked"))
+    broken = mock.patch.object(handed, "decide", side_effect=ValueError("no draft"))
     with broken if rank == 1 else contextlib.nullcontext():
         got, losses = compiled(Net, net_loss, memory_budget=10**6, topology="gloo")
     assert losses == want_losses

@@ -1,0 +1,158 @@
+"""Forecast of a step that saves other values than its parts do, without parting it anew.
+
+    forward   made ...... read last |--------------------------| end    a value that is saved
+              made ...... read last |                                   one that is not
+              made ...... read last |- copied -|                        one on the host
+    backward  |------------------------- block begins ... read last |   a value that is saved
+                                         block begins ... read last |   one computed again
+                                  |- copied - read first .. read last|  one on the host
+
+Parting a joint graph takes a second for each thousand nodes or two; this takes as long as a
+simulation. A block is taken to compute again all at once, as backward begins with it, and to hold
+the largest of what it needs only for that. So parts that are made need somewhat less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from torch import fx
+
+from autoshard.passes.planner.copies import place_offloads, place_reloads
+from autoshard.passes.planner.costs import HostLink
+from autoshard.passes.planner.problem import Problem
+from autoshard.passes.plans.auto_buckets import PricedGraph
+from autoshard.passes.plans.liveness import reads
+from autoshard.passes.plans.saved import SavedValues
+from autoshard.passes.plans.values import num_bytes_of, op_of, owner_of, tensors_of
+
+
+class Forecast:
+    """Forecast of the parts of a joint graph under decisions, from parts that were made without.
+
+    forward, backward: these parts.
+    host: link to the host, if values may lie there.
+    """
+
+    def __init__(
+        self, joint: fx.Graph, forward: PricedGraph, backward: PricedGraph, host: HostLink | None
+    ) -> None:
+        """Note where each value is made and read in both parts; they are only read."""
+        self.forward, self.backward, self.host = forward, backward, host
+        made = {node.name: at for node, at in forward.position.items()}
+        self._made = {
+            node: made[op_of(node).name] for node in joint.nodes if op_of(node).name in made
+        }
+        self._read: dict[str, int] = {}  # last in forward, by name
+        for at, nodes in _reads(forward):
+            self._read.update((node.name, at) for node in nodes)
+        in_joint = {node.name: node for node in joint.nodes}
+        self._first: dict[fx.Node, int] = {}  # in backward
+        self._last: dict[fx.Node, int] = {}
+        for at, nodes in _reads(backward):
+            for node in nodes:
+                owner = owner_of(in_joint[node.name]) if node.name in in_joint else node
+                self._first.setdefault(owner, at)
+                self._last[owner] = at
+
+    def problems(self, values: SavedValues, taken: Sequence[int]) -> tuple[Problem, Problem]:
+        """Return the problems of forward and backward, if they save what a decision says.
+
+        taken: a choice for each block of `values`, by its number.
+        """
+        forward, backward = _Changed(self.forward.problem), _Changed(self.backward.problem)
+        saved: dict[fx.Node, int] = {}  # and until where backward needs them to compute others
+        moved: list[fx.Node] = []
+        begins: dict[fx.Node, int] = {}  # where what is not saved is computed again
+        for _, choice, nodes in values.chosen(taken):
+            again = [nodes[number] for number in choice.again]
+            at = self._first_of(again)
+            begins.update(dict.fromkeys(again, at))
+            if again:
+                backward.takes(at, choice.again_us)
+                inside = (num_bytes(node) for node in again if node not in values.saved)
+                backward.holds(at, at + 1, max(inside, default=0))
+            for number in choice.saved:
+                node = nodes[number]
+                saved[node] = max(saved.get(node, 0), at if again else 0)
+            moved += [nodes[number] for number in choice.moved]
+        for node in values.saved - saved.keys():  # given up
+            forward.holds(self._done(node), forward.end, -num_bytes(node))
+            backward.holds(0, begins.get(node, backward.end), -num_bytes(node))
+        for node in saved.keys() - values.saved:  # others are computed from it
+            forward.holds(self._done(node), forward.end, num_bytes(node))
+            backward.holds(0, saved[node] + 1, num_bytes(node))
+        if moved and self.host is not None:
+            self._move(moved, saved, forward, backward, self.host)
+        return forward.problem(), backward.problem()
+
+    def _first_of(self, again: Iterable[fx.Node]) -> int:
+        """First position at which backward reads one of these values; its end if it reads none."""
+        end = self.backward.problem.num_ops
+        return min((self._first[node] for node in again if node in self._first), default=end)
+
+    def _done(self, node: fx.Node) -> int:
+        """Position in forward from which a value is not read any more."""
+        return 1 + self._read.get(node.name, self._made.get(node, 0))
+
+    def _move(
+        self,
+        moved: Sequence[fx.Node],
+        saved: dict[fx.Node, int],
+        forward: _Changed,
+        backward: _Changed,
+        link: HostLink,
+    ) -> None:
+        """Have values lie on the host in between, with copies placed as the pass places them."""
+        ordered = sorted(moved, key=self._done)
+        times = [link.time_us(num_bytes(node)) for node in ordered]
+        ready = [min(self._done(node), forward.end) for node in ordered]
+        for node, copy in zip(ordered, place_offloads(forward.op_us, ready, times), strict=True):
+            forward.holds(copy.wait, forward.end, -num_bytes(node))
+            forward.takes(copy.wait, copy.exposed_us + link.call_us)
+        used = {node: min(self._first.get(node, saved[node]), backward.end) for node in moved}
+        ordered = sorted(moved, key=used.__getitem__)
+        times = [link.time_us(num_bytes(node)) for node in ordered]
+        copies = place_reloads(backward.op_us, [used[node] for node in ordered], times)
+        for node, copy in zip(ordered, copies, strict=True):
+            backward.holds(0, copy.launch, -num_bytes(node))
+            backward.takes(copy.wait, copy.exposed_us + link.call_us)
+
+
+class _Changed:
+    """Problem with other times and bytes in use.
+
+    op_us: microseconds of each op. end: number of ops.
+    """
+
+    def __init__(self, was: Problem) -> None:
+        self.was, self.end = was, was.num_ops
+        self.op_us = list(was.op_us)
+        self._change = np.zeros(self.end + 1, dtype=np.int64)
+
+    def holds(self, begin: int, end: int, more: int) -> None:
+        """Have `more` bytes in use at the ops from `begin` to before `end`."""
+        if begin < end:
+            self._change[min(begin, self.end)] += more
+            self._change[min(end, self.end)] -= more
+
+    def takes(self, at: int, more_us: float) -> None:
+        """Have the op at a position take longer."""
+        self.op_us[min(at, self.end - 1)] += more_us
+
+    def problem(self) -> Problem:
+        live = np.array(self.was.live_bytes) + np.cumsum(self._change[:-1])
+        return dataclasses.replace(
+            self.was, op_us=tuple(self.op_us), live_bytes=tuple(live.tolist())
+        )
+
+
+def num_bytes(node: fx.Node) -> int:
+    """Bytes of what `node` gives."""
+    return sum(map(num_bytes_of, tensors_of(node)))
+
+
+def _reads(part: PricedGraph) -> Iterable[tuple[int, Iterable[fx.Node]]]:
+    return reads(part.graph, part.position, part.fusion)
