@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 KINDS = ("forward", "backward")
 WORTH = 0.995  # of the time of a decision that fits: with more than that, the search ends
 TRIES = 20  # forecasts, for blocks in as many pieces
-MADE = 4  # parts, of a decision each
+MADE = 5  # parts, of a decision each
 PIECES = (1, 2, 4, 8, 16)  # of a block
 ENOUGH = 2  # pieces, beyond which more are tried only as long as they help
 
@@ -192,16 +192,21 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
     if not found.over(budgets):
         return Handed(worth_keeping(*problems, parts.forward.priced.candidates, budget_bytes))
     search, limits = _Search(parts, prices, found), dict(budgets)
+    seen = {best}
     for number in range(MADE):
-        chosen = search.best(limits)
-        is_faster = chosen.run.time_us < WORTH * found.time_us
-        if chosen.handed == best or not (found.over(budgets) or is_faster):
+        new = (each for each in search.best(limits) if each.handed not in seen)
+        chosen = next(new, None)
+        if chosen is None:
             break
+        is_faster = chosen.run.time_us < WORTH * found.time_us
+        if not (found.over(budgets) or is_faster):
+            break
+        seen.add(chosen.handed)
         run = _Run.of(_problems(part(chosen.handed)), budget_bytes)
         log.info(
             "parts %d: given up for %.0f us; a step of %.0f us, forecast %.0f; beyond it by %s",
             number,
-            sum(choice.time_us for _, choice, _ in chosen.values.chosen(chosen.taken)),
+            sum(choice.time_us for choice, _, _ in chosen.values.chosen(chosen.taken)),
             run.time_us,
             chosen.run.time_us,
             run.over(budgets) or "nothing",
@@ -226,24 +231,20 @@ class _Search:
         self.room = max((bucket.num_bytes for bucket in gathers), default=0)
         self._values: dict[tuple[int, bool], SavedValues] = {}
 
-    def best(self, limits: Mapping[str, float]) -> _Chosen:
-        """Return the best choice with blocks in as many pieces as it takes to keep to the limits.
+    def best(self, limits: Mapping[str, float]) -> list[_Chosen]:
+        """List choices, the best first, with blocks in as many pieces as it takes for the limits.
 
         A block is computed again as a whole; if that takes too much memory at a time, blocks are
         cut into pieces, and more of them.
         """
-        best: _Chosen | None = None
+        found: list[_Chosen] = []
         for pieces in PIECES:
-            was = best
-            for host in self.hosts:
-                found = self._search(self._values_of(pieces, host), limits)
-                if best is None or found.run.cost(limits) < best.run.cost(limits):
-                    best = found
-            assert best is not None
-            if not best.run.over(limits) or (pieces > ENOUGH and best is was):
+            was = found[:1]
+            found += [self._search(self._values_of(pieces, host), limits) for host in self.hosts]
+            found.sort(key=lambda chosen: chosen.run.cost(limits))
+            if not found[0].run.over(limits) or (pieces > ENOUGH and found[:1] == was):
                 break
-        assert best is not None
-        return best
+        return found
 
     def _values_of(self, pieces: int, host: HostLink | None) -> SavedValues:
         key = pieces, host is not None

@@ -3,19 +3,18 @@
     forward   made ...... read last |--------------------------| end    a value that is saved
               made ...... read last |                                   one that is not
               made ...... read last |- copied -|                        one on the host
-    backward  |------------------------- block begins ... read last |   a value that is saved
-                                         block begins ... read last |   one computed again
-                                  |- copied - read first .. read last|  one on the host
+    backward  |---------------------------- needed ..... read last |    a value that is saved
+                                            needed ..... read last |    one computed again
+                                 |- copied - needed .... read last |    one on the host
 
-Parting a joint graph takes a second for each thousand nodes or two; this takes as long as a
-simulation. A block is taken to compute again all at once, as backward begins with it, and to hold
-the largest of what it needs only for that. So parts that are made need somewhat less.
+A value is needed where backward reads it, or computes again what is made of it. Parting a joint
+graph takes a second for each thousand nodes or two; this takes as long as a simulation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from torch import fx
@@ -23,10 +22,11 @@ from torch import fx
 from autoshard.passes.planner.copies import place_offloads, place_reloads
 from autoshard.passes.planner.costs import HostLink
 from autoshard.passes.planner.problem import Problem
+from autoshard.passes.planner.save import Block, Choice
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.liveness import reads
 from autoshard.passes.plans.saved import SavedValues
-from autoshard.passes.plans.values import num_bytes_of, op_of, owner_of, tensors_of
+from autoshard.passes.plans.values import is_view, num_bytes_of, op_of, owner_of, tensors_of
 
 
 class Forecast:
@@ -64,19 +64,22 @@ class Forecast:
         """
         forward, backward = _Changed(self.forward.problem), _Changed(self.backward.problem)
         saved: dict[fx.Node, int] = {}  # and until where backward needs them to compute others
-        moved: list[fx.Node] = []
         begins: dict[fx.Node, int] = {}  # where what is not saved is computed again
-        for _, choice, nodes in values.chosen(taken):
-            again = [nodes[number] for number in choice.again]
-            at = self._first_of(again)
-            begins.update(dict.fromkeys(again, at))
-            if again:
-                backward.takes(at, choice.again_us)
-                inside = (num_bytes(node) for node in again if node not in values.saved)
-                backward.holds(at, at + 1, max(inside, default=0))
+        passing: dict[int, int] = {}  # bytes of what is computed again for others alone, by place
+        moved: list[fx.Node] = []
+        for choice, block, nodes in values.chosen(taken):
+            needed = self._needed(choice, block, nodes)
+            for number in choice.again:
+                node, (begin, end) = nodes[number], needed[number]
+                begins[node] = begin
+                backward.takes(begin, block[number].op_us)
+                if node not in self._last:
+                    passing[begin] = max(passing.get(begin, 0), num_bytes(node))
+                elif node not in values.saved:
+                    backward.holds(begin, end + 1, num_bytes(node))
             for number in choice.saved:
                 node = nodes[number]
-                saved[node] = max(saved.get(node, 0), at if again else 0)
+                saved[node] = max(saved.get(node, 0), needed[number][1])
             moved += [nodes[number] for number in choice.moved]
         for node in values.saved - saved.keys():  # given up
             forward.holds(self._done(node), forward.end, -num_bytes(node))
@@ -84,14 +87,27 @@ class Forecast:
         for node in saved.keys() - values.saved:  # others are computed from it
             forward.holds(self._done(node), forward.end, num_bytes(node))
             backward.holds(0, saved[node] + 1, num_bytes(node))
+        for at, most in passing.items():
+            backward.passes(at, most)
         if moved and self.host is not None:
             self._move(moved, saved, forward, backward, self.host)
         return forward.problem(), backward.problem()
 
-    def _first_of(self, again: Iterable[fx.Node]) -> int:
-        """First position at which backward reads one of these values; its end if it reads none."""
+    def _needed(
+        self, choice: Choice, block: Block, nodes: Sequence[fx.Node]
+    ) -> list[tuple[int, int]]:
+        """Return where backward needs each value of a block first, and where last.
+
+        What is computed again is so where it is needed, and needs its own sources there.
+        """
         end = self.backward.problem.num_ops
-        return min((self._first[node] for node in again if node in self._first), default=end)
+        first = [self._first.get(node, end) for node in nodes]
+        last = [self._last.get(node, -1) for node in nodes]
+        for number in sorted(choice.again, reverse=True):
+            for source in block[number].sources:
+                first[source] = min(first[source], first[number])
+                last[source] = max(last[source], first[number])
+        return list(zip(first, last, strict=True))
 
     def _done(self, node: fx.Node) -> int:
         """Position in forward from which a value is not read any more."""
@@ -138,6 +154,12 @@ class _Changed:
             self._change[min(begin, self.end)] += more
             self._change[min(end, self.end)] -= more
 
+    def passes(self, at: int, more: int) -> None:
+        """Have `more` bytes in use right before an op, when there is no room for its result yet."""
+        if 0 < at < self.end:
+            live = self.was.live_bytes
+            self.holds(at, at + 1, max(0, more - max(0, live[at] - live[at - 1])))
+
     def takes(self, at: int, more_us: float) -> None:
         """Have the op at a position take longer."""
         self.op_us[min(at, self.end - 1)] += more_us
@@ -154,5 +176,9 @@ def num_bytes(node: fx.Node) -> int:
     return sum(map(num_bytes_of, tensors_of(node)))
 
 
-def _reads(part: PricedGraph) -> Iterable[tuple[int, Iterable[fx.Node]]]:
-    return reads(part.graph, part.position, part.fusion)
+def _reads(part: PricedGraph) -> Iterator[tuple[int, Iterable[fx.Node]]]:
+    """Yield where nodes' memory is read; not by views, which may be there to be saved alone."""
+    nodes = list(part.position)
+    for at, read in reads(part.graph, part.position, part.fusion):
+        if not is_view(nodes[at]):
+            yield at, read

@@ -134,6 +134,7 @@ class SavedValues:
             own[self._block_of[node]].append(node)
         made = [self._values(at, nodes, microseconds) for at, nodes in enumerate(own)]
         self._nodes = [nodes for nodes, _ in made]
+        self._values_of = [block for _, block in made]
         self.curves = tuple(_choices(block) for _, block in made)
         if host is not None:
             blocks_us = [sum(prices.op_us(node, fusion) for node in nodes) for _, nodes in runs]
@@ -157,14 +158,15 @@ class SavedValues:
             found |= {self._name[nodes[each]] for each in curve[number].saved}
         return frozenset(found)
 
-    def chosen(self, taken: Sequence[int]) -> Iterator[tuple[int, Choice, Sequence[fx.Node]]]:
-        """Yield each block's number, the choice taken there, and the nodes that the choice counts.
+    def chosen(self, taken: Sequence[int]) -> Iterator[tuple[Choice, Block, Sequence[fx.Node]]]:
+        """Yield, of each block, the choice taken there, its values, and their nodes.
 
-        taken: as of `names`. A node may be counted by several blocks.
+        taken: as of `names`. A node may be a value of several blocks.
         """
-        chosen = zip(taken, self.curves, self._nodes, strict=True)
-        for block, (number, curve, nodes) in enumerate(chosen):
-            yield block, curve[number], nodes
+        for number, curve, block, nodes in zip(
+            taken, self.curves, self._values_of, self._nodes, strict=True
+        ):
+            yield curve[number], block, nodes
 
     def moved(self, taken: Sequence[int]) -> frozenset[str]:
         """Return those of `names(taken)` that lie on the host meanwhile."""
