@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard import handed
 from autoshard.runtime.comm import copies
 from autoshard.runtime.compiled import kernels
 
@@ -254,7 +255,6 @@ def test_users_get_nothing_from_the_host(rank: int) -> None:
 @on_ranks(2)
 def test_a_decision_that_fails_says_so(rank: int) -> None:
     """The step runs as without a budget."""
-    from autoshard import handed
 
     def decide(*args: Any) -> Any:
         raise ValueError("no decision")
@@ -305,6 +305,40 @@ def test_what_is_made(rank: int) -> None:
     assert time_us == pytest.approx(forecast_us, rel=0.02)
 
 
+@pytest.mark.parametrize("has_host", [False, True])
+@pytest.mark.parametrize("name", BUILDS)
+@on_ranks(2)
+def test_forecasts_are_near(rank: int, name: str, has_host: bool) -> None:
+    """Peaks and times of parts are forecast within a few percent, before they are made."""
+    decide, found = handed.decide, []
+
+    def compared(part: Any, prices: Any) -> Any:
+        made = handed._Search(parts := part(handed.Handed()), prices, _run(parts))
+        values = made._values_of(1, made.hosts[0])
+        taken = [min(1, len(curve) - 1) for curve in values.curves]
+        chosen = handed._Chosen(values, tuple(taken), _run(parts))
+        found.append(
+            (handed._Run.of(made.forecast.problems(values, taken), BIG), _run(part(chosen.handed)))
+        )
+        return decide(part, prices)
+
+    with pytest.MonkeyPatch.context() as patch, where_the_host_is_near() as near:
+        patch.setattr(handed, "decide", compared)
+        topology = near if has_host else "h100"
+        trained(rank, BUILDS[name], lowering="eager", topology=topology, memory_budget=10**9)
+    ((forecast, run),) = found
+    assert forecast.time_us == pytest.approx(run.time_us, rel=0.03)
+    for kind in handed.KINDS:
+        assert forecast.peaks[kind][1] == pytest.approx(run.peaks[kind][1], rel=0.1)
+
+
+BIG = 1e12
+
+
+def _run(parts: handed.Parts) -> handed._Run:
+    return handed._Run.of(handed._problems(parts), BIG)
+
+
 @on_ranks(2)
 def test_other_sizes_keep_the_decision(rank: int) -> None:
     """A batch of another size is compiled with sizes that are symbols, and saves the same."""
@@ -346,9 +380,10 @@ def test_with_inductor(rank: int) -> None:
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 5])  # nothing that 1 or 4 gives up helps
+@pytest.mark.parametrize("has_host", [False, True])
+@pytest.mark.parametrize("seed", [0, 3, 5, 8])  # nothing that others give up helps
 @on_ranks(2)
-def test_random_models(rank: int, seed: int) -> None:
+def test_random_models(rank: int, seed: int, has_host: bool) -> None:
     """Whatever is saved, numbers stay the same; nor are there other random numbers afterwards."""
 
     def values(**options: Any) -> tuple[list[Tensor], int, int]:
@@ -374,9 +409,10 @@ def test_random_models(rank: int, seed: int) -> None:
     want, peak, _ = values(bucketing="per_unit")
     beside = 3 * sum(each.nbytes for each in want[2:-1])
     share = random.Random(seed).uniform(0.3, 0.9)
-    with warnings.catch_warnings():
+    budget = int(share * peak) + beside
+    with warnings.catch_warnings(), where_the_host_is_near() as near:
         warnings.filterwarnings("ignore", message=".*memory_budget")  # not all can be met
-        got, _, given_up = values(memory_budget=int(share * peak) + beside)
+        got, _, given_up = values(memory_budget=budget, topology=near if has_host else "h100")
     assert given_up > 0
     for each, other in zip(got, want, strict=True):
         torch.testing.assert_close(each, other, rtol=0, atol=0, equal_nan=True)
