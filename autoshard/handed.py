@@ -24,11 +24,12 @@ from torch import fx
 from autoshard.passes.ir.match import is_compute
 from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
+from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import HostLink
 from autoshard.passes.planner.keep import unit_by_unit, worth_keeping
 from autoshard.passes.planner.per_unit import unit_buckets
 from autoshard.passes.planner.problem import Problem
-from autoshard.passes.planner.save import Need, allotted, freed_bytes
+from autoshard.passes.planner.save import Need, allotted, freed_bytes, least_us
 from autoshard.passes.planner.schema import read_as
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.forecast import Forecast
@@ -218,6 +219,29 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
     return best
 
 
+def bound_us(parts: Parts, prices: Prices) -> float:
+    """Microseconds of a step that no decision beats within the budget.
+
+    They are the bounds of forward and backward, of compute and links, and that of what has to be
+    given up: as much as the step is beyond the budget with one bucket a unit.
+
+    parts: that were made without a decision. prices: with a budget.
+    """
+    budget_bytes = prices.budget_bytes
+    assert budget_bytes is not None
+    problems = _problems(parts)
+    run = _Run.of(problems, budget_bytes)
+    host = prices.topology.host_link
+    values = SavedValues(parts.joint, parts.saved, prices, parts.table, host=host)
+    needs = [
+        Need(_asked(kind, run.peaks[kind][0], _first_reads(graph, values), values), num_bytes)
+        for kind, graph in zip(KINDS, (parts.forward.graph, parts.backward.graph), strict=True)
+        for num_bytes in [run.over(dict.fromkeys(KINDS, budget_bytes)).get(kind, 0.0)]
+    ]
+    made_us = sum(lower_bound(problem).time_us for problem in problems)
+    return made_us + least_us(values.curves, needs)
+
+
 class _Search:
     """Search for choices of blocks by what they are forecast to do."""
 
@@ -267,7 +291,7 @@ class _Search:
         best = now = _Chosen(values, nothing, self.without)
         for _ in range(TRIES):
             for kind, num_bytes in now.run.over(limits).items():
-                blocks = _asked(kind, now.run.peaks[kind][0], first[kind], len(values.blocks))
+                blocks = _asked(kind, now.run.peaks[kind][0], first[kind], values)
                 wanted[blocks] = num_bytes + freed_bytes(values.curves, now.taken[:blocks])
             if not now.run.over(limits):
                 freed = {
@@ -294,14 +318,15 @@ def _problems(parts: Parts) -> tuple[Problem, Problem]:
     return parts.forward.priced.problem, parts.backward.priced.problem
 
 
-def _asked(kind: str, position: int, first: Mapping[int, int], blocks: int) -> int:
+def _asked(kind: str, position: int, first: Mapping[int, int], values: SavedValues) -> int:
     """Return how many of the first blocks have to give up bytes for a peak.
 
     At the peak of forward, those that have run; at backward's, those that are to come. Where these
     are none, all may give up.
 
-    first: op at which a block is begun on; see `_first_reads`. blocks: how many there are.
+    first: op at which a block is begun on; see `_first_reads`.
     """
+    blocks = len(values.blocks)
     if kind == "forward":
         others = (block for block, at in first.items() if at > position)
     else:

@@ -9,7 +9,7 @@ unit: without checkpoints; with one around each block, or around each second; wi
 attention saved ("ops"); and by torch's partitioner with `activation_memory_budget`, the largest
 that fits. The budget of a row is what one of the ways by hand needs at its peak. "planned" is what
 `memory_budget` decides with it, once with values on the host, and once without. The bound is that
-of collectives and compute (`planner/bound.py`), and of what has to be given up (`least_us`).
+of `handed.bound_us`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ from autoshard import handed, passes
 from autoshard.compilation import DryCompilation, Partition
 from autoshard.handed import Handed, Part, Parts
 from autoshard.options import CompileOptions
-from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.keep import unit_by_unit
-from autoshard.passes.planner.save import Need, least_us
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.prices import Prices
-from autoshard.passes.plans.saved import SavedValues
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.sharding.find_units import find_units
 from autoshard.tools.plan import dry_run
@@ -46,7 +43,7 @@ MODELS = {
     "405b": Shape("llama", 16384, 53248, 128, 8, 126, 128_256, False, "plain"),
 }
 BY_HAND = ("none", "full", "layers:2", "ops")
-STEPS = 10  # of activation_memory_budget, from 0 to 1
+STEPS = 5  # of activation_memory_budget, from 0 to 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +114,6 @@ class Ways:
         return Parts(gm.graph, self.compilation.table, *made, parts)
 
 
-def bound_us(none: Parts, budget_bytes: int, prices: Prices) -> float:
-    """Microseconds that no decision beats: those of the parts, and of what has to be given up."""
-    graphs = (none.forward, none.backward)
-    parts_us = sum(lower_bound(part.priced.problem).time_us for part in graphs)
-    values = SavedValues(none.joint, none.saved, prices, none.table, host=prices.topology.host_link)
-    tried = handed._Tried.of(Handed(), (0,) * len(values.blocks), none, budget_bytes)
-    needs = [Need(*each) for each in handed._asked(tried, values)]
-    return parts_us + least_us(values.curves, needs)
-
-
 def show(ways: Ways, topology: Topology) -> None:
     """Print the table."""
     hand = {way: ways.by_hand(way) for way in BY_HAND}
@@ -150,7 +137,8 @@ def show(ways: Ways, topology: Topology) -> None:
             step = Step.of(parts, budget)
             over = f", {step.peak_bytes / budget:.2f} of it" if step.peak_bytes > budget else ""
             cells.append(f"{step.time_us / best:.3f}{over} ({seconds:.0f} s)")
-        bound = bound_us(hand["none"], budget, dataclasses.replace(ways.prices, topology=topology))
+        prices = dataclasses.replace(ways.prices, topology=topology, budget_bytes=budget)
+        bound = handed.bound_us(hand["none"], prices)
         on_host = sum(block.host_bytes for block in decided.blocks) / 2**30
         print(
             f"| {way}'s, {budget / 2**30:.2f} GiB | {best / 1000:.1f} ms | {rivals / best:.3f} "

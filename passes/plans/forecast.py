@@ -24,6 +24,7 @@ from autoshard.passes.planner.costs import HostLink
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.save import Block, Choice
 from autoshard.passes.plans.auto_buckets import PricedGraph
+from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.liveness import reads
 from autoshard.passes.plans.saved import SavedValues
 from autoshard.passes.plans.values import is_view, num_bytes_of, op_of, owner_of, tensors_of
@@ -41,6 +42,8 @@ class Forecast:
     ) -> None:
         """Note where each value is made and read in both parts; they are only read."""
         self.forward, self.backward, self.host = forward, backward, host
+        is_fused = forward.fusion is not None
+        self._inlined = fuse(joint).absent if is_fused else frozenset()  # unless they are saved
         made = {node.name: at for node, at in forward.position.items()}
         self._made = {
             node: made[op_of(node).name] for node in joint.nodes if op_of(node).name in made
@@ -73,7 +76,9 @@ class Forecast:
                 node, (begin, end) = nodes[number], needed[number]
                 begins[node] = begin
                 backward.takes(begin, block[number].op_us)
-                if node not in self._last:
+                if node in self._inlined:
+                    pass
+                elif node not in self._last:
                     passing[begin] = max(passing.get(begin, 0), num_bytes(node))
                 elif node not in values.saved:
                     backward.holds(begin, end + 1, num_bytes(node))
@@ -82,8 +87,11 @@ class Forecast:
                 saved[node] = max(saved.get(node, 0), needed[number][1])
             moved += [nodes[number] for number in choice.moved]
         for node in values.saved - saved.keys():  # given up
-            forward.holds(self._done(node), forward.end, -num_bytes(node))
-            backward.holds(0, begins.get(node, backward.end), -num_bytes(node))
+            is_inlined = node in self._inlined
+            freed = self._made.get(node, 0) if is_inlined else self._done(node)
+            forward.holds(freed, forward.end, -num_bytes(node))
+            begin = backward.end if is_inlined else begins.get(node, backward.end)
+            backward.holds(0, begin, -num_bytes(node))
         for node in saved.keys() - values.saved:  # others are computed from it
             forward.holds(self._done(node), forward.end, num_bytes(node))
             backward.holds(0, saved[node] + 1, num_bytes(node))
@@ -104,9 +112,13 @@ class Forecast:
         first = [self._first.get(node, end) for node in nodes]
         last = [self._last.get(node, -1) for node in nodes]
         for number in sorted(choice.again, reverse=True):
+            if first[number] == end:
+                continue  # a result that nobody reads
+            is_inlined = nodes[number] in self._inlined  # and computed where it is read
+            until = last[number] if is_inlined else first[number]
             for source in block[number].sources:
                 first[source] = min(first[source], first[number])
-                last[source] = max(last[source], first[number])
+                last[source] = max(last[source], until)
         return list(zip(first, last, strict=True))
 
     def _done(self, node: fx.Node) -> int:
