@@ -110,7 +110,8 @@ def agreed_attempt(
     later call on one rank alone. So plans that ranks have agreed on are kept for the frame, and
     later compilations follow them. If searches on ranks found different plans, all ranks trace the
     frame again and follow the first rank's plans. For a frame that is a whole step, under a memory
-    budget, the first rank decides what forward hands to backward, once, while it compiles. Where
+    budget, the first rank decides what forward hands to backward, once, where it parts the frame's
+    graph. Where
     something is new ranks wait for each other, at the first time for ten minutes, or the group's
     timeout if that is longer. `gm` is changed.
 
@@ -128,14 +129,16 @@ def agreed_attempt(
     key = f"{name} {settings.lowering} {topology} {settings.budget_bytes}"
     graphs = graphs_of(unit)
     known = graphs.known_plans.setdefault(key, [])
-    decider = None
+    decider: _SharedDecider | None = None
     decides = settings.searches and settings.budget_bytes is not None
     if decides and key not in graphs.handed and is_whole_step(params, example_inputs):
-        decider = _FirstRanks(name, mesh, functools.partial(graphs.handed.__setitem__, key))
+        keep = functools.partial(graphs.handed.__setitem__, key)
+        decider = graphs.deciders.setdefault(key, _SharedDecider(name, mesh, keep))
     text = graphs.handed.get(key, "")
     handed = Handed.from_json(text) if text else None
     attempt = Attempt(gm, example_inputs, settings, known, handed, decider)
     if decider is not None:
+        del graphs.deciders[key]
         decider.end()
     try:
         attempt.reason = agree(name, attempt.outcome, mesh, graphs.agreed)
@@ -170,11 +173,12 @@ def is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any])
     return has_backward(example_inputs) and all(id(each) in own for each in sharded)
 
 
-class _FirstRanks(Decider):
+class _SharedDecider(Decider):
     """Decider of which all ranks ask, and of which the first one's decision holds for all.
 
     All ranks of `mesh` share twice: what the first one knows, and, if that is nothing, what it has
-    decided. A rank whose compilation fails before shares in `end`, so that no other waits in vain.
+    decided. A rank whose compilation did not come to that shares in `end`, so that no other waits
+    in vain. Where Dynamo traces a frame again in between, this goes on with the same decider.
     """
 
     def __init__(self, name: str, mesh: DeviceMesh, keep: Callable[[str], object]) -> None:
@@ -183,14 +187,20 @@ class _FirstRanks(Decider):
         name: of the frame, the same on every rank. keep: takes the decision, as text.
         """
         self.name, self.mesh, self.keep = name, mesh, keep
-        self._is_first = mesh.get_rank() == int(mesh.mesh.flatten()[0])
+        self.is_first = mesh.get_rank() == int(mesh.mesh.flatten()[0])
         self.has_asked = self.is_done = False
 
     def known(self, key: str | None) -> Handed | None:
         """Return the decision that the first rank finds beside torch's caches, if there is one."""
-        text = plan_cache.load_decision(key) if key is not None and self._is_first else None
-        text = share(self.name, text or "", self.mesh, is_first=True)
-        self.has_asked = True
+        if self.has_asked:
+            return None
+        found = plan_cache.load_decision(key) if key is not None and self.is_first else None
+        try:
+            text = Handed.from_json(found).to_json() if found else ""
+        except ValueError:  # a file that is none of ours
+            text = ""
+        self.has_asked = True  # also if that fails: nobody is to wait twice
+        text = share(f"{self.name}/known", text, self.mesh, is_first=True)
         return self._decided(text) if text else None
 
     def decide(
@@ -201,21 +211,29 @@ class _FirstRanks(Decider):
         The others decide meanwhile, too: parts that are made for that are not made again.
         """
         text = super().decide(part, prices).to_json()
-        if key is not None and self._is_first:
+        if key is not None and self.is_first:
             plan_cache.save_decision(key, text)
+        self.is_done = True
         with _torch.tensors.unset_fake_temporarily():  # the mode of what is compiled
-            return self._decided(share(self.name, text, self.mesh, is_first=True))
+            text = share(f"{self.name}/decided", text, self.mesh, is_first=True)
+        return self._decided(text) if text else Handed()
 
     def end(self) -> None:
-        """Share what this rank has not, as its compilation was over before."""
-        if not self.has_asked and share(self.name, "", self.mesh, is_first=True):
-            self.is_done = True
+        """Share what this rank has not, as it failed before, or had nothing to part.
+
+        If the first rank does so, nothing is decided, and it may be when the frame is compiled
+        next.
+        """
+        if not self.has_asked:
+            self.known(None)
         if not self.is_done:
-            self._decided(share(self.name, "", self.mesh, is_first=True))
+            self.is_done = True
+            text = share(f"{self.name}/decided", "", self.mesh, is_first=True)
+            if text:
+                self._decided(text)
 
     def _decided(self, text: str) -> Handed:
         self.is_done = True
-        text = text or Handed().to_json()
         self.keep(text)
         log.info("%s hands to backward: %s", self.name, text)
         return Handed.from_json(text)

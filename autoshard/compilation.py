@@ -115,6 +115,7 @@ class Compilation:
         self.known = known
         self.handed = handed or Handed()
         self._decider = decider
+        self._key: str | None = None
         self.number = next(self._numbers)
         self.table = frame.table()
         pairs = list(zip(frame.params, self.table, strict=True))
@@ -151,7 +152,8 @@ class Compilation:
         whatever goes wrong in AOTAutograd, a pass or the lowering.
         """
         if self._decider is not None:
-            known = self._decider.known(self._decision_key())
+            self._key = self._decision_key()
+            known = self._decider.known(self._key)
             if known is not None:
                 self.handed, self._decider = known, None
         begins = progress(self._what(), self._num_graphs())
@@ -257,21 +259,25 @@ class Compilation:
 
         None if the cache must not be used: torch is configured not to, or passes have to run, for a
         decision, a prediction, a watcher or a dump, after plans were lost, and for frames with
-        tensor-parallel parameters or without sharded ones.
+        tensor-parallel parameters or without sharded ones. So a frame is cached by the first
+        process that finds a decision, not by the one that makes it.
         """
         facts = None if self._decider is not None else self._facts()
         return None if facts is None else plan_cache.frame_key([*facts, self.handed.to_json()])
 
     def _decision_key(self) -> str | None:
-        """Return a digest of all that what is handed to backward depends on.
+        """Return a digest of what a decision depends on, as far as that is known before tracing.
 
-        None where AOTAutograd's cache is of no use; then decisions are not kept, either.
+        None where AOTAutograd's cache is of no use; then decisions are not kept, either. To be
+        called before anything is compiled: it depends on torch's settings.
         """
         facts = self._facts() if self.settings.lowering == "inductor" else None
         if facts is None:
             return None
-        sizes = [_hints(value) for value in self.frame.inputs]
-        return plan_cache.frame_key([*facts, self.frame.gm.code, sizes])
+        modules = self.frame.gm.modules()
+        code = [each.code for each in modules if isinstance(each, fx.GraphModule)]
+        inputs = [_looks(value) for value in self.frame.inputs]
+        return plan_cache.frame_key([*facts, code, inputs, _torch.aot.partitioner_settings()])
 
     def _facts(self) -> list[object] | None:
         """List what passes depend on besides the graph, and what is handed to backward.
@@ -332,8 +338,8 @@ class Compilation:
             made[handed] = found.made
             return found
 
-        self.handed = decider.decide(parts, prices, self._decision_key())
-        return made.get(self.handed) or partition(gm)
+        self.handed = decider.decide(parts, prices, self._key)
+        return made.get(self.handed) or partition(gm)  # another rank's decision
 
     def _parts(
         self, joint: fx.GraphModule, partition: Partition, handed: Handed, prices: Prices
@@ -492,6 +498,17 @@ def _hints(value: object) -> list[int]:
     if isinstance(value, torch.Tensor):
         return list(map(hint_of, value.shape))
     return [hint_of(value)] if isinstance(value, torch.SymInt) else []
+
+
+def _looks(value: object) -> list[object]:
+    """Describe a graph's input for a digest: sizes, and, of a tensor, all that a trace depends on.
+
+    Of other inputs only the sizes.
+    """
+    if not isinstance(value, torch.Tensor):
+        return [_hints(value)]
+    strides = [hint_of(stride) for stride in value.stride()]
+    return [_hints(value), strides, str(value.dtype), value.device.type, value.requires_grad]
 
 
 def has_backward(inputs: Sequence[Any]) -> bool:

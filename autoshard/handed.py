@@ -1,4 +1,4 @@
-"""Decide what forward hands to backward: values that it saves, and parameters that stay unsharded.
+"""Decide what forward hands to backward: values, on the device or the host, and whole parameters.
 
     joint graph --> parts, as the partitioner makes them --> peak under the budget?
         yes: parameters stay unsharded, where there is room for them and time to win
@@ -39,11 +39,11 @@ from autoshard.passes.plans.saved import SavedValues, saved_names
 log = logging.getLogger(__name__)
 
 KINDS = ("forward", "backward")
-WORTH = 0.995  # of the time of a decision that fits: with more than that, the search ends
-TRIES = 20  # forecasts, for blocks in as many pieces
-MADE = 5  # parts, of a decision each
-PIECES = (1, 2, 4, 8, 16)  # of a block
+WORTH = 0.995  # a choice is worth trying if it takes no more than this share of a known time
+MADE = 5  # decisions whose parts are made, at most
+PIECES = (1, 2, 4, 8, 16)  # of a block, in turn
 ENOUGH = 2  # pieces, beyond which more are tried only as long as they help
+TRIES = 20  # forecasts, at most, for blocks in as many pieces
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,14 @@ class Handed:
 class Decider:
     """Decider of what a frame's forward hands to backward, of which a compilation asks once.
 
-    This one decides by itself, where there are no other ranks.
+    It asks what is known, before anything is traced, and if that is nothing, for a decision, where
+    it parts the joint graph; it may never come to that. This one decides by itself, where there are
+    no other ranks.
+
+    is_first: whether what it decides counts, and its failures are told.
     """
+
+    is_first = True
 
     def known(self, key: str | None) -> Handed | None:
         """Return a decision that is known before the frame's joint graph is; None if none is.
@@ -95,8 +101,10 @@ class Decider:
         try:
             return decide(part, prices)
         except Exception as error:  # the compilation may meet it, too, and will tell all ranks
-            log.warning(
-                "the memory budget is not kept to, as deciding what to save failed: %s", error
+            log.log(
+                logging.WARNING if self.is_first else logging.DEBUG,
+                "the memory budget is not kept to, as deciding what to save failed: %s",
+                error,
             )
             return Handed()
 
@@ -177,10 +185,10 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
     """Decide what forward hands to backward, so that a step is fastest within the budget.
 
     If a step as the partitioner makes it is within it, parameters are kept unsharded where there is
-    room. Else as few values are saved as it takes, at the least time of computing them again; what
-    that does is forecast, then parts are made, and by how much they need more or less than forecast
-    is left out of the budget of the next choice. If nothing fits, the decision with the lowest peak
-    is taken.
+    room. Else as few bytes of what is saved are given up as it takes, in the least time: they go to
+    the host, or values are computed again. What that does is forecast, then parts are made; by how
+    much they need more or less than forecast is left out of the budget of the next choice. If
+    nothing fits, the decision with the lowest peak is taken.
 
     part: makes the parts, given a decision; called up to 1 + `MADE` times.
     prices: with a budget.

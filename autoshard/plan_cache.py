@@ -1,4 +1,4 @@
-"""Plans of compiled graphs, stored beside the graphs in torch's caches.
+"""Plans of compiled graphs, and decisions on them, stored beside the graphs in torch's caches.
 
 On a hit, AOTAutograd's cache returns the compiled graphs of a frame, and none of our passes run.
 The plans that they made are in one file for each graph, named by the graph's key in Inductor's
@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard import _torch
-from autoshard.handed import Handed
 from autoshard.passes.ir.plan import Plan
 
 NO_PLAN = "null"  # of a graph without collectives
@@ -59,13 +58,7 @@ def save(graph_key: str, plan: Plan | None) -> None:
     plan: None, or a plan without buckets, is stored as "no collectives".
     If the file can't be written, nothing is stored or raised, and `load` will return None.
     """
-    text = plan.to_json() if plan is not None and plan.buckets else NO_PLAN
-    try:
-        path = _path(graph_key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
-    except OSError:
-        return
+    _save(graph_key, plan.to_json() if plan is not None and plan.buckets else NO_PLAN)
 
 
 def save_decision(key: str, text: str) -> None:
@@ -73,22 +66,24 @@ def save_decision(key: str, text: str) -> None:
 
     key: digest of all that it depends on.
     """
+    _save(key, text)
+
+
+def load_decision(key: str) -> str | None:
+    """Load what `save_decision` has stored, or what is in its place; None if that can't be read."""
+    try:
+        return _path(key).read_text()
+    except (OSError, ValueError):
+        return None
+
+
+def _save(key: str, text: str) -> None:
     try:
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError:
         return
-
-
-def load_decision(key: str) -> str | None:
-    """Load what `save_decision` has stored; None if that is missing, or can't be read."""
-    try:
-        text = _path(key).read_text()
-        Handed.from_json(text)
-    except (OSError, ValueError):
-        return None
-    return text
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -109,12 +109,20 @@ def caches_frames() -> bool:
     if ranks are configured to wait for each other in passes that a hit skips.
     """
     functorch, dynamo = torch._functorch.config, torch._dynamo.config
+    is_off = torch.compiler.config.force_disable_caches
     return bool(functorch.enable_autograd_cache) and not (
-        functorch.bundled_autograd_cache
+        is_off
+        or functorch.bundled_autograd_cache
         or getattr(dynamo, "caching_precompile", False)
         or getattr(functorch, "_sync_decision_cross_ranks", False)
         or getattr(functorch, "_sync_cache_decision_cross_ranks", False)
     )
+
+
+def partitioner_settings() -> list[str]:
+    """Versions and settings of torch's that what its partitioner does depends on, as text."""
+    found = torch._functorch.config.save_config_portable()
+    return [torch.__version__, *(f"{name}={found[name]!r}" for name in sorted(found))]
 
 
 def ambient_dtypes() -> list[tuple[object, ...]]:
