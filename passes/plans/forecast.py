@@ -96,7 +96,7 @@ class Forecast:
             forward.holds(self._done(node), forward.end, num_bytes(node))
             backward.holds(0, saved[node] + 1, num_bytes(node))
         for at, most in passing.items():
-            backward.passes(at, most)
+            backward.holds_before(at, most)
         if moved and self.host is not None:
             self._move(moved, saved, forward, backward, self.host)
         return forward.problem(), backward.problem()
@@ -166,7 +166,7 @@ class _Changed:
             self._change[min(begin, self.end)] += more
             self._change[min(end, self.end)] -= more
 
-    def passes(self, at: int, more: int) -> None:
+    def holds_before(self, at: int, more: int) -> None:
         """Have `more` bytes in use right before an op, when there is no room for its result yet."""
         if 0 < at < self.end:
             live = self.was.live_bytes
