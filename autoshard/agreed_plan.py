@@ -189,6 +189,7 @@ class _SharedDecider(Decider):
         self.name, self.mesh, self.keep = name, mesh, keep
         self.is_first = mesh.get_rank() == int(mesh.mesh.flatten()[0])
         self.has_asked = self.is_done = False
+        self.failure: Exception | None = None  # of sharing: then there is nobody to agree with
 
     def known(self, key: str | None) -> Handed | None:
         """Return the decision that the first rank finds beside torch's caches, if there is one."""
@@ -199,8 +200,8 @@ class _SharedDecider(Decider):
             text = Handed.from_json(found).to_json() if found else ""
         except ValueError:  # a file that is none of ours
             text = ""
-        self.has_asked = True  # also if that fails: nobody is to wait twice
-        text = share(f"{self.name}/known", text, self.mesh, is_first=True)
+        self.has_asked = True
+        text = self._share("known", text)
         return self._decided(text) if text else None
 
     def decide(
@@ -215,22 +216,31 @@ class _SharedDecider(Decider):
             plan_cache.save_decision(key, text)
         self.is_done = True
         with _torch.tensors.unset_fake_temporarily():  # the mode of what is compiled
-            text = share(f"{self.name}/decided", text, self.mesh, is_first=True)
+            text = self._share("decided", text)
         return self._decided(text) if text else Handed()
 
     def end(self) -> None:
         """Share what this rank has not, as it failed before, or had nothing to part.
 
         If the first rank does so, nothing is decided, and it may be when the frame is compiled
-        next.
+        next. Raises what sharing has raised before, which is no failure of a compilation.
         """
+        if self.failure is not None:
+            raise self.failure
         if not self.has_asked:
             self.known(None)
         if not self.is_done:
             self.is_done = True
-            text = share(f"{self.name}/decided", "", self.mesh, is_first=True)
+            text = self._share("decided", "")
             if text:
                 self._decided(text)
+
+    def _share(self, topic: str, text: str) -> str:
+        try:
+            return share(f"{self.name}/{topic}", text, self.mesh, is_first=True)
+        except Exception as error:
+            self.failure = error
+            raise
 
     def _decided(self, text: str) -> Handed:
         self.is_done = True
