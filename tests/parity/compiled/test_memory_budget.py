@@ -385,7 +385,7 @@ def test_forecasts_are_near(rank: int, lowering: str, name: str, has_host: bool)
         options = {"lowering": lowering, "topology": topology, "memory_budget": 10**9}
         trained(rank, BUILDS[name], **options)
     ((forecast, run),) = found
-    assert forecast.time_us == pytest.approx(run.time_us, rel=0.03)
+    assert forecast.time_us == pytest.approx(run.time_us, rel=0.05)
     (_, most), (_, at_most) = run.peaks["backward"], forecast.peaks["backward"]
     assert at_most == pytest.approx(most, rel=0.1)
     assert forecast.peaks["forward"][1] >= 0.95 * run.peaks["forward"][1]
