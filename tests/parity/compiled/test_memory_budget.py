@@ -379,7 +379,8 @@ def test_forecasts_are_near(rank: int, lowering: str, name: str, has_host: bool)
         )
         return decide(part, prices)
 
-    with pytest.MonkeyPatch.context() as patch, where_the_host_is_near() as near:
+    near_host, patches = where_the_host_is_near(), pytest.MonkeyPatch.context()
+    with patches as patch, near_host as near, fresh_graphs():  # where no decision is kept
         patch.setattr(handed, "decide", compared)
         topology = near if has_host else "h100"
         options = {"lowering": lowering, "topology": topology, "memory_budget": 10**9}
