@@ -111,9 +111,8 @@ def agreed_attempt(
     later compilations follow them. If searches on ranks found different plans, all ranks trace the
     frame again and follow the first rank's plans. For a frame that is a whole step, under a memory
     budget, the first rank decides what forward hands to backward, once, where it parts the frame's
-    graph. Where
-    something is new ranks wait for each other, at the first time for ten minutes, or the group's
-    timeout if that is longer. `gm` is changed.
+    graph. Where something is new ranks wait for each other, at the first time for ten minutes, or
+    the group's timeout if that is longer. `gm` is changed.
 
     params: the sharded parameters that the frame reads, one or more.
     code: name of the frame, the same on every rank.

@@ -225,15 +225,16 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
         for kind in KINDS:  # what parts need beyond their forecast is not there
             limits[kind] = budget_bytes - (run.peaks[kind][1] - chosen.run.peaks[kind][1])
     if log.isEnabledFor(logging.INFO):
-        log.info("a step of %.0f us, where none beats %.0f", found.time_us, bound_us(parts, prices))
+        log.info("a step of %.0f us, at least %.0f", found.time_us, bound_us(parts, prices))
     return best
 
 
 def bound_us(parts: Parts, prices: Prices) -> float:
-    """Microseconds of a step that no decision beats within the budget.
+    """Microseconds of a step that no choice for its blocks beats within the budget.
 
-    They are the bounds of forward and backward, of compute and links, and that of what has to be
-    given up: as much as the step is beyond the budget with one bucket a unit.
+    They are the bounds of forward and backward, of compute and links, and that of what blocks have
+    to give up: as much as the step is beyond the budget with one bucket a unit. Choices are those
+    of `SavedValues`: no block computes another one's values again, and copies are hidden.
 
     parts: that were made without a decision. prices: with a budget.
     """
@@ -243,10 +244,10 @@ def bound_us(parts: Parts, prices: Prices) -> float:
     run = _Run.of(problems, budget_bytes)
     host = prices.topology.host_link
     values = SavedValues(parts.joint, parts.saved, prices, parts.table, host=host)
+    first = _first_of(parts, values)
     needs = [
-        Need(_asked(kind, run.peaks[kind][0], _first_reads(graph, values), values), num_bytes)
-        for kind, graph in zip(KINDS, (parts.forward.graph, parts.backward.graph), strict=True)
-        for num_bytes in [run.over(dict.fromkeys(KINDS, budget_bytes)).get(kind, 0.0)]
+        Need(_asked(kind, run.peaks[kind][0], first[kind], values), num_bytes)
+        for kind, num_bytes in run.over(dict.fromkeys(KINDS, budget_bytes)).items()
     ]
     made_us = sum(lower_bound(problem).time_us for problem in problems)
     return made_us + least_us(values.curves, needs)
@@ -296,7 +297,7 @@ class _Search:
         for gathers, as long as that saves time. Returns the best that was tried.
         """
         nothing = (0,) * len(values.blocks)
-        first = {kind: _first_reads(self._part(kind).graph, values) for kind in KINDS}
+        first = _first_of(self.parts, values)
         wanted: dict[int, float] = {}  # bytes to give up, by the number of the first blocks that do
         best = now = _Chosen(values, nothing, self.without)
         for _ in range(TRIES):
@@ -320,9 +321,6 @@ class _Search:
                 break
         return best
 
-    def _part(self, kind: str) -> Part:
-        return self.parts.forward if kind == "forward" else self.parts.backward
-
 
 def _problems(parts: Parts) -> tuple[Problem, Problem]:
     return parts.forward.priced.problem, parts.backward.priced.problem
@@ -342,6 +340,12 @@ def _asked(kind: str, position: int, first: Mapping[int, int], values: SavedValu
     else:
         others = (block for block, at in first.items() if at <= position)
     return min(others, default=blocks) or blocks
+
+
+def _first_of(parts: Parts, values: SavedValues) -> dict[str, dict[int, int]]:
+    """Map both kinds of parts to where each block is begun on; see `_first_reads`."""
+    graphs = zip(KINDS, (parts.forward.graph, parts.backward.graph), strict=True)
+    return {kind: _first_reads(graph, values) for kind, graph in graphs}
 
 
 def _first_reads(graph: fx.Graph, values: SavedValues) -> dict[int, int]:

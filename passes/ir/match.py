@@ -179,8 +179,9 @@ def begun_by(node: fx.Node) -> fx.Node | None:
     None if its first argument is no launch, or one of another kind.
     """
     begun = node.args[0]
-    is_begun = isinstance(begun, fx.Node) and begun.target is _BEGUN_BY.get(node.target)
-    return begun if isinstance(begun, fx.Node) and is_begun else None
+    if isinstance(begun, fx.Node) and begun.target is _BEGUN_BY.get(node.target):
+        return begun
+    return None
 
 
 _BEGUN_BY: dict[object, object] = {

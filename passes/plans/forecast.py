@@ -7,8 +7,8 @@
                                             needed ..... read last |    one computed again
                                  |- copied - needed .... read last |    one on the host
 
-A value is needed where backward reads it, or computes again what is made of it. Parting a joint
-graph takes a second for each thousand nodes or two; this takes as long as a simulation.
+A value is needed where backward reads it, or computes again what is made of it. To part a joint
+graph takes longer than anything else in a decision; this takes as long as a simulation.
 """
 
 from __future__ import annotations

@@ -125,8 +125,7 @@ def test_a_part_lies_on_the_host(block: Block, hidden_us: float, call_us: float)
     for each in plain:  # some choice has no more bytes in no more time, or two have it between them
         below = [one for one in curve if one.num_bytes <= each.num_bytes]
         above = [one for one in curve if one.num_bytes >= each.num_bytes]
-        if not below:
-            continue
+        assert below
         best = min(one.time_us for one in below)
         if above and best > each.time_us:
             now, then = above[-1], below[0]

@@ -43,7 +43,7 @@ class Stack:
 
 
 def cut_stacks(model: nn.Module, ahead: int = 0) -> list[Stack]:
-    """Cut runs of like blocks in `model` to five each; return what was cut, a list's in order.
+    """Cut runs of like blocks in `model`, to five each or more; return what was cut, in order.
 
     ahead: blocks that are kept besides, as of `Stack`.
 

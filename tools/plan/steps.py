@@ -23,6 +23,7 @@ from autoshard.tools.plan.dry_run import Prepared, mean_loss, trace
 from autoshard.tools.plan.estimate import Parameters, StepGraphs
 from autoshard.tools.plan.graphs import Graph, in_numbers
 from autoshard.tools.plan.speed import tensors_in, tokens_of
+from autoshard.tools.plan.ways import BY_VALUES
 
 Batch = Callable[[int, int], Any]
 """batch(micro_batch, seq): keyword arguments of the model in a dict, or positional ones."""
@@ -127,7 +128,7 @@ class _Traces:
         self.vocabulary = _vocabulary(model)
         has_host = topology is not None and topology.host_link is not None
         # Copies to the host are as regular as blocks once some are under way.
-        self.stacks = cut_stacks(model, ahead=1 if has_host else 0)
+        self.stacks = cut_stacks(model, ahead=1 if has_host and {*ways} & {*BY_VALUES} else 0)
         self.cut = self._trace(model)
 
     @functools.cached_property
