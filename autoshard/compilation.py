@@ -20,7 +20,7 @@ from autoshard.handed import Decider, Handed, Part, Parts
 from autoshard.options import CompileSettings
 from autoshard.passes.dump import Dump
 from autoshard.passes.ir import groups
-from autoshard.passes.ir.match import is_gradient, is_marker, table_of
+from autoshard.passes.ir.match import is_gradient, is_marker, table_of, tangents
 from autoshard.passes.ir.meta import PLAN
 from autoshard.passes.ir.plan import Plan
 from autoshard.passes.ir.text import render
@@ -234,12 +234,13 @@ class Compilation:
 
             return _watched(gm, graph, compiled, lower)
 
+        parts_itself = self._decider is not None or bool(self.handed.moved)
         call, names = _torch.inductor.compile_frame(
             self.frame.gm,
             self.frame.inputs,
             inner_compile=inner,
-            joint_pass=self._joint,
-            partition=self._partition if self._decider or self.handed.moved else None,
+            joint_pass=self._joint_of_inference if parts_itself else self._joint,
+            partition=self._partition if parts_itself else None,
             settings=self.settings.inductor,
             key=self._cache_key(),
         )
@@ -334,26 +335,23 @@ class Compilation:
         prices, made = self.prices, {}
 
         def parts(handed: Handed) -> Parts:
-            found = self._parts(gm, partition, handed, prices)
+            self.handed = handed  # which passes obey
+            found = self.priced_parts(copied(gm), partition, prices)
             made[handed] = found.made
             return found
 
         self.handed = decider.decide(parts, prices, self._key)
         return made.get(self.handed) or partition(gm)  # another rank's decision
 
-    def _parts(
-        self, joint: fx.GraphModule, partition: Partition, handed: Handed, prices: Prices
-    ) -> Parts:
-        """Part a copy of `joint` as `handed` says, and price the parts."""
-        self.handed = handed
-        tried = copied(joint)
-        made = partition(tried)
+    def priced_parts(self, joint: fx.GraphModule, partition: Partition, prices: Prices) -> Parts:
+        """Part a joint graph, in place, as `handed` says, and price the parts."""
+        made = partition(joint)
         parts = []
         for kind, gm in zip(("forward", "backward"), made, strict=True):
             graph = passes.run(gm, passes.preparation(self.table)).graph
             parts.append(Part(graph, PricedGraph(graph, kind, prices)))
         forward, backward = parts
-        return Parts(tried.graph, self.table, forward, backward, made)
+        return Parts(joint.graph, self.table, forward, backward, made)
 
     def _with_host(
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
@@ -370,6 +368,10 @@ class Compilation:
             for gm, transform in itertools.product((forward, backward), transforms):
                 passes.run_one(gm, transform).recompile()
         return forward, backward
+
+    def _joint_of_inference(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Run the joint passes on `gm`, unless `_partition` is to run them."""
+        return gm if tangents(gm.graph) else self._joint(gm)
 
     def _joint(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Run the joint passes on `gm`, which is about to be partitioned, and return it.

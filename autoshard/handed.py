@@ -62,6 +62,18 @@ class Handed:
     blocks: tuple[SavedBlock, ...] = ()
     moved: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, values: SavedValues, taken: Sequence[int]) -> Handed:
+        """Return the decision to save what a choice for each block says, and to keep no parameter.
+
+        taken: as of `SavedValues.names`.
+        """
+        return cls(
+            saved=tuple(sorted(values.names(taken))),
+            blocks=values.saved_blocks(taken),
+            moved=tuple(sorted(values.moved(taken))),
+        )
+
     def to_json(self) -> str:
         """Return it as text, the same for equal decisions."""
         return json.dumps(dataclasses.asdict(self))
@@ -129,13 +141,18 @@ class Parts(NamedTuple):
     made: tuple[fx.GraphModule, fx.GraphModule]
 
     @property
+    def problems(self) -> tuple[Problem, Problem]:
+        """Forward and backward as numbers."""
+        return self.forward.priced.problem, self.backward.priced.problem
+
+    @property
     def saved(self) -> frozenset[str]:
         """Names of the nodes that forward hands to backward."""
         return saved_names(self.joint, self.backward.graph)
 
 
-class _Run(NamedTuple):
-    """Forward and backward as they run under a budget, with one bucket a unit.
+class Run(NamedTuple):
+    """Simulation of forward and backward under a budget, with one bucket a unit.
 
     peaks: of each, position, and bytes in use there.
     """
@@ -144,7 +161,7 @@ class _Run(NamedTuple):
     time_us: float
 
     @classmethod
-    def of(cls, problems: tuple[Problem, Problem], budget_bytes: float) -> _Run:
+    def of(cls, problems: tuple[Problem, Problem], budget_bytes: float) -> Run:
         """Simulate forward and backward."""
         peaks: dict[str, tuple[int, float]] = {}
         time_us = 0.0
@@ -153,6 +170,11 @@ class _Run(NamedTuple):
             peaks[kind] = timeline.peak.position, timeline.peak_bytes
             time_us += timeline.time_us
         return cls(peaks, time_us)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes at the higher of both peaks."""
+        return max(num_bytes for _, num_bytes in self.peaks.values())
 
     def over(self, limits: Mapping[str, float]) -> dict[str, float]:
         """Bytes beyond the limits, of the parts that are beyond theirs."""
@@ -169,16 +191,12 @@ class _Chosen(NamedTuple):
 
     values: SavedValues
     taken: tuple[int, ...]
-    run: _Run
+    run: Run
 
     @property
     def handed(self) -> Handed:
-        """What that hands to backward."""
-        return Handed(
-            saved=tuple(sorted(self.values.names(self.taken))),
-            blocks=self.values.saved_blocks(self.taken),
-            moved=tuple(sorted(self.values.moved(self.taken))),
-        )
+        """Decision to do so."""
+        return Handed.of(self.values, self.taken)
 
 
 def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
@@ -196,8 +214,8 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
     budget_bytes = prices.budget_bytes
     assert budget_bytes is not None
     parts = part(Handed())
-    problems, budgets = _problems(parts), dict.fromkeys(KINDS, float(budget_bytes))
-    best, found = Handed(), _Run.of(problems, budget_bytes)
+    problems, budgets = parts.problems, dict.fromkeys(KINDS, float(budget_bytes))
+    best, found = Handed(), Run.of(problems, budget_bytes)
     if not found.over(budgets):
         return Handed(worth_keeping(*problems, parts.forward.priced.candidates, budget_bytes))
     search, limits = _Search(parts, prices, found), dict(budgets)
@@ -211,7 +229,7 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
         if not (found.over(budgets) or is_faster):
             break
         seen.add(chosen.handed)
-        run = _Run.of(_problems(part(chosen.handed)), budget_bytes)
+        run = Run.of(part(chosen.handed).problems, budget_bytes)
         log.info(
             "parts %d: given up for %.0f us; a step of %.0f us, forecast %.0f; beyond it by %s",
             number,
@@ -240,8 +258,8 @@ def bound_us(parts: Parts, prices: Prices) -> float:
     """
     budget_bytes = prices.budget_bytes
     assert budget_bytes is not None
-    problems = _problems(parts)
-    run = _Run.of(problems, budget_bytes)
+    problems = parts.problems
+    run = Run.of(problems, budget_bytes)
     host = prices.topology.host_link
     values = SavedValues(parts.joint, parts.saved, prices, parts.table, host=host)
     first = _first_of(parts, values)
@@ -256,7 +274,7 @@ def bound_us(parts: Parts, prices: Prices) -> float:
 class _Search:
     """Search for choices of blocks by what they are forecast to do."""
 
-    def __init__(self, parts: Parts, prices: Prices, without: _Run) -> None:
+    def __init__(self, parts: Parts, prices: Prices, without: Run) -> None:
         """Begin with `parts` that were made without a decision, and how they run."""
         self.parts, self.prices, self.without = parts, prices, without
         host = prices.topology.host_link
@@ -313,17 +331,13 @@ class _Search:
             if taken == now.taken:
                 break
             problems = self.forecast.problems(values, taken)
-            was, now = now, _Chosen(values, taken, _Run.of(problems, min(limits.values())))
+            was, now = now, _Chosen(values, taken, Run.of(problems, min(limits.values())))
             is_faster = now.run.time_us < WORTH * best.run.time_us
             if now.run.over(limits) or best.run.over(limits) or is_faster:
                 best = min(best, now, key=lambda tried: tried.run.cost(limits))
             if not was.run.over(limits) and best is not now:
                 break
         return best
-
-
-def _problems(parts: Parts) -> tuple[Problem, Problem]:
-    return parts.forward.priced.problem, parts.backward.priced.problem
 
 
 def _asked(kind: str, position: int, first: Mapping[int, int], values: SavedValues) -> int:

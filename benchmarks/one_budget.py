@@ -23,13 +23,12 @@ import torch
 from published_models import Shape
 from torch import fx
 
-from autoshard import handed, passes
+from autoshard import handed
 from autoshard.compilation import DryCompilation, Partition
-from autoshard.handed import Handed, Part, Parts
+from autoshard.handed import Handed, Parts, Run
 from autoshard.options import CompileOptions
-from autoshard.passes.planner.keep import unit_by_unit
+from autoshard.passes.pipeline import copied
 from autoshard.passes.planner.topology import Topology
-from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.prices import Prices
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.sharding.find_units import find_units
@@ -44,23 +43,6 @@ MODELS = {
 }
 BY_HAND = ("none", "full", "layers:2", "ops")
 STEPS = 5  # of activation_memory_budget, from 0 to 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Predicted step: its time, and what its parts need at their peaks."""
-
-    time_us: float
-    peak_bytes: int
-
-    @classmethod
-    def of(cls, parts: Parts, budget_bytes: float = math.inf) -> Step:
-        """Simulate `parts`, with one bucket a unit."""
-        problems = [part.priced.problem for part in (parts.forward, parts.backward)]
-        timelines = [unit_by_unit(problem, budget_bytes) for problem in problems]
-        return cls(
-            sum(each.time_us for each in timelines), max(each.peak_bytes for each in timelines)
-        )
 
 
 class Ways:
@@ -99,26 +81,23 @@ class Ways:
         self.compilation.prices = prices
 
         def parts(decided: Handed) -> Parts:
-            return self.compilation._parts(self.joint, self.partition, decided, prices)
+            self.compilation.handed = decided
+            return self.compilation.priced_parts(copied(self.joint), self.partition, prices)
 
         decided = handed.decide(parts, prices)
         return decided, parts(decided), time.perf_counter() - began
 
     def _parts(self, gm: fx.GraphModule) -> Parts:
         self.compilation.handed = Handed()
-        made = []
-        parts = self.partition(gm)
-        for kind, part in zip(("forward", "backward"), parts, strict=True):
-            graph = passes.run(part, passes.preparation(self.compilation.table)).graph
-            made.append(Part(graph, PricedGraph(graph, kind, self.prices)))
-        return Parts(gm.graph, self.compilation.table, *made, parts)
+        return self.compilation.priced_parts(gm, self.partition, self.prices)
 
 
 def show(ways: Ways, topology: Topology) -> None:
     """Print the table."""
     hand = {way: ways.by_hand(way) for way in BY_HAND}
-    steps = {way: Step.of(parts) for way, parts in hand.items()}
-    torchs = {number / STEPS: Step.of(ways.by_torch(number / STEPS)) for number in range(STEPS + 1)}
+    steps = {way: Run.of(parts.problems, math.inf) for way, parts in hand.items()}
+    shares = [number / STEPS for number in range(STEPS + 1)]
+    torchs = [Run.of(ways.by_torch(share).problems, math.inf) for share in shares]
     for way, step in steps.items():
         print(f"{way}: {step.time_us / 1000:.1f} ms, {step.peak_bytes / 2**30:.2f} GiB", flush=True)
     print(
@@ -127,14 +106,14 @@ def show(ways: Ways, topology: Topology) -> None:
     print("|---|---|---|---|---|---|---|")
     without = dataclasses.replace(topology, host_gb_per_s=0.0)
     for way in ("full", "layers:2", "ops"):
-        budget = steps[way].peak_bytes
+        budget = int(steps[way].peak_bytes)
         best = min(each.time_us for each in steps.values() if each.peak_bytes <= budget)
-        fit = [each.time_us for each in torchs.values() if each.peak_bytes <= budget]
+        fit = [each.time_us for each in torchs if each.peak_bytes <= budget]
         rivals = min(fit, default=math.inf)
         cells = []
         for each in (without, topology):
             decided, parts, seconds = ways.planned(budget, each)
-            step = Step.of(parts, budget)
+            step = Run.of(parts.problems, budget)
             over = f", {step.peak_bytes / budget:.2f} of it" if step.peak_bytes > budget else ""
             cells.append(f"{step.time_us / best:.3f}{over} ({seconds:.0f} s)")
         prices = dataclasses.replace(ways.prices, topology=topology, budget_bytes=budget)

@@ -38,7 +38,7 @@ from autoshard.passes.planner.copies import place_offloads, place_reloads
 from autoshard.passes.planner.costs import HostLink
 from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.prices import Prices
-from autoshard.passes.plans.values import is_view, num_bytes_of, tensors_of
+from autoshard.passes.plans.values import bytes_of, is_view, readers_of
 
 
 def offload_saved(
@@ -97,7 +97,7 @@ def _offload(
     graph = values[0].graph
     last = {
         value: max(
-            (each for each in _readers(value) if each.op != "output"),
+            (each for each in readers_of(value) if each.op != "output"),
             key=compute.order.__getitem__,
             default=value,
         )
@@ -106,7 +106,7 @@ def _offload(
     values = sorted(values, key=lambda value: (compute.order[last[value]], compute.order[value]))
     # Right behind an op stands what takes its results: behind these is the next op's position.
     ready = [compute.position(last[value].next) for value in values]
-    copy_us = [link.time_us(_num_bytes(value)) for value in values]
+    copy_us = [link.time_us(bytes_of(value)) for value in values]
     placed = place_offloads(op_us, ready, copy_us)
     for number, (value, copy) in enumerate(zip(values, placed, strict=True)):
         with graph.inserting_before(compute.at(copy.launch)):
@@ -124,10 +124,10 @@ def _reload(
 ) -> None:
     """Insert copies to the device of `values`, inputs that are on the host from now on."""
     graph = values[0].graph
-    first = {value: min(_readers(value), key=compute.order.__getitem__) for value in values}
+    first = {value: min(readers_of(value), key=compute.order.__getitem__) for value in values}
     values = sorted(values, key=lambda value: (compute.order[first[value]], compute.order[value]))
     used = [compute.position(first[value]) for value in values]
-    copy_us = [link.time_us(_num_bytes(value)) for value in values]
+    copy_us = [link.time_us(bytes_of(value)) for value in values]
     placed = place_reloads(op_us, used, copy_us)
     for number, (value, copy) in enumerate(zip(values, placed, strict=True)):
         before = min(compute.at(copy.launch), first[value], key=compute.order.__getitem__)
@@ -174,22 +174,9 @@ def _on_host(value: fx.Node) -> Tensor:
     return torch.empty_like(value.meta["val"], device="cpu")
 
 
-def _num_bytes(value: fx.Node) -> int:
-    return sum(map(num_bytes_of, tensors_of(value)))
-
-
 def _views(value: fx.Node) -> Iterator[fx.Node]:
     """Yield the views of `value`, each behind what it is a view of."""
     for user in value.users:
         if is_view(user):
             yield user
             yield from _views(user)
-
-
-def _readers(value: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read `value`, or a view of it; views themselves read nothing."""
-    for user in value.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user

@@ -80,7 +80,7 @@ def compile_frame(
     inner_compile: takes the place of Inductor's compiler of single graphs, and has its arguments.
     joint_pass: runs last over the joint graph, before it is partitioned; it must change the graph
         in place, as what it returns is ignored.
-    partition: takes the place of torch's partitioner, and of `joint_pass` before it; None: torch's.
+    partition: takes the place of torch's partitioner; None: torch's.
     settings: by key of Inductor's config. It makes no CUDA graphs in any case.
     key: all that these three depend on besides the graph. On a hit of AOTAutograd's cache none is
         called. None: that cache is not used.
@@ -94,10 +94,6 @@ def compile_frame(
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    def has_tangents(graph: torch.fx.Graph) -> bool:
-        inputs = graph.find_nodes(op="placeholder")
-        return any(node.name.startswith("tangents") for node in inputs)
-
     class JointPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             """Sort `graph` so that no node is read before it is made, and run `joint_pass`."""
@@ -105,8 +101,7 @@ def compile_frame(
             # read before they are defined; it puts them in order after this one.
             stable_topological_sort(graph)
             assert graph.owning_module is not None
-            if partition is None or not has_tangents(graph):
-                joint_pass(graph.owning_module)
+            joint_pass(graph.owning_module)
 
         def uuid(self) -> str | None:
             return key

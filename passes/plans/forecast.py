@@ -27,7 +27,7 @@ from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.liveness import reads
 from autoshard.passes.plans.saved import SavedValues
-from autoshard.passes.plans.values import is_view, num_bytes_of, op_of, owner_of, tensors_of
+from autoshard.passes.plans.values import bytes_of, is_view, op_of, owner_of
 
 
 class Forecast:
@@ -79,9 +79,9 @@ class Forecast:
                 if node in self._inlined:
                     pass
                 elif node not in self._last:
-                    passing[begin] = max(passing.get(begin, 0), num_bytes(node))
+                    passing[begin] = max(passing.get(begin, 0), bytes_of(node))
                 elif node not in values.saved:
-                    backward.holds(begin, end + 1, num_bytes(node))
+                    backward.holds(begin, end + 1, bytes_of(node))
             for number in choice.saved:
                 node = nodes[number]
                 saved[node] = max(saved.get(node, 0), needed[number][1])
@@ -89,12 +89,12 @@ class Forecast:
         for node in values.saved - saved.keys():  # given up
             is_inlined = node in self._inlined
             freed = self._made.get(node, 0) if is_inlined else self._done(node)
-            forward.holds(freed, forward.end, -num_bytes(node))
+            forward.holds(freed, forward.end, -bytes_of(node))
             begin = backward.end if is_inlined else begins.get(node, backward.end)
-            backward.holds(0, begin, -num_bytes(node))
+            backward.holds(0, begin, -bytes_of(node))
         for node in saved.keys() - values.saved:  # others are computed from it
-            forward.holds(self._done(node), forward.end, num_bytes(node))
-            backward.holds(0, saved[node] + 1, num_bytes(node))
+            forward.holds(self._done(node), forward.end, bytes_of(node))
+            backward.holds(0, saved[node] + 1, bytes_of(node))
         for at, most in passing.items():
             backward.holds_before(at, most)
         if moved and self.host is not None:
@@ -135,17 +135,17 @@ class Forecast:
     ) -> None:
         """Have values lie on the host in between, with copies placed as the pass places them."""
         ordered = sorted(moved, key=self._done)
-        times = [link.time_us(num_bytes(node)) for node in ordered]
+        times = [link.time_us(bytes_of(node)) for node in ordered]
         ready = [min(self._done(node), forward.end) for node in ordered]
         for node, copy in zip(ordered, place_offloads(forward.op_us, ready, times), strict=True):
-            forward.holds(copy.wait, forward.end, -num_bytes(node))
+            forward.holds(copy.wait, forward.end, -bytes_of(node))
             forward.takes(copy.wait, copy.exposed_us + link.call_us)
         used = {node: min(self._first.get(node, saved[node]), backward.end) for node in moved}
         ordered = sorted(moved, key=used.__getitem__)
-        times = [link.time_us(num_bytes(node)) for node in ordered]
+        times = [link.time_us(bytes_of(node)) for node in ordered]
         copies = place_reloads(backward.op_us, [used[node] for node in ordered], times)
         for node, copy in zip(ordered, copies, strict=True):
-            backward.holds(0, copy.launch, -num_bytes(node))
+            backward.holds(0, copy.launch, -bytes_of(node))
             backward.takes(copy.wait, copy.exposed_us + link.call_us)
 
 
@@ -181,11 +181,6 @@ class _Changed:
         return dataclasses.replace(
             self.was, op_us=tuple(self.op_us), live_bytes=tuple(live.tolist())
         )
-
-
-def num_bytes(node: fx.Node) -> int:
-    """Bytes of what `node` gives."""
-    return sum(map(num_bytes_of, tensors_of(node)))
 
 
 def _reads(part: PricedGraph) -> Iterator[tuple[int, Iterable[fx.Node]]]:

@@ -16,7 +16,7 @@ Source: Inductor's `ir.py` (`StorageBox.should_realize_on_reuse`, `realize_hint`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,11 +26,12 @@ from autoshard import _torch
 from autoshard.passes.plans.values import (
     arguments_of,
     base_of,
+    bytes_of,
     is_view,
     name_of,
-    num_bytes_of,
     numel_of,
     owner_of,
+    readers_of,
     tensors_of,
 )
 
@@ -186,10 +187,10 @@ class _Fuser:
         sources: dict[fx.Node, float] = {}
         ops = 1
         for number, each in enumerate(node.all_input_nodes):
-            base, wanted = base_of(each), _num_bytes(each)
+            base, wanted = base_of(each), bytes_of(each)
             if number == 0 and name_of(node) in INDEXED:
-                wanted = min(wanted, sum(map(num_bytes_of, tensors_of(node))))
-            whole = _num_bytes(base)
+                wanted = min(wanted, bytes_of(node))
+            whole = bytes_of(base)
             if base not in self.inlined:
                 owner = base if base in self.kernels else owner_of(each)
                 sources[owner] = max(sources.get(owner, 0.0), min(wanted, whole))
@@ -248,7 +249,7 @@ class _Fuser:
             readers = self.consumers.get(node, ())
             if all(self.kernels.get(each) is kernel for each in readers):
                 absent.add(node)
-            written = 0 if node in absent else round(_num_bytes(node))
+            written = 0 if node in absent else bytes_of(node)
             parts[node] = Part(kernel.first, round(self.new_bytes[node]), written)
         sources = {node: tuple(each) for node, each in self.sources.items()}
         return Fusion(parts, frozenset(absent), sources)
@@ -277,19 +278,10 @@ def _is_realized(node: fx.Node, reads: int, ops: int) -> bool:
     """
     if name_of(node) in REDUCTIONS or reads > MOST_READS_AT_ALL:
         return True
-    readers = list(_readers(node))
+    readers = list(readers_of(node))
     if not all(map(is_fusible, readers)):
         return True
     return len(readers) > 1 and (reads > MOST_READS or ops > MOST_OPS)
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what reads the result of `node`, or a view of it."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _loop_of(node: fx.Node) -> _Loop:
@@ -309,7 +301,3 @@ def _dims_of(node: fx.Node) -> Sequence[int]:
     if dims is None:
         return ()
     return (dims,) if isinstance(dims, int) else tuple(dims)
-
-
-def _num_bytes(node: fx.Node) -> float:
-    return float(sum(map(num_bytes_of, tensors_of(node))))

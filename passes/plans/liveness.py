@@ -26,8 +26,8 @@ from autoshard.passes.ir.match import (
 from autoshard.passes.ir.meta import CHUNKS
 from autoshard.passes.plans.fusion import Fusion
 from autoshard.passes.plans.values import (
+    bytes_of,
     is_result,
-    num_bytes_of,
     op_of,
     owner_of,
     tensors_of,
@@ -177,7 +177,7 @@ def _num_bytes(node: fx.Node) -> int:
             (member,) = read_members(members_of(marker))
             numel = member.chunk_numel(groups.shards(group_of(marker)))
             return max(numel * tensor.dtype.itemsize for tensor in tensors_of(node))
-    num_bytes = sum(map(num_bytes_of, tensors_of(node))) - sum(map(_num_bytes, _results(node)))
+    num_bytes = bytes_of(node) - sum(map(_num_bytes, _results(node)))
     return num_bytes // (CHUNKS.get(node) or 1)
 
 

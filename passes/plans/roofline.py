@@ -28,6 +28,7 @@ from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.fusion import Fusion, is_pointwise
 from autoshard.passes.plans.values import (
     arguments_of,
+    bytes_of,
     hint_of,
     is_view,
     name_of,
@@ -60,8 +61,9 @@ def kernel_of(node: fx.Node, fusion: Fusion | None, *, has_key: bool = True) -> 
     if node.op != "call_function" or is_view(node):
         return None
     if move_of(node) in ("offload", "reload"):
-        copied = tensors_of(node.all_input_nodes[0]) if move_of(node) == "offload" else ()
-        return Kernel(launches=False, host_bytes=sum(map(num_bytes_of, copied)))
+        is_to_host = move_of(node) == "offload"
+        host_bytes = bytes_of(node.all_input_nodes[0]) if is_to_host else 0
+        return Kernel(launches=False, host_bytes=host_bytes)
     if getattr(node.target, "namespace", "") == "autoshard":
         return Kernel()  # not by bytes: shards differ by rank, a plan must not
     if fusion is not None and node in fusion.absent and node not in fusion.parts:

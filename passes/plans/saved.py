@@ -28,9 +28,9 @@ from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.values import (
     base_of,
+    bytes_of,
     hint_of,
     is_result,
-    num_bytes_of,
     numbered,
     op_of,
     owner_of,
@@ -134,16 +134,15 @@ class SavedValues:
             own[self._block_of[node]].append(node)
         made = [self._values(at, nodes, microseconds) for at, nodes in enumerate(own)]
         self._nodes = [nodes for nodes, _ in made]
-        self._values_of = [block for _, block in made]
+        self._block_values = [block for _, block in made]
         self.curves = tuple(_choices(block) for _, block in made)
         if host is not None:
-            blocks_us = [sum(prices.op_us(node, fusion) for node in nodes) for _, nodes in runs]
-            hidden = zip(blocks_us, itertools.accumulate(blocks_us), strict=True)
+            own_us = [sum(prices.op_us(node, fusion) for node in nodes) for _, nodes in runs]
+            left_us = [sum(own_us[number + 1 :]) for number in range(len(own_us))]
+            hidden_us = map(min, own_us, left_us)  # while the block itself, or what is left, runs
             self.curves = tuple(
-                with_host(block, curve, host, min(own_us, sum(blocks_us) - so_far_us))
-                for (_, block), curve, (own_us, so_far_us) in zip(
-                    made, self.curves, hidden, strict=True
-                )
+                with_host(block, curve, host, most_us)
+                for (_, block), curve, most_us in zip(made, self.curves, hidden_us, strict=True)
             )
 
     def names(self, taken: Sequence[int]) -> frozenset[str]:
@@ -164,7 +163,7 @@ class SavedValues:
         taken: as of `names`. A node may be a value of several blocks.
         """
         for number, curve, block, nodes in zip(
-            taken, self.curves, self._values_of, self._nodes, strict=True
+            taken, self.curves, self._block_values, self._nodes, strict=True
         ):
             yield curve[number], block, nodes
 
@@ -214,7 +213,7 @@ class SavedValues:
         firsts: dict[fx.Node, int] = {}  # of the results of an op
         values = []
         for node in nodes:
-            num_bytes = sum(map(num_bytes_of, tensors_of(node)))
+            num_bytes = bytes_of(node)
             readers = {self._block_of.get(user, block) for user in _readers(node)}
             if node in others:
                 values.append(Value(num_bytes // len(readers), 0.0, is_fixed=True))
@@ -343,7 +342,7 @@ def _made_bytes(node: fx.Node) -> int:
     """Bytes of the memory that `node` owns; 0 for a gathered parameter, which is no value."""
     if is_unshard(node) or not _owns(node):
         return 0
-    return sum(map(num_bytes_of, tensors_of(node)))
+    return bytes_of(node)
 
 
 def _is_of_parameter(node: fx.Node) -> bool:

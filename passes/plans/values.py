@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,15 @@ def owner_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def readers_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what reads the result of `node`, itself or through views, which read nothing."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers_of(user)
+        else:
+            yield user
+
+
 def numbered(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
     """Name the nodes that compute tensors by their op and its count so far: "mm:0", "mm:1".
 
@@ -92,6 +101,11 @@ def tensors_of(node: fx.Node) -> Sequence[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [each for each in _torch.tensors.tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of all tensors that `node` gives; a symbolic size counts as its hint."""
+    return sum(map(num_bytes_of, tensors_of(node)))
 
 
 def num_bytes_of(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import handed
+from autoshard.passes.plans.forecast import Forecast
+from autoshard.passes.plans.saved import SavedValues
 from autoshard.runtime.comm import copies
 from autoshard.runtime.compiled import kernels
 
@@ -98,14 +101,19 @@ def trained(rank: int, build: Callable[[], Any], **options: Any) -> tuple[Any, l
     return model, *train_measured(model, lambda: model(batch))
 
 
+def needs_of(model: Any) -> tuple[int, int]:
+    """Bytes at the peak of its plans; and beside graphs, of gradients and two optimizer states."""
+    shards = (param.to_local() for param in model.parameters())
+    peak = max(plan.peak_bytes for plan in autoshard.plans(model))
+    return peak, 3 * sum(each.nbytes for each in shards)
+
+
 @pytest.mark.parametrize("name", BUILDS)
 @on_ranks(2)
 def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
     plain, want, most = trained(rank, BUILDS[name], lowering="eager", bucketing="per_unit")
-    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
+    peak, beside = needs_of(plain)
     assert most <= OVER * peak
-    shards = (param.to_local() for param in plain.parameters())
-    beside = 3 * sum(each.nbytes for each in shards)  # gradients, and an optimizer's states
     for share in SHARES[name]:
         budget = int(share * peak)
         model, got, measured = trained(
@@ -129,8 +137,7 @@ def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
 def test_a_part_lies_on_the_host(rank: int, name: str) -> None:
     """Bit for bit, within the budget, and nothing is computed again that copies leave room for."""
     plain, want, _ = trained(rank, BUILDS[name], lowering="eager", bucketing="per_unit")
-    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
-    beside = 3 * sum(param.to_local().nbytes for param in plain.parameters())
+    peak, beside = needs_of(plain)
     for share in HOSTED[name]:
         budget = int(share * peak)
         with where_the_host_is_near() as topology:
@@ -160,8 +167,7 @@ def test_a_host_with_inductor(rank: int) -> None:
     What was decided is known the next time, and the time after that graphs are, too.
     """
     plain, want, _ = trained(rank, Stages, bucketing="per_unit")
-    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
-    beside = 3 * sum(param.to_local().nbytes for param in plain.parameters())
+    peak, beside = needs_of(plain)
     with where_the_host_is_near() as topology, fresh_graphs():
         options = {"topology": topology, "memory_budget": int(0.8 * peak) + beside}
         model, got, _ = trained(rank, Stages, **options)
@@ -370,13 +376,14 @@ def test_forecasts_are_near(rank: int, lowering: str, name: str, has_host: bool)
     decide, found = handed.decide, []
 
     def compared(part: Any, prices: Any) -> Any:
-        made = handed._Search(parts := part(handed.Handed()), prices, _run(parts))
-        values = made._values_of(1, made.hosts[0])
+        parts = part(handed.Handed())
+        host = prices.topology.host_link
+        values = SavedValues(parts.joint, parts.saved, prices, parts.table, host=host)
         taken = [min(1, len(curve) - 1) for curve in values.curves]
-        chosen = handed._Chosen(values, tuple(taken), _run(parts))
-        found.append(
-            (handed._Run.of(made.forecast.problems(values, taken), BIG), _run(part(chosen.handed)))
-        )
+        forecast = Forecast(parts.joint, parts.forward.priced, parts.backward.priced, host)
+        made = part(handed.Handed.of(values, taken))
+        both = forecast.problems(values, taken), made.problems
+        found.extend(handed.Run.of(problems, math.inf) for problems in both)
         return decide(part, prices)
 
     near_host, patches = where_the_host_is_near(), pytest.MonkeyPatch.context()
@@ -385,18 +392,11 @@ def test_forecasts_are_near(rank: int, lowering: str, name: str, has_host: bool)
         topology = near if has_host else "h100"
         options = {"lowering": lowering, "topology": topology, "memory_budget": 10**9}
         trained(rank, BUILDS[name], **options)
-    ((forecast, run),) = found
-    assert forecast.time_us == pytest.approx(run.time_us, rel=0.05)
+    forecast, run = found
+    assert forecast.time_us == pytest.approx(run.time_us, rel=0.05)  # 3.4 % on torch 2.15
     (_, most), (_, at_most) = run.peaks["backward"], forecast.peaks["backward"]
-    assert at_most == pytest.approx(most, rel=0.1)
-    assert forecast.peaks["forward"][1] >= 0.95 * run.peaks["forward"][1]
-
-
-BIG = 1e12
-
-
-def _run(parts: handed.Parts) -> handed._Run:
-    return handed._Run.of(handed._problems(parts), BIG)
+    assert at_most == pytest.approx(most, rel=0.1)  # stages: 8 %, as they begin to compute again
+    assert forecast.peaks["forward"][1] >= 0.95 * run.peaks["forward"][1]  # 2.15: 4 % less
 
 
 @on_ranks(2)
@@ -432,8 +432,7 @@ def test_other_sizes_keep_the_decision(rank: int) -> None:
 def test_with_inductor(rank: int) -> None:
     """The same but for rounding: what is computed again is fused otherwise."""
     plain, want, _ = trained(rank, Stages, bucketing="per_unit")
-    peak = max(plan.peak_bytes for plan in autoshard.plans(plain))
-    beside = 3 * sum(param.to_local().nbytes for param in plain.parameters())
+    peak, beside = needs_of(plain)
     model, got, _ = trained(rank, Stages, memory_budget=int(0.8 * peak) + beside)
     assert max(plan.peak_bytes for plan in autoshard.plans(model)) <= 0.8 * peak
     for each, other in zip(got, want, strict=True):
