@@ -22,9 +22,9 @@ def where_calls_cost_little() -> AbstractContextManager[str]:
     return _topology_of("gloo", call_us=100.0)
 
 
-def where_the_host_is_near() -> AbstractContextManager[str]:
+def where_the_host_is_near(*, host_gb_per_s: float = 400.0) -> AbstractContextManager[str]:
     """The file of a cluster of H100s where small values, too, may lie on the host."""
-    return _topology_of("h100", call_us=0.1, host_alpha_us=0.0, host_gb_per_s=400.0)
+    return _topology_of("h100", call_us=0.1, host_alpha_us=0.0, host_gb_per_s=host_gb_per_s)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from support.models import Block
+from support.topologies import where_the_host_is_near
 from torch import Tensor, nn
 
 from autoshard import MixedPrecisionPolicy
@@ -22,7 +23,7 @@ from autoshard.tools.plan.blocks import Stack, cut_stacks, grown
 from autoshard.tools.plan.dry_run import mean_loss, trace
 from autoshard.tools.plan.estimate import Parameters, StepGraphs
 from autoshard.tools.plan.graphs import in_numbers
-from autoshard.tools.plan.steps import PlannedModel, traced_steps
+from autoshard.tools.plan.steps import PlannedModel, _Traces, traced_steps
 from autoshard.tools.plan.ways import BY_VALUES
 
 pytestmark = [
@@ -46,6 +47,13 @@ class Tower(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Tall(Tower):
+    """Blocks of which several are cut."""
+
+    def __init__(self) -> None:
+        super().__init__(14)
 
 
 class TwoKinds(Tower):
@@ -262,6 +270,27 @@ def test_a_front_of_values(capsys: pytest.CaptureFixture[str]) -> None:
     table = printed.partition("no other is less")[2]
     assert all(each["checkpointing"] in table for each in front)
     assert "values:35 gives up 35 %" in printed
+
+
+def test_values_on_the_host(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More is given up; and few blocks are traced, as copies are as regular as blocks."""
+    found = {}
+    for gb_per_s in (0.0, 400.0):
+        if gb_per_s:
+            monkeypatch.setattr(_Traces, "whole", property(mock.Mock(side_effect=AssertionError)))
+        with where_the_host_is_near(host_gb_per_s=gb_per_s) as topology:
+            asked = ["plan", "--model", "tests.unit.test_dry_run:Tall", "--seq", "16"]
+            asked += ["--gpus", "16", "--mesh", "16", "--strategy", "full_shard"]
+            asked += ["--micro-batch", "64", "--checkpointing", "values:100"]
+            assert main([*asked, "--topology", topology, "--json"]) == 0
+            found[gb_per_s] = json.loads(capsys.readouterr().out)
+            assert main([*asked, "--topology", topology]) == 0
+            is_told = "\non the host, for each device: " in capsys.readouterr().out
+        assert is_told == (found[gb_per_s]["host_bytes"] > 0) == (gb_per_s > 0)
+    without, near = found.values()
+    assert near["memory"]["activations"] < without["memory"]["activations"]
 
 
 def test_blocks_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch import fx
 from autoshard import passes
 from autoshard.passes import PassError
 from autoshard.passes.ir.verify import verify
+from autoshard.passes.lowering.inductor import OrderError, check_order, planned_order
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -199,6 +200,22 @@ def test_order_against_the_plan_is_rejected() -> None:
     gm.graph.lint()
     with pytest.raises(ValueError, match=r"%wait_gather_first departs.*plan"):
         verify(gm)
+
+
+def test_copies_that_are_lowered_in_another_order_are_rejected() -> None:
+    graph = small(
+        """
+        in %x: f32[4]
+        %copy: u8[1] = autoshard.launch_offload(%x, 0)
+        %got: f32[4] = autoshard.wait_offload(%copy, %x, 0)
+        return [%got]
+        """
+    ).graph
+    launch = "buf0 = torch.ops.autoshard.launch_offload.default(arg0_1, 0)"
+    wait = "buf1 = torch.ops.autoshard.wait_offload.default(buf0, arg0_1, 0)"
+    check_order("\n".join([launch, wait]), planned_order(graph))
+    with pytest.raises(OrderError, match="planned offload copy 0, generated offloaded copy 0"):
+        check_order("\n".join([wait, launch]), planned_order(graph))
 
 
 def test_missing_bucket_of_the_plan_is_rejected() -> None:

@@ -25,6 +25,7 @@ from autoshard.tools.plan.graphs import Graph, in_numbers
 from autoshard.tools.plan.speed import tensors_in, tokens_of
 from autoshard.tools.plan.ways import BY_VALUES
 
+UNTIL_REGULAR = 2  # blocks, until copies to the host are as regular as blocks; seen in Llamas
 Batch = Callable[[int, int], Any]
 """batch(micro_batch, seq): keyword arguments of the model in a dict, or positional ones."""
 
@@ -127,8 +128,8 @@ class _Traces:
         model = on_meta(planned)
         self.vocabulary = _vocabulary(model)
         has_host = topology is not None and topology.host_link is not None
-        # Copies to the host are as regular as blocks once some are under way.
-        self.stacks = cut_stacks(model, ahead=1 if has_host and {*ways} & {*BY_VALUES} else 0)
+        moves = has_host and not set(BY_VALUES).isdisjoint(ways)
+        self.stacks = cut_stacks(model, ahead=UNTIL_REGULAR if moves else 0)
         self.cut = self._trace(model)
 
     @functools.cached_property

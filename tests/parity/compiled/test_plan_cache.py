@@ -7,6 +7,7 @@ import gc
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -109,11 +110,16 @@ def test_one_rank_alone_has_a_cache(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_cache_that_the_user_has_turned_off(rank: int) -> None:
-    with (
-        fresh_graphs(),
-        torch._functorch.config.patch(enable_autograd_cache=False),
+    """Nor is a decision kept under a memory budget where all caches are off."""
+    functorch, everything = torch._functorch.config, torch.compiler.config
+    for off in (
+        functorch.patch(enable_autograd_cache=False),
+        everything.patch(force_disable_caches=True),
     ):
-        assert train() == train()
+        with fresh_graphs(), off, mock.patch.object(plan_cache, "save_decision") as kept:
+            assert train() == train()
+            assert train(memory_budget=10**6) == train(memory_budget=10**6)
+            assert not kept.called
 
 
 @on_ranks(2)
