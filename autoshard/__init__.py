@@ -21,6 +21,7 @@ _PLACES = {
     "MixedPrecisionPolicy": "runtime.unit.policies",
     "ModuleWrapPolicy": "runtime.sharding.wrap_policies",
     "OffloadPolicy": "runtime.unit.policies",
+    "OptimizerOffloadPolicy": "runtime.unit.policies",
     "PendingCheckpoint": "runtime.training.checkpoint.pending",
     "Plan": "passes.ir.plan",
     "ShardedModule": "runtime.sharding.sharded_module",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.unit.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from autoshard.runtime.unit.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from autoshard.runtime.unit.policies import OffloadPolicy as OffloadPolicy
+    from autoshard.runtime.unit.policies import OptimizerOffloadPolicy as OptimizerOffloadPolicy
     from autoshard.runtime.weights.full_state import full_state_dict as full_state_dict
     from autoshard.runtime.weights.load import LoadedWeights as LoadedWeights
     from autoshard.runtime.weights.save import save_pretrained as save_pretrained

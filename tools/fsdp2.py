@@ -803,6 +803,11 @@ _PRECISION: tuple[Row, ...] = (
         "parity/eager/test_autograd::test_offload",
     ),
     (
+        "optimizer states on the host (not in FSDP2)",
+        "`OptimizerOffloadPolicy`",
+        "parity/training/test_host_states::test_as_the_replicated_model",
+    ),
+    (
         "gradients that wait, beside offload",
         SAME,
         "parity/eager/test_accumulation::test_accumulation_beside_offload",

@@ -6,8 +6,9 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -22,6 +23,15 @@ BEFORE_CALL = nn.Module._wrapped_call_impl.__code__
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer that hold its hooks, before a step and after it."""
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the `step` of the optimizer's class, to be called with an optimizer, without hooks.
+
+    torch wraps it, when a first optimizer of the class is made, to run hooks and be profiled.
+    """
+    step: Any = type(optimizer).step
+    return cast(Callable[..., Any], step.__wrapped__ if hasattr(step, "hooked") else step)
 
 
 def replaced_methods(

@@ -1,4 +1,4 @@
-"""Copies between host and device, beside compute, for shards that live on the host.
+"""Copies between host and device, beside compute, for what lives on the host between its uses.
 
     compute   ... launch | backward of k            | wait: gather k-1
     load                   copy shards of k-1 to device
@@ -87,17 +87,21 @@ def launch_load(shards: list[Tensor], device: torch.device) -> Copies:
     return _copy(results, shards, results[0].device, "load")
 
 
-def launch_store(shards: list[Tensor]) -> Copies:
-    """Begin to copy `shards`, all of one device, to pinned host memory, on a stream beside compute.
+def launch_store(shards: list[Tensor], into: list[Tensor] | None = None) -> Copies:
+    """Begin to copy `shards`, all of one device, to the host, on a stream beside compute.
 
     That stream first waits for what the current one was given so far. From a CPU the copies are
-    made at once, and not pinned.
+    made at once.
     shards: one at least.
+    into: host memory to copy them to; None: new memory, pinned if it is not a CPU's.
     """
-    device = shards[0].device
-    pin_memory = device.type != "cpu"
-    results = [torch.empty_like(s, device="cpu", pin_memory=pin_memory) for s in shards]
-    return _copy(results, shards, device, "store")
+    return _copy(into or [on_host(each) for each in shards], shards, shards[0].device, "store")
+
+
+def on_host(shard: Tensor, *, pin_memory: bool = True) -> Tensor:
+    """Return new host memory for a copy of `shard`, pinned if asked to and it is not a CPU's."""
+    pins = pin_memory and shard.device.type != "cpu"
+    return torch.empty_like(shard, device="cpu", pin_memory=pins)
 
 
 def _copy(

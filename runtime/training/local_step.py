@@ -13,7 +13,7 @@ The optimizer itself is not touched: an error in the middle of a step leaves not
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ BY_ELEMENT = frozenset(
 
 Classes derived from them are not among these: they may do anything."""
 
+Group = dict[str, Any]
+"""Group of an optimizer's `param_groups`."""
+
 STEP = "step"
 """Key of the state in which torch's optimizers count steps, never cut as a scalar parameter is."""
 
@@ -56,31 +59,50 @@ def stand_in_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
     Returns None, for a step on `optimizer` itself, if its type is not in BY_ELEMENT, if it is
     differentiable, or if the step is compiled.
     """
-    if type(optimizer) not in BY_ELEMENT or torch.compiler.is_compiling():
+    if not takes_shards(optimizer) or torch.compiler.is_compiling():
         return None
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return None
-    state = _States(optimizer.state)
-    groups = [
-        {**group, "params": [_plain(param, optimizer, state) for param in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    stand_in: optim.Optimizer = object.__new__(type(optimizer))
-    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
-    return stand_in
+    return stand_in_for(optimizer, optimizer.param_groups, optimizer.state)
 
 
-def _plain(param: Tensor, optimizer: optim.Optimizer, state: _States) -> Tensor:
+def takes_shards(optimizer: optim.Optimizer) -> bool:
+    """Tell whether `optimizer` updates shards as it does DTensors."""
+    is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    return type(optimizer) in BY_ELEMENT and not is_differentiable
+
+
+def stand_in_for(
+    optimizer: optim.Optimizer, groups: Iterable[Group], own: MutableMapping[Tensor, Any]
+) -> optim.Optimizer:
+    """Make a copy of `optimizer` that steps `groups` in place of its own; see `stand_in_of`.
+
+    It updates DTensors if `optimizer` does not take shards.
+    own: state of their parameters.
+    """
+    state: MutableMapping[Tensor, Any] = own
+    if takes_shards(optimizer):
+        state = shards = _States(own)
+        groups = [
+            {**group, "params": [_plain(param, own, shards) for param in group["params"]]}
+            for group in groups
+        ]
+    made: optim.Optimizer = object.__new__(type(optimizer))
+    made.__dict__ = {**optimizer.__dict__, "param_groups": list(groups), "state": state}
+    return made
+
+
+def _plain(param: Tensor, own: MutableMapping[Tensor, Any], state: _States) -> Tensor:
     """Return a plain tensor in the memory of `param`'s shard, with its gradient, or `param` itself.
 
     It is `param` if that is not sharded, if its gradient is none or no DTensor, if the placements
     of the gradient or of a DTensor in its state are others than its own, or if the gradient's dtype
     or device differs. Else the new tensor gets its own entry in `state`.
+
+    own: the optimizer's own state, by parameter.
     """
     sharded, grad = find(param), param.grad
     if sharded is None or not isinstance(grad, DTensor):
         return param
-    known = optimizer.state.get(param, {})
+    known = own.get(param, {})
     alike = (grad, *(value for value in known.values() if isinstance(value, DTensor)))
     if any(each.placements != sharded.layout.placements for each in alike):
         return param

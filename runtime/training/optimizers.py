@@ -21,7 +21,8 @@ from autoshard.passes.ir.layout import part_of
 from autoshard.runtime.comm.mesh import world_size
 from autoshard.runtime.eager import access, unmanaged
 from autoshard.runtime.ranks.ledger import Ledger
-from autoshard.runtime.training.local_step import STEP, stand_in_of
+from autoshard.runtime.training.host_states import params_from_host, step_from_host
+from autoshard.runtime.training.local_step import STEP, stand_in_for, stand_in_of
 from autoshard.runtime.unit.param import ShardedParam, check_wanted, find, is_ignored, lent_by
 from autoshard.runtime.unit.reduce import is_waiting
 from autoshard.runtime.unit.unit import heads, root_unit
@@ -205,23 +206,37 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Check a step of `optimizer` before it begins, as torch's hook before all optimizers' steps.
 
+    Parameters whose states live on the host are stepped here; a closure is called before that.
     Returns the arguments (args, kwargs) that run it on a stand-in, see `local_step.py`, or with a
     closure that is checked after its first call: the backward in it may be the one that reduces.
     None to run the step as it is: if it is given other arguments, or if there is no stand-in.
-    Raises as `_check_before_step`.
+    Raises as `_check_before_step` and `params_from_host`.
     """
     _, *given = args
+    mine = params_from_host(optimizer)
     closure = given[0] if given else kwargs.get("closure")
     if callable(closure):
-        checked = _checked_after(closure, optimizer)
-        if given:
-            return (optimizer, checked, *given[1:]), kwargs
-        return args, {**kwargs, "closure": checked}
+        checked = _called_now(closure) if mine else _checked_after(closure, optimizer)
+        given, kwargs = (
+            ([checked, *given[1:]], kwargs) if given else ([], {**kwargs, "closure": checked})
+        )
+        if not mine:
+            return (optimizer, *given), kwargs
     _check_before_step(optimizer)
+    if mine:
+        left = step_from_host(optimizer, mine, given, kwargs)
+        return (stand_in_for(optimizer, left, optimizer.state), *given), kwargs
     if any(value is not None for value in (*given, *kwargs.values())):
         return None
     stand_in = stand_in_of(optimizer)
     return None if stand_in is None else ((stand_in, *given), kwargs)
+
+
+def _called_now(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Call `closure`, and return a function that returns what it did."""
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss
 
 
 def _checked_after(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:

@@ -53,7 +53,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Policy of where shards live between steps: with this one, on the device of the mesh."""
+    """Policy of what lives on the host between steps: with this one, nothing does."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,31 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerOffloadPolicy(OffloadPolicy):
+    """Optimizer states live in host memory between steps, shards and gradients on the device.
+
+    They are copied to the device for the update, some at a time, and back. So the update is that of
+    states on the device, bit for bit.
+
+    pin_memory: as of `CPUOffloadPolicy`.
+    bucket_bytes: states that are copied together, at least; up to three times as many are on the
+        device at a time.
+    Raises ValueError for a number of bytes that is none, or below 1.
+    """
+
+    pin_memory: bool = True
+    bucket_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number of bytes that is none, or below 1."""
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+            raise ValueError(
+                f"OptimizerOffloadPolicy.bucket_bytes is {self.bucket_bytes!r}; expected a number "
+                "of bytes"
+            )
 
 
 def _is_floating(value: object) -> bool:

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from autoshard.runtime.comm.custom_comms import Comm
 from autoshard.runtime.comm.mesh import Axes
-from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from autoshard.runtime.unit.policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptimizerOffloadPolicy,
+)
 
 if TYPE_CHECKING:
     from autoshard.runtime.unit.unit import Unit
@@ -20,7 +25,7 @@ class UnitSettings:
     reshard_after_forward: True frees unsharded parameters after forward and gathers them
         again in backward; False keeps them; None means True except for the root,
         whose parameters backward would want right away.
-    mp, offload: in which dtypes it works, and where its shards live.
+    mp, offload: in which dtypes it works, and what lives on the host between steps.
     smaller: axes over fewer ranks: after forward, shards over these are kept, from which backward
         gathers; None: backward gathers from the parameters' own shards.
     reshard_after_backward: False keeps unsharded parameters for the next forward.
@@ -63,6 +68,11 @@ class UnitSettings:
     def is_offloaded(self) -> bool:
         """Tell whether shards live on the host."""
         return isinstance(self.offload, CPUOffloadPolicy)
+
+    @property
+    def offloads_states(self) -> bool:
+        """Tell whether optimizer states live on the host, and shards do not."""
+        return isinstance(self.offload, OptimizerOffloadPolicy)
 
     @property
     def is_limited(self) -> bool:

@@ -186,6 +186,43 @@ def test_a_part_lies_on_the_host(fake_world: None, lowering: str) -> None:
     assert peaks[1] <= 0.75 * 1.02 * peaks[0]
 
 
+@pytest.mark.parametrize("form", ["eager", "per_unit"])
+@pytest.mark.parametrize("fake_world", [8], indirect=True)
+def test_states_lie_on_the_host(fake_world: None, form: str) -> None:
+    """Three buckets of them are on the device at most, in an update; the host waits for none."""
+    bucket_bytes, found, least, peaks = 1 << 20, [], [], []
+    for policy in (None, autoshard.OptimizerOffloadPolicy(bucket_bytes=bucket_bytes)):
+        with torch.device("cuda"):
+            model: Any = sharded(Net(BLOCKS, 512, 2048), form, 8, offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        words = torch.zeros((1, 4), dtype=torch.long, device="cuda")
+
+        def step(model: Any = model, optimizer: Any = optimizer, words: Tensor = words) -> None:
+            model(words).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with null.without_triton():
+            for _ in range(WARM_UP):
+                step()
+        gc.collect()
+        shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        beside = torch.cuda.memory_allocated() - shards
+        model(words).sum().backward()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found.append(null.counted(optimizer.step))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        least.append(beside)
+        tensors = sum(len(list(state.values())) - 1 for state in optimizer.state.values())
+        states = 2 * shards
+        del model, optimizer, step
+    assert least[0] - least[1] == pytest.approx(states, rel=0.01)
+    assert 0 < peaks[1] <= 3 * bucket_bytes * 1.1 < states
+    assert found[1]["host_waits"] == found[0]["host_waits"] == 0
+    assert found[1]["copies_to_device"] == found[1]["copies_to_host"] == tensors
+
+
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @pytest.mark.parametrize("fake_world", [8], indirect=True)
 def test_an_artefact_does_what_compiled_code_does(

@@ -25,6 +25,7 @@ import autoshard
 from autoshard.runtime.comm import collectives, copies, flights, transport
 from autoshard.runtime.compiled import kernels
 from autoshard.runtime.sharding import sharded_module
+from autoshard.runtime.training import host_states, optimizers
 from autoshard.runtime.unit import param as unit_param
 from autoshard.runtime.unit import reduce, unsharded
 
@@ -65,6 +66,7 @@ EXTRAS = (
     "exception in an op",
     "auto buckets",
     "saved on the host",
+    "states on the host",
 )
 
 
@@ -144,6 +146,8 @@ def prepared(case: Case, topology: str) -> Any:
     arguments: dict[str, Any] = {"mesh": mesh_of(case.mesh)}
     if case.extra == "offload":
         arguments["offload_policy"] = autoshard.CPUOffloadPolicy()
+    if case.extra == "states on the host":  # of a parameter or two at a time
+        arguments["offload_policy"] = autoshard.OptimizerOffloadPolicy(bucket_bytes=50)
     if case.extra == "mixed precision":
         arguments["mp_policy"] = autoshard.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -195,7 +199,8 @@ def fail(grad: Tensor) -> None:
 
 def train(case: Case, model: Any, detector: Detector) -> None:
     """Two steps, before which one fails with the extras that say so."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    has_states = case.extra == "states on the host"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if has_states else 0.0)
     if case.extra == "hook on a stream":
         for unit in (*model.layers, model):
             unit.set_all_reduce_hook(lambda grads: grads.mul_(0.5), stream=detector.stream("hook"))
@@ -244,7 +249,19 @@ def train(case: Case, model: Any, detector: Detector) -> None:
             model(torch.empty(3, 8, device="meta"))  # which waits, so that gradients may be freed
         else:
             optimizer.step()
+        if has_states:
+            step_again(optimizer, detector)
         optimizer.zero_grad()
+
+
+def step_again(optimizer: torch.optim.Optimizer, detector: Detector) -> None:
+    """A step that fails in its middle, and one whose states the user reads."""
+    detector.fails_at = "mul_"
+    with pytest.raises(MemoryError, match="mul_"):
+        optimizer.step()
+    optimizer.step()
+    for state in optimizer.state.values():
+        assert state["momentum_buffer"].to_local().mul(2).device.type == "cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -316,6 +333,7 @@ WAIT = "wait_for([self.work], self.issued, self.number)"
 AFTER_COMPUTE = "stream.wait_stream(torch.accelerator.current_stream(device))"
 EAGER, COMPILED = "eager, shard 4", "compiled, shard 4"
 ON_HOST = f"{COMPILED}, saved on the host"
+STATES = f"{EAGER}, states on the host"
 HSDP, HSDP_COMPILED = "eager, replicate 2 x shard 2", "compiled, replicate 2 x shard 2"
 MUTATIONS = (
     # waits for collectives
@@ -355,6 +373,16 @@ MUTATIONS = (
     Mutation(kernels, "_wait_offload", "flight.wait_on_host()", ON_HOST),
     Mutation(kernels, "_wait_reload", ".wait_on_device()", ON_HOST, ".results"),
     Mutation(copies.Copies, "release", "self.wait_on_device()", f"{EAGER}, offload"),
+    # optimizer states on the host
+    Mutation(host_states._Loaded, "wait_on_device", "self.copies.wait_on_device()", STATES),
+    Mutation(host_states.HostState, "_wait", "self.stores.wait_on_host()", STATES),
+    Mutation(
+        optimizers, "step_from_host", "loaded.wait_on_device()\n            try", STATES, "try"
+    ),
+    Mutation(optimizers, "step_from_host", "copies.release()", STATES),
+    Mutation(
+        optimizers, "step_from_host", "stores.popleft().release()", STATES, "stores.popleft()"
+    ),
     # streams of the user's
     Mutation(
         sharded_module, "_on_stream", "stream.wait_stream(current)", f"{EAGER}, hook on a stream"

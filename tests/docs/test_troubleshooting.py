@@ -477,6 +477,13 @@ def adafactor(folder: Path) -> None:
     optimizer.step()
 
 
+def states_on_host(folder: Path) -> None:
+    model = autoshard.shard(Model(), offload_policy=autoshard.OptimizerOffloadPolicy())
+    theirs = type("MyAdamW", (torch.optim.AdamW,), {})
+    loss_of(model).backward()
+    theirs(model.parameters()).step()
+
+
 def bitsandbytes(folder: Path) -> None:
     theirs = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
     model = autoshard.shard(Model())
@@ -726,6 +733,7 @@ PROVOKED: dict[str, Mistake] = {
     "does not have a sharding strategy registered": no_rule,
     "was called inside full_params(), where gradients would be lost": forward_inside,
     "keeps means over rows and columns of whole matrices, and a rank has some rows of": adafactor,
+    "live on the host, from where they are copied some at a time": states_on_host,
     "of bitsandbytes takes no DTensors, as parameter": bitsandbytes,
     "trying to differentiate twice a function that was marked with @once_differentiable": (
         double_backward

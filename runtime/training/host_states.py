@@ -1,0 +1,322 @@
+"""Optimizer states that live on the host between steps.
+
+A step goes through its parameters a bucket at a time. While one is updated, states of the next are
+copied to the device, and those of the one before to the host:
+
+    load      0 | 1 | 2
+    compute       0 | 1 | 2
+    store             0 | 1 | 2
+
+So the device has the states of three buckets at most. What is updated is a copy of the optimizer,
+with a bucket's parameters alone (`local_step.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+
+from autoshard import _torch
+from autoshard.runtime.comm.copies import Copies, launch_load, launch_store, on_host
+from autoshard.runtime.training.local_step import BY_ELEMENT, STEP, Group, stand_in_for
+from autoshard.runtime.unit.param import ShardedParam, find
+from autoshard.runtime.unit.policies import OptimizerOffloadPolicy
+
+BY_PARAMETER = BY_ELEMENT | {optim.Adafactor, optim.Muon}
+"""Optimizers of torch whose update of a parameter depends on no other parameter."""
+
+_AHEAD = 1  # buckets that are copied to the device before they are updated
+
+
+class HostState(MutableMapping[str, Any]):
+    """State of one parameter in its optimizer: a mapping whose tensors lie on the host.
+
+    Whoever reads it waits for copies that are under way. Copied or pickled, it is a plain dict.
+
+    values_now: what it maps to, not waited for. memory: where tensors are copied to, by key.
+    stores: copies that were begun last; None: they are known to be there.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no state."""
+        self.values_now: dict[str, Any] = {}
+        self.memory: dict[str, Tensor] = {}
+        self.stores: Copies | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.values_now[key]
+        self._wait()
+        return value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._wait()
+        self.values_now[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.values_now[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_now)
+
+    def __len__(self) -> int:
+        return len(self.values_now)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        """Pickle it, or copy it, as a dict."""
+        return dict, (dict(self),)
+
+    def _wait(self) -> None:
+        """Have the host wait for the copies that were begun last."""
+        if self.stores is not None:
+            self.stores.wait_on_host()
+            self.stores = None
+
+
+class _Loaded(dict[Tensor, Any]):
+    """State of a bucket's parameters on the device, by parameter; tensors may be under way."""
+
+    copies: Copies | None = None
+
+    def wait_on_device(self) -> None:
+        """Have the device's current stream wait for tensors that are under way."""
+        if self.copies is not None:
+            self.copies.wait_on_device()
+
+
+def are_on_host(sharded: ShardedParam) -> bool:
+    """Tell whether optimizer states of a parameter live on the host, and its shard does not."""
+    return sharded.unit.settings.offloads_states
+
+
+def _policy(sharded: ShardedParam) -> OptimizerOffloadPolicy:
+    """Return the policy of a parameter for which `are_on_host` is true."""
+    policy = sharded.unit.settings.offload
+    assert isinstance(policy, OptimizerOffloadPolicy)
+    return policy
+
+
+@_torch.dynamo.disable
+def params_from_host(optimizer: optim.Optimizer) -> dict[Tensor, ShardedParam]:
+    """Map those parameters of `optimizer` whose states live on the host to what is known of them.
+
+    Raises RuntimeError if there are any, and `optimizer` is not known to update parameters one by
+    one.
+    """
+    known = ((param, find(param)) for group in optimizer.param_groups for param in group["params"])
+    mine = {param: each for param, each in known if each is not None and are_on_host(each)}
+    for sharded in mine.values():
+        _check(optimizer, sharded)
+        break
+    return mine
+
+
+@_torch.dynamo.disable
+def step_from_host(
+    optimizer: optim.Optimizer,
+    mine: Mapping[Tensor, ShardedParam],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Group]:
+    """Step parameters whose states live on the host; return groups of the others.
+
+    States are on the host when copies that are begun here have ended, for which their readers wait.
+
+    mine: what `params_from_host` returned. args, kwargs: of the step, without the optimizer.
+    """
+    _watch(optimizer)
+    step, buckets = _torch.nn.unhooked_step(optimizer), _buckets(optimizer, mine)
+    loads: deque[_Loaded] = deque()
+    stores: deque[Copies] = deque()
+    try:
+        for number, bucket in enumerate(buckets):
+            for each in buckets[number + len(loads) : number + 1 + _AHEAD]:
+                while len(stores) > _AHEAD:  # their memory is that of what is loaded next
+                    stores.popleft().release()
+                loads.append(_load(optimizer, each))
+            loaded = loads[0]
+            loaded.wait_on_device()
+            try:
+                groups = _groups(optimizer, loaded.__contains__)
+                step(stand_in_for(optimizer, groups, loaded), *args, **kwargs)
+            finally:  # an error leaves states as far as they had come, as on the device
+                stores += _store(optimizer, bucket, loaded)
+            loads.popleft()
+    finally:
+        for loaded in loads:
+            loaded.wait_on_device()
+        for copies in stores:
+            copies.release()
+    return _groups(optimizer, lambda param: param not in mine)
+
+
+def _groups(optimizer: optim.Optimizer, holds: Callable[[Tensor], bool]) -> list[Group]:
+    """Return groups of the parameters for which `holds` is true, but for empty ones."""
+    kept = [
+        {**group, "params": list(filter(holds, group["params"]))}
+        for group in optimizer.param_groups
+    ]
+    return [group for group in kept if group["params"]]
+
+
+def _check(optimizer: optim.Optimizer, sharded: ShardedParam) -> None:
+    """Raise RuntimeError as `params_from_host` does; `sharded` is a parameter to name."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in BY_PARAMETER:
+        raise RuntimeError(
+            f"{name} may update several parameters together, and the optimizer states of "
+            f"{sharded.name} live on the host, from where they are copied some at a time: train "
+            "with an optimizer of torch.optim, or without OptimizerOffloadPolicy"
+        )
+
+
+def _buckets(
+    optimizer: optim.Optimizer, mine: Mapping[Tensor, ShardedParam]
+) -> list[list[ShardedParam]]:
+    """Divide parameters with gradients into buckets, in order; each of one device."""
+    found: list[list[ShardedParam]] = []
+    room = 0
+    for param, sharded in mine.items():
+        if param.grad is None:
+            continue
+        if room <= 0 or found[-1][-1].device != sharded.device:
+            found.append([])
+            room = _policy(sharded).bucket_bytes
+        found[-1].append(sharded)
+        room -= _bytes(optimizer, sharded)
+    return found
+
+
+def _bytes(optimizer: optim.Optimizer, sharded: ShardedParam) -> int:
+    """Bytes of the states of a parameter; before its first step, of two."""
+    known = optimizer.state.get(sharded.param)
+    if not known:
+        return 2 * sharded.shard.nbytes
+    values = known.values_now if isinstance(known, HostState) else known
+    return sum(each.nbytes for _, each in _tensors(values, sharded))
+
+
+def _tensors(values: dict[str, Any], sharded: ShardedParam) -> Iterator[tuple[str, Tensor]]:
+    """Yield the keys of what of a state is laid out as its parameter is, with local tensors."""
+    for key, value in values.items():
+        if key != STEP and isinstance(value, DTensor):
+            local = _torch.dtensor.local_tensor(value)
+            if local.shape == sharded.shard.shape:
+                yield key, local
+
+
+def _load(optimizer: optim.Optimizer, bucket: Sequence[ShardedParam]) -> _Loaded:
+    """Begin to copy states of a bucket to the device; the host waits for nothing.
+
+    What is there already, as after `load_state_dict()`, stays.
+    """
+    loaded, places, tensors = _Loaded(), [], []
+    for sharded in bucket:
+        known = optimizer.state.get(sharded.param, {})
+        is_ours = isinstance(known, HostState)
+        values = loaded[sharded.param] = dict(known.values_now if is_ours else known)
+        for key, local in _tensors(values, sharded):
+            if is_ours or local.device != sharded.device:
+                places.append((sharded, key))
+                tensors.append(local)
+    if tensors:
+        loaded.copies = launch_load(tensors, bucket[0].device)
+        for (sharded, key), result in zip(places, loaded.copies.results, strict=True):
+            loaded[sharded.param][key] = sharded.grad_from(result)
+    return loaded
+
+
+def _store(
+    optimizer: optim.Optimizer, bucket: Sequence[ShardedParam], loaded: _Loaded
+) -> list[Copies]:
+    """Begin to copy states of a bucket to the host, and make them the optimizer's own.
+
+    Returns the copies, if there are any.
+    """
+    sources, targets, states = [], [], []
+    for sharded in bucket:
+        values = loaded[sharded.param]
+        if not values:
+            continue
+        known = optimizer.state.get(sharded.param)
+        state = known if isinstance(known, HostState) else HostState()
+        pins = _policy(sharded).pin_memory
+        state.values_now = values
+        for key, local in _tensors(values, sharded):
+            target = state.memory.get(key)
+            if target is None or (target.dtype, target.shape) != (local.dtype, local.shape):
+                target = state.memory[key] = on_host(local, pin_memory=pins)
+            sources.append(local)
+            targets.append(target)
+            values[key] = sharded.grad_from(target)
+        optimizer.state[sharded.param] = state
+        states.append(state)
+    if not sources:
+        return []
+    copies = launch_store(sources, targets)
+    for state in states:
+        state.stores = replace(copies, sources=[])
+    return [copies]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Tensor of a state that is loaded, which `load_state_dict()` would move to the device."""
+
+    value: DTensor
+
+
+_watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+
+
+def _watch(optimizer: optim.Optimizer) -> None:
+    """Have state dicts of `optimizer` made of plain dicts, and what is loaded stay on the host."""
+    if optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_state_dict_post_hook(_with_plain_dicts)
+        optimizer.register_load_state_dict_pre_hook(_hold)
+        optimizer.register_load_state_dict_post_hook(_take_held)
+
+
+def _with_plain_dicts(optimizer: optim.Optimizer, made: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict with a dict for each state that lies on the host."""
+    states = {
+        key: dict(state) if isinstance(state, HostState) else state
+        for key, state in made["state"].items()
+    }
+    return {**made, "state": states}
+
+
+def _hold(optimizer: optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which tensors that stay on the host are `_Held`."""
+    numbers = (number for group in given["param_groups"] for number in group["params"])
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    states, mine = dict(given["state"]), params_from_host(optimizer)
+    for number, param in zip(numbers, params, strict=False):
+        if param in mine and number in states:
+            values = dict(states[number])
+            for key, _ in _tensors(values, mine[param]):
+                values[key] = _Held(values[key])
+            states[number] = values
+    return {**given, "state": states}
+
+
+def _take_held(optimizer: optim.Optimizer) -> None:
+    """Put what was held back into states of `optimizer`, in the dtypes of parameters."""
+    for param, sharded in params_from_host(optimizer).items():
+        values = optimizer.state.get(param)
+        if values and any(isinstance(each, _Held) for each in values.values()):
+            state = optimizer.state[param] = HostState()
+            for key, value in values.items():
+                if isinstance(value, _Held):
+                    local = _torch.dtensor.local_tensor(value.value)
+                    value = sharded.grad_from(local.to("cpu", param.dtype))
+                state[key] = value
