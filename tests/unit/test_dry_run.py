@@ -328,9 +328,32 @@ def test_a_budget(share: float, capsys: pytest.CaptureFixture[str]) -> None:
     assert less["memory"]["peak_bytes"] > budget
 
 
+@pytest.mark.usefixtures("shared")
+def test_states_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for; and where a budget is too small for all else."""
+    asked = arguments("--micro-batch", "4", "--mesh", "1x16", "--checkpointing", "full", "--json")
+
+    def planned(*more: str) -> Any:
+        main([*asked, *more])
+        return json.loads(capsys.readouterr().out)
+
+    near, far = planned("--states", "device"), planned("--states", "host")
+    assert far["host_state_bytes"] > 0 == near["host_state_bytes"]
+    assert far["step_time_us"] > near["step_time_us"]
+    assert far["memory"]["peak_bytes"] < near["memory"]["peak_bytes"]
+    found = planned("--budget", str(far["memory"]["peak_bytes"]))
+    assert found["fits"]
+    assert found["configurations"][0]["states_on_host"]
+    main([*asked[:-1], "--states", "host"])
+    printed = capsys.readouterr().out
+    assert "full_shard, states on host" in printed
+    assert " of optimizer states, pinned, from step to step" in printed
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (("--states", "host", "--topology", "gloo"), "gloo has no host memory beside its own"),
         (("--gpus", "many"), "expected a number and a kind, such as 64xH100"),
         (("--gpus", "8"), "names no kind: write 8xH100, or add --topology"),
         (("--gpus", "8xABC"), "no topology is known of 'ABC'"),

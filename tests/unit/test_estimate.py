@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autoshard.passes.planner.per_unit import by_bytes
 from autoshard.passes.planner.topology import Topology
+from autoshard.passes.planner.update import ON_DEVICE
 from autoshard.tools.plan.estimate import Configuration, Estimate, StepGraphs, estimate
 from autoshard.tools.plan.reading import read_network
 from autoshard.tools.plan.steps import PlannedModel, traced_step
@@ -94,6 +95,21 @@ def test_zero1_shards_states(step: Any) -> None:
     assert zero1.memory.optimizer < whole.memory.optimizer / 100
     assert zero1.outside.optimizer_us < whole.outside.optimizer_us / 100
     assert zero1.outside.spread_us > whole.outside.spread_us == 0
+
+
+def test_states_on_the_host(step: Any) -> None:
+    """Graphs are as fast, in less memory; the update takes as long as copies do, at least."""
+    few: dict[str, Any] = {"shards": 2, "replicas": RANKS // 2}
+    near, far = found(step(), **few), found(step(), **few, states_on_host=True)
+    states = near.memory.optimizer
+    assert far.host_state_bytes == states > 0 == near.host_state_bytes
+    assert far.timelines["backward"].time_us == near.timelines["backward"].time_us
+    assert far.memory.peak_bytes < near.memory.peak_bytes
+    assert far.memory.optimizer <= ON_DEVICE * (64 << 20)
+    host = H100.host_link
+    assert host is not None
+    assert far.outside.optimizer_us >= host.us_per_byte * states
+    assert found(step(optimizer="sgd"), **few, states_on_host=True).host_state_bytes == 0
 
 
 def test_states_in_float32(step: Any) -> None:

@@ -57,6 +57,12 @@ def add_parser(commands: Any) -> None:
         "--budget",
         help="memory of a device to keep to, 40GiB: as few values as that takes are computed again",
     )
+    parser.add_argument(
+        "--states",
+        choices=["device", "host"],
+        help="where the optimizer's states live between steps; by default on the device, with a "
+        "budget wherever that is better",
+    )
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--fp8", action="store_true", help="linear layers compute in float8")
     parser.add_argument(
@@ -135,6 +141,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             checkpointing=options.checkpointing,
             accumulate=options.accumulate,
             budget_bytes=read_size(options.budget, "--budget") if options.budget else None,
+            states_on_host=None if options.states is None else options.states == "host",
         )
         model = dataclasses.replace(
             read_model(options, load),

@@ -25,7 +25,9 @@ from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.search import Decision, search_beside
 from autoshard.passes.planner.simulate import Peak, Timeline, usage
 from autoshard.passes.planner.topology import Topology
+from autoshard.passes.planner.update import buckets_of, most_on_device, update_from_host
 from autoshard.runtime.sharding.placements import dim_of
+from autoshard.runtime.unit.policies import OptimizerOffloadPolicy
 from autoshard.runtime.unit.unit import ROOT_NAME
 from autoshard.tools.plan.graphs import Graph
 
@@ -41,6 +43,11 @@ class Optimizer:
 
     states: int
     is_f32: bool = False
+
+    def state_bytes(self, member: Member, shards: int) -> int:
+        """Bytes of the states of one of `shards` parts of a parameter."""
+        kept = replace(member, dtype=torch.float32) if self.is_f32 else member
+        return self.states * _chunk_bytes(kept, shards)
 
 
 OPTIMIZERS = {
@@ -64,6 +71,7 @@ class Configuration:
         replicas after the last.
     shards_states: whether each replica has its part of the optimizer's states, and sends others the
         parameters that it steps: ZeRO-1. Only with one shard.
+    states_on_host: whether the optimizer's states live on the host between steps.
     """
 
     replicas: int
@@ -73,6 +81,7 @@ class Configuration:
     checkpointing: str
     accumulate: int = 1
     shards_states: bool = False
+    states_on_host: bool = False
 
     @property
     def strategy(self) -> str:
@@ -170,12 +179,15 @@ class Parameters:
 
     def states_bytes(self, optimizer: Optimizer, shards: int) -> int:
         """Bytes of the states of `optimizer`."""
-        trained: Counter[Member] = self._trained_kinds
-        if optimizer.is_f32:
-            trained = Counter()
-            for member, count in self._trained_kinds.items():
-                trained[replace(member, dtype=torch.float32)] += count
-        return optimizer.states * _chunks_bytes(trained, shards)
+        return sum(
+            count * optimizer.state_bytes(member, shards)
+            for member, count in self._trained_kinds.items()
+        )
+
+    def state_buckets(self, optimizer: Optimizer, shards: int) -> list[int]:
+        """Bytes of the buckets in which states of `optimizer` are copied from and to the host."""
+        sizes = functools.cache(lambda member: optimizer.state_bytes(member, shards))
+        return buckets_of(list(map(sizes, self.trained)), OptimizerOffloadPolicy().bucket_bytes)
 
     @functools.cached_property
     def _kinds(self) -> Counter[Member]:
@@ -247,34 +259,43 @@ class Traffic:
     """Bytes that a step reads, writes and sends outside its graphs; see `Outside`.
 
     messages: in which parameters are sent to replicas, one each; 0 if none are.
+    states: of buckets of optimizer states that live on the host.
     """
 
     stepped: int
     added: int
     spread: int
     messages: int
+    states: tuple[int, ...] = ()
 
     def outside(self, configuration: Configuration, topology: Topology) -> Outside:
-        """Return how long it takes on a cluster."""
+        """Return how long it takes on a cluster; one with host memory, if `states` are there."""
         rate, spread_us = topology.memory_bytes_per_us, 0.0
+        stepped_us = self.stepped / rate
+        if self.states and topology.host_link is not None:
+            share = stepped_us / sum(self.states)
+            each_us = [num_bytes * share for num_bytes in self.states]
+            stepped_us = update_from_host(self.states, each_us, topology.host_link).time_us
         if self.messages:
             ranks = configuration.replicas
             link = topology.link("gather", ranks, min(ranks, topology.ranks_per_node))
             spread_us = self.messages * link.alpha_us + self.spread * link.us_per_byte
-        return Outside(self.stepped / rate, self.added / rate, spread_us)
+        return Outside(stepped_us, self.added / rate, spread_us)
 
 
 def traffic(step: StepGraphs, configuration: Configuration) -> Traffic:
     """Count what `step` moves outside its graphs, each tensor read and written once."""
     params, shards = step.parameters, configuration.shards
     state_shards = configuration.replicas if configuration.shards_states else shards
-    states = params.states_bytes(OPTIMIZERS[step.optimizer], state_shards)
-    is_spread = configuration.shards_states
+    optimizer = OPTIMIZERS[step.optimizer]
+    states, is_spread = params.states_bytes(optimizer, state_shards), configuration.shards_states
+    on_host = configuration.states_on_host and states
     return Traffic(
         stepped=3 * params.trained_bytes(state_shards) + 2 * states,
         added=3 * step.added_bytes(shards),
         spread=params.trained_bytes(1) if is_spread else 0,
         messages=len(params.trained) if is_spread else 0,
+        states=tuple(params.state_buckets(optimizer, state_shards)) if on_host else (),
     )
 
 
@@ -287,6 +308,7 @@ class Estimate:
     earlier: those of the microbatches before it; the same if gradients are reduced after each.
     decisions: by graph; empty without a search.
     host_bytes: of values that forward saves on the host, until backward reads them.
+    host_state_bytes: of optimizer states on the host.
     usage: by graph, and "optimizer", from its start: (us, the most in memory until the next entry);
         empty without a search.
     """
@@ -298,6 +320,7 @@ class Estimate:
     earlier: Mapping[str, Timeline]
     decisions: Mapping[str, Decision]
     host_bytes: int = 0
+    host_state_bytes: int = 0
     usage: Mapping[str, tuple[tuple[float, MemoryEstimate], ...]] = dataclasses.field(
         default_factory=dict
     )
@@ -337,16 +360,16 @@ def estimate(
 
     Memory is that of whichever of the three needs most. The optimizer takes as long as memory takes
     to read gradients, and to read and write its states and parameters; it needs gradients of all
-    trained shards, and twice the largest such shard. Nothing is raised if memory does not suffice.
+    trained shards, and twice the largest such shard. States that live on the host are copied
+    meanwhile, if the cluster has host memory. Nothing is raised if memory does not suffice.
     searched: whether buckets are searched for, as a compilation does, or are those of `schedule`,
         which is much sooner done.
     """
     params, shards, optimizer = step.parameters, configuration.shards, OPTIMIZERS[step.optimizer]
     state_shards = configuration.replicas if configuration.shards_states else shards
-    lasting = {
-        "parameters": params.shard_bytes(shards),
-        "optimizer": params.states_bytes(optimizer, state_shards),
-    }
+    states = params.states_bytes(optimizer, state_shards)
+    moved = states if configuration.states_on_host else 0
+    lasting = {"parameters": params.shard_bytes(shards), "optimizer": states - moved}
     budget = topology.memory_bytes - sum(lasting.values())
     placed = {
         kind: Placed(graph, step, configuration, topology) for kind, graph in step.graphs.items()
@@ -379,10 +402,13 @@ def estimate(
         MemoryEstimate(**lasting, **each.parts(during[kind].peak, kept))
         for kind, each in placed.items()
     ]
+    stepped = dict(lasting)
+    if moved:
+        stepped["optimizer"] = most_on_device(params.state_buckets(optimizer, state_shards))
     # The optimizer takes parameters one by one, as it does where they are DTensors.
     peaks.append(
         MemoryEstimate(
-            **lasting,
+            **stepped,
             gradients=added,
             gathered=0,
             unreduced=0,
@@ -398,6 +424,7 @@ def estimate(
         earlier=earlier,
         decisions=decisions,
         host_bytes=step.graphs["forward"].host_bytes,
+        host_state_bytes=moved,
         usage={
             **{
                 kind: tuple(

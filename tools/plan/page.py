@@ -28,6 +28,7 @@ from autoshard.tools.plan.report import (
     model_line,
     ms,
     speeds,
+    strategy_of,
     tight_line,
     time_rows,
     verdict,
@@ -95,7 +96,7 @@ def _head(report: PlanReport) -> Iterator[str]:
 def settings_of(configuration: Configuration) -> tuple[str, ...]:
     """Format what a configuration chooses, in the order of `SETTINGS`."""
     return (
-        configuration.strategy,
+        strategy_of(configuration),
         configuration.mesh,
         micro_batches(configuration),
         configuration.checkpointing,

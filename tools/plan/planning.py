@@ -39,6 +39,8 @@ class Choices:
     accumulate: microbatches of a step.
     budget_bytes: of a device, in place of its memory. What doesn't fit in has as few values
         computed again as it takes, if `checkpointing` leaves that open.
+    states_on_host: whether the optimizer's states live there; if that is open, it is tried where
+        the budget is too small for them.
     """
 
     mesh: tuple[int, int] | None = None
@@ -47,6 +49,7 @@ class Choices:
     checkpointing: str | None = None
     accumulate: int = 1
     budget_bytes: int | None = None
+    states_on_host: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -98,15 +101,17 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
     The model is traced as `traced_steps` does it, for which this process becomes one of ranks that
     are not there, and what torch has compiled is reset. Fewer bytes beyond a device's memory are
     better, then less time for a sequence.
-    Raises ValueError for a mesh that doesn't hold `gpus`, or a strategy that no mesh has;
-    RuntimeError for a model whose forward is not one graph, and in a process that has a process
-    group.
+    Raises ValueError for a mesh that doesn't hold `gpus`, a strategy that no mesh has, or states on
+    a host that a cluster has not; RuntimeError for a model whose forward is not one graph, and in a
+    process that has a process group.
     """
     began = time.perf_counter()
     if choices.checkpointing not in (None, VALUES, *CHECKPOINTING):
         read_way(choices.checkpointing)  # what is wrong is said before anything is traced
     if choices.budget_bytes is not None:
         topology = dataclasses.replace(topology, memory_bytes=choices.budget_bytes)
+    if choices.states_on_host and topology.host_link is None:
+        raise ValueError(f"{topology.name} has no host memory beside its own for states to live in")
     configurations = list(_configurations(topology, gpus, choices))
     if not configurations:
         raise ValueError(f"strategy {choices.strategy!r} has no mesh of {gpus} ranks")
@@ -127,6 +132,12 @@ def plan(planned: PlannedModel, topology: Topology, gpus: int, choices: Choices)
     def is_over(found: Configuration) -> bool:
         return rank(estimated(found, searched=False))[0] > 0
 
+    if choices.states_on_host is None and choices.budget_bytes is not None and topology.host_link:
+        configurations += [
+            dataclasses.replace(each, states_on_host=True)
+            for each in configurations
+            if is_over(each)
+        ]
     if by_values:
         configurations += [
             _least_values(each, is_over)
@@ -233,6 +244,7 @@ def _configurations(topology: Topology, gpus: int, choices: Choices) -> Iterator
                 *(replicas, shards, reshards, micro_batch, recompute),
                 accumulate=choices.accumulate,
                 shards_states=shards == 1 and choices.strategy == "zero1",
+                states_on_host=bool(choices.states_on_host),
             )
             is_same = shards == 1 and not reshards  # as with it
             if not is_same and choices.strategy in (None, found.strategy):

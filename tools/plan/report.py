@@ -92,7 +92,7 @@ def _front_rows(report: PlanReport) -> Iterator[Sequence[str]]:
         about = each.configuration
         yield (
             show_bytes(each.peak_bytes),
-            about.strategy,
+            strategy_of(about),
             about.mesh,
             micro_batches(about),
             about.checkpointing,
@@ -116,7 +116,7 @@ def _configuration_rows(report: PlanReport) -> Iterator[Sequence[str]]:
         about = each.configuration
         yield (
             str(number),
-            about.strategy,
+            strategy_of(about),
             about.mesh,
             micro_batches(about),
             about.checkpointing,
@@ -159,13 +159,13 @@ def memory_rows(memory: MemoryEstimate, limit: int) -> Iterator[Sequence[str]]:
 
 
 def host_line(best: Estimate) -> str:
-    """Say how much of what forward saves lies on the host; return "" if nothing does."""
-    if not best.host_bytes:
-        return ""
-    return (
-        f"on the host, for each device: {show_bytes(best.host_bytes)} of values, pinned, from "
-        "forward to backward"
-    )
+    """Say how much lies on the host; return "" if nothing does."""
+    kinds = [
+        (best.host_bytes, "of values, pinned, from forward to backward"),
+        (best.host_state_bytes, "of optimizer states, pinned, from step to step"),
+    ]
+    there = [f"{show_bytes(num_bytes)} {what}" for num_bytes, what in kinds if num_bytes]
+    return f"on the host, for each device: {'; '.join(there)}" if there else ""
 
 
 def tight_line(report: PlanReport) -> str:
@@ -194,7 +194,8 @@ def time_rows(best: Estimate) -> Iterator[Sequence[str]]:
             bound.binding,
             str(len(timeline.runs)),
         )
-    yield "optimizer", ms(best.outside.optimizer_us), "", "", "", "memory", ""
+    binding = "host link" if best.host_state_bytes else "memory"
+    yield "optimizer", ms(best.outside.optimizer_us), "", "", "", binding, ""
     others = best.configuration.accumulate - 1
     if others:
         took, exposed = (
@@ -241,6 +242,11 @@ def margin_lines(best: Estimate) -> Iterator[str]:
                 if between.high > 0
                 else f"{kind}: one bucket a unit, as nothing is faster wherever times may lie"
             )
+
+
+def strategy_of(configuration: Configuration) -> str:
+    """Name a strategy, and say if optimizer states live on the host."""
+    return configuration.strategy + (", states on host" if configuration.states_on_host else "")
 
 
 def micro_batches(configuration: Configuration) -> str:
@@ -315,6 +321,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "memory": _memory_json(best.memory),
         "reserved_bytes": best.memory.reserved_bytes,
         "host_bytes": best.host_bytes,
+        "host_state_bytes": best.host_state_bytes,
         "configurations": [_configuration_json(report, each) for each in report.estimates],
         "front": [
             {
@@ -360,6 +367,7 @@ def _settings_json(about: Configuration) -> dict[str, Any]:
         "micro_batch": about.micro_batch,
         "accumulate": about.accumulate,
         "checkpointing": about.checkpointing,
+        "states_on_host": about.states_on_host,
     }
 
 
