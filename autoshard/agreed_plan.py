@@ -17,6 +17,7 @@ from autoshard.compilation import Compilation, has_backward
 from autoshard.handed import Decider, Handed, Parts
 from autoshard.options import CompileSettings
 from autoshard.passes.ir.plan import Plan
+from autoshard.passes.planner.update import HostStates
 from autoshard.passes.plans.prices import Prices
 from autoshard.runtime.compiled.frame import make_frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
@@ -204,13 +205,17 @@ class _SharedDecider(Decider):
         return self._decided(text) if text else None
 
     def decide(
-        self, part: Callable[[Handed], Parts], prices: Prices, key: str | None = None
+        self,
+        part: Callable[[Handed], Parts],
+        prices: Prices,
+        states: HostStates | None = None,
+        key: str | None = None,
     ) -> Handed:
         """Return what the first rank decides, which keeps it beside torch's caches.
 
         The others decide meanwhile, too: parts that are made for that are not made again.
         """
-        text = super().decide(part, prices).to_json()
+        text = super().decide(part, prices, states).to_json()
         if key is not None and self.is_first:
             plan_cache.save_decision(key, text)
         self.is_done = True

@@ -27,6 +27,7 @@ from autoshard.passes.ir.text import render
 from autoshard.passes.lowering.eager import lower_eagerly
 from autoshard.passes.lowering.inductor import lower_inductor
 from autoshard.passes.pipeline import copied
+from autoshard.passes.planner.update import STATES, HostStates, moved_states
 from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
 from autoshard.passes.plans.drafts import INNER
 from autoshard.passes.plans.prices import Prices
@@ -36,6 +37,7 @@ from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
 from autoshard.runtime.unit.param import ShardedParam
+from autoshard.runtime.unit.policies import OptimizerOffloadPolicy
 from autoshard.runtime.unit.unit import root_of
 
 log = logging.getLogger(__name__)
@@ -131,16 +133,43 @@ class Compilation:
     def _prices(self) -> Prices | None:
         """Return prices to plan with, from sizes, options and kind of device: alike on every rank.
 
-        None if no topology is known. Their budget is what gradients and two optimizer states of the
-        frame's trained shards leave of the memory budget.
+        None if no topology is known. Their budget is what gradients of the frame's trained shards,
+        and two optimizer states where these live on the device, leave of the memory budget.
         """
         topology, budget = self.settings.topology, self.settings.budget_bytes
         if topology is None:
             return None
-        if budget is not None:  # a gradient, and two states of an optimizer
-            trained = (param for param in self.frame.params if param.param.requires_grad)
-            budget -= 3 * sum(_shard_bytes(param) for param in trained)
+        if budget is not None:
+            for param in self._trained():
+                states = 0 if param.states_offload else STATES
+                budget -= (1 + states) * _shard_bytes(param)
         return Prices(topology, self.settings.lowering == "inductor", budget)
+
+    def _trained(self) -> list[ShardedParam]:
+        """List the frame's parameters that have gradients."""
+        return [param for param in self.frame.params if param.param.requires_grad]
+
+    def host_states(self) -> HostStates | None:
+        """Return optimizer states that could live on the host; None if none could.
+
+        Those of parameters whose states, or shards, are there already, are not among them.
+        """
+        if self.prices is None:
+            return None
+        near = [
+            _shard_bytes(param)
+            for param in self._trained()
+            if param.states_offload is None and not param.unit.settings.is_offloaded
+        ]
+        return moved_states(near, OptimizerOffloadPolicy().bucket_bytes, self.prices.topology)
+
+    def _obey(self, handed: Handed) -> None:
+        """Follow a decision: passes do, and so do optimizer states, which plans count on."""
+        self.handed = handed
+        if handed.has_host_states:
+            for param in self._trained():
+                param.has_planned_states = True
+            self.prices = self._prices()
 
     def compile(self) -> Callable[..., Any]:
         """Compile the frame's graph to a callable with the same inputs and outputs.
@@ -155,7 +184,8 @@ class Compilation:
             self._key = self._decision_key()
             known = self._decider.known(self._key)
             if known is not None:
-                self.handed, self._decider = known, None
+                self._decider = None
+                self._obey(known)
         begins = progress(self._what(), self._num_graphs())
         with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
             if self.settings.lowering == "eager":
@@ -340,7 +370,7 @@ class Compilation:
             made[handed] = found.made
             return found
 
-        self.handed = decider.decide(parts, prices, self._key)
+        self._obey(decider.decide(parts, prices, self.host_states(), self._key))
         return made.get(self.handed) or partition(gm)  # another rank's decision
 
     def priced_parts(self, joint: fx.GraphModule, partition: Partition, prices: Prices) -> Parts:
@@ -426,12 +456,15 @@ class Compilation:
     def _tell(self, plan: Plan, gm: fx.GraphModule | None) -> None:
         """Log `plan`, add it to `plans`, and write it, and `gm`, to torch's structured trace.
 
-        The first one says what forward saves, also where it is backward's: a forward without
-        collectives has no plan.
+        The first one says what lives on the host, and what forward saves, also where it is
+        backward's: a forward without collectives has no plan.
         gm: the planned graph; None if it comes from a cache, lowered.
         """
         if not self.plans and plan.graph != "inference":
-            plan = dataclasses.replace(plan, saved=self.handed.blocks)
+            moved = STATES * sum(
+                _shard_bytes(param) for param in self._trained() if param.states_offload
+            )
+            plan = dataclasses.replace(plan, saved=self.handed.blocks, host_state_bytes=moved)
         self.plans.append(plan)
         log.info("graph %d, %s", self.number, plan.text())
         name = f"autoshard_{self.number}_{plan.graph}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from autoshard.passes.planner.per_unit import unit_buckets
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.save import Need, allotted, freed_bytes, least_us
 from autoshard.passes.planner.schema import read_as
+from autoshard.passes.planner.update import HostStates
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.forecast import Forecast
 from autoshard.passes.plans.prices import Prices
@@ -55,12 +57,14 @@ class Handed:
         as the partitioner finds it.
     moved: those of them that lie on the host from forward to backward.
     blocks: what that is by block, for people.
+    has_host_states: whether optimizer states of what the frame trains live on the host.
     """
 
     params: tuple[str, ...] = ()
     saved: tuple[str, ...] | None = None
     blocks: tuple[SavedBlock, ...] = ()
     moved: tuple[str, ...] = ()
+    has_host_states: bool = False
 
     @classmethod
     def of(cls, values: SavedValues, taken: Sequence[int]) -> Handed:
@@ -104,14 +108,18 @@ class Decider:
         return None
 
     def decide(
-        self, part: Callable[[Handed], Parts], prices: Prices, key: str | None = None
+        self,
+        part: Callable[[Handed], Parts],
+        prices: Prices,
+        states: HostStates | None = None,
+        key: str | None = None,
     ) -> Handed:
         """Decide as the function `decide` does; nothing is decided if that fails.
 
         key: as of `known`.
         """
         try:
-            return decide(part, prices)
+            return decide(part, prices, states)
         except Exception as error:  # the compilation may meet it, too, and will tell all ranks
             log.log(
                 logging.WARNING if self.is_first else logging.DEBUG,
@@ -199,7 +207,9 @@ class _Chosen(NamedTuple):
         return Handed.of(self.values, self.taken)
 
 
-def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
+def decide(
+    part: Callable[[Handed], Parts], prices: Prices, states: HostStates | None = None
+) -> Handed:
     """Decide what forward hands to backward, so that a step is fastest within the budget.
 
     If a step as the partitioner makes it is within it, parameters are kept unsharded where there is
@@ -210,16 +220,31 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
 
     part: makes the parts, given a decision; called up to 1 + `MADE` times.
     prices: with a budget.
+    states: that go to the host if a step is faster so, by forecast: what they leave is for values.
     """
     budget_bytes = prices.budget_bytes
     assert budget_bytes is not None
     parts = part(Handed())
-    problems, budgets = parts.problems, dict.fromkeys(KINDS, float(budget_bytes))
-    best, found = Handed(), Run.of(problems, budget_bytes)
+    search = _Search(parts, prices)
+    near, far = search.cost(budget_bytes), (math.inf, math.inf)
+    if states is not None and search.without(budget_bytes).over(_limits(budget_bytes)):
+        over, time_us = search.cost(budget_bytes + states.num_bytes)
+        far = over, time_us + states.more_us
+    if states is None or near <= far:
+        return _within(budget_bytes, part, search)
+    log.info("optimizer states live on the host: a step of %.0f us, for %.0f", far[1], near[1])
+    handed = _within(budget_bytes + states.num_bytes, part, search)
+    return dataclasses.replace(handed, has_host_states=True)
+
+
+def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search) -> Handed:
+    """Decide as `decide` does, wherever states live."""
+    parts, budgets = search.parts, _limits(budget_bytes)
+    best, found = Handed(), search.without(budget_bytes)
     if not found.over(budgets):
-        return Handed(worth_keeping(*problems, parts.forward.priced.candidates, budget_bytes))
-    search, limits = _Search(parts, prices, found), dict(budgets)
-    seen = {best}
+        candidates = parts.forward.priced.candidates
+        return Handed(worth_keeping(*parts.problems, candidates, budget_bytes))
+    limits, seen = dict(budgets), {best}
     for number in range(MADE):
         new = (each for each in search.best(limits) if each.handed not in seen)
         chosen = next(new, None)
@@ -243,8 +268,14 @@ def decide(part: Callable[[Handed], Parts], prices: Prices) -> Handed:
         for kind in KINDS:  # what parts need beyond their forecast is not there
             limits[kind] = budget_bytes - (run.peaks[kind][1] - chosen.run.peaks[kind][1])
     if log.isEnabledFor(logging.INFO):
+        prices = dataclasses.replace(search.prices, budget_bytes=budget_bytes)
         log.info("a step of %.0f us, at least %.0f", found.time_us, bound_us(parts, prices))
     return best
+
+
+def _limits(budget_bytes: float) -> dict[str, float]:
+    """Return the budget as a limit for both kinds of parts."""
+    return dict.fromkeys(KINDS, float(budget_bytes))
 
 
 def bound_us(parts: Parts, prices: Prices) -> float:
@@ -274,15 +305,29 @@ def bound_us(parts: Parts, prices: Prices) -> float:
 class _Search:
     """Search for choices of blocks by what they are forecast to do."""
 
-    def __init__(self, parts: Parts, prices: Prices, without: Run) -> None:
-        """Begin with `parts` that were made without a decision, and how they run."""
-        self.parts, self.prices, self.without = parts, prices, without
+    def __init__(self, parts: Parts, prices: Prices) -> None:
+        """Begin with `parts` that were made without a decision."""
+        self.parts, self.prices = parts, prices
         host = prices.topology.host_link
         self.hosts = list(dict.fromkeys((host, None)))
         self.forecast = Forecast(parts.joint, parts.forward.priced, parts.backward.priced, host)
         gathers, _ = unit_buckets(parts.backward.priced.problem)
         self.room = max((bucket.num_bytes for bucket in gathers), default=0)
         self._values: dict[tuple[int, bool], SavedValues] = {}
+        self._runs: dict[float, Run] = {}
+        self._best: dict[tuple[float, ...], list[_Chosen]] = {}
+
+    def without(self, budget_bytes: float) -> Run:
+        """Simulate the parts that were made without a decision."""
+        if budget_bytes not in self._runs:
+            self._runs[budget_bytes] = Run.of(self.parts.problems, budget_bytes)
+        return self._runs[budget_bytes]
+
+    def cost(self, budget_bytes: float) -> tuple[float, float]:
+        """Forecast how far a step is beyond a budget, and its microseconds; see `Run.cost`."""
+        limits = _limits(budget_bytes)
+        without = self.without(budget_bytes)
+        return (self.best(limits)[0].run if without.over(limits) else without).cost(limits)
 
     def best(self, limits: Mapping[str, float]) -> list[_Chosen]:
         """List choices, the best first, with blocks in as many pieces as it takes for the limits.
@@ -290,6 +335,12 @@ class _Search:
         A block is computed again as a whole; if that takes too much memory at a time, blocks are
         cut into pieces, and more of them.
         """
+        key = tuple(limits.values())
+        if key not in self._best:
+            self._best[key] = self._list(limits)
+        return self._best[key]
+
+    def _list(self, limits: Mapping[str, float]) -> list[_Chosen]:
         found: list[_Chosen] = []
         for pieces in PIECES:
             was = found[:1]
@@ -317,7 +368,7 @@ class _Search:
         nothing = (0,) * len(values.blocks)
         first = _first_of(self.parts, values)
         wanted: dict[int, float] = {}  # bytes to give up, by the number of the first blocks that do
-        best = now = _Chosen(values, nothing, self.without)
+        best = now = _Chosen(values, nothing, self.without(min(limits.values())))
         for _ in range(TRIES):
             for kind, num_bytes in now.run.over(limits).items():
                 blocks = _asked(kind, now.run.peaks[kind][0], first[kind], values)

@@ -9,7 +9,8 @@ unit: without checkpoints; with one around each block, or around each second; wi
 attention saved ("ops"); and by torch's partitioner with `activation_memory_budget`, the largest
 that fits. The budget of a row is what one of the ways by hand needs at its peak. "planned" is what
 `memory_budget` decides with it, once with values on the host, and once without. The bound is that
-of `handed.bound_us`.
+of `handed.bound_us`. "states, too" is with optimizer states on the host, where that is faster: what
+they leave is for values then, and the update takes longer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import dataclasses
 import math
 import time
+from typing import NamedTuple
 
 import torch
 from published_models import Shape
@@ -29,9 +31,11 @@ from autoshard.handed import Handed, Parts, Run
 from autoshard.options import CompileOptions
 from autoshard.passes.pipeline import copied
 from autoshard.passes.planner.topology import Topology
+from autoshard.passes.planner.update import HostStates, moved_states
 from autoshard.passes.plans.prices import Prices
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.sharding.find_units import find_units
+from autoshard.runtime.unit.policies import OptimizerOffloadPolicy
 from autoshard.tools.plan import dry_run
 from autoshard.tools.plan.steps import PlannedModel, on_meta, policy_of, step_of
 from autoshard.tools.plan.ways import mark_regions, tagged
@@ -43,6 +47,27 @@ MODELS = {
 }
 BY_HAND = ("none", "full", "layers:2", "ops")
 STEPS = 5  # of activation_memory_budget, from 0 to 1
+
+
+class Planned(NamedTuple):
+    """What a budget decides, and how a step runs with it.
+
+    time_us: with what its update takes longer. budget_bytes: for its graphs.
+    parting_s, search_s: seconds of each time that the graph was parted, and of the rest.
+    """
+
+    decided: Handed
+    step: Run
+    time_us: float
+    budget_bytes: int
+    parting_s: list[float]
+    search_s: float
+
+    def cell(self, best_us: float) -> str:
+        """Ratio to the best by hand, how far it is beyond its budget, and seconds."""
+        share = self.step.peak_bytes / self.budget_bytes
+        over = f", {share:.2f} of it" if share > 1 else ""
+        return f"{self.time_us / best_us:.3f}{over}"
 
 
 class Ways:
@@ -74,25 +99,38 @@ class Ways:
         with torch._functorch.config.patch(activation_memory_budget=budget):
             return self._parts(tagged(self.joint, "none"))
 
-    def planned(self, budget_bytes: int, topology: Topology) -> tuple[Handed, Parts, float]:
-        """Part it as `memory_budget` says: also what that decides, and seconds of deciding."""
+    def planned(
+        self, budget_bytes: int, topology: Topology, states: HostStates | None = None
+    ) -> Planned:
+        """Part it as `memory_budget` says.
+
+        states: that may live on the host, so that others have their room.
+        """
         prices = dataclasses.replace(self.prices, topology=topology, budget_bytes=budget_bytes)
-        began = time.perf_counter()
         self.compilation.prices = prices
+        parting_s: list[float] = []
 
         def parts(decided: Handed) -> Parts:
+            began = time.perf_counter()
             self.compilation.handed = decided
-            return self.compilation.priced_parts(copied(self.joint), self.partition, prices)
+            found = self.compilation.priced_parts(copied(self.joint), self.partition, prices)
+            parting_s.append(time.perf_counter() - began)
+            return found
 
-        decided = handed.decide(parts, prices)
-        return decided, parts(decided), time.perf_counter() - began
+        began = time.perf_counter()
+        decided = handed.decide(parts, prices, states)
+        search_s = time.perf_counter() - began - sum(parting_s)
+        budget_bytes += states.num_bytes if states and decided.has_host_states else 0
+        step = Run.of(parts(decided).problems, budget_bytes)
+        more_us = states.more_us if states and decided.has_host_states else 0.0
+        return Planned(decided, step, step.time_us + more_us, budget_bytes, parting_s, search_s)
 
     def _parts(self, gm: fx.GraphModule) -> Parts:
         self.compilation.handed = Handed()
         return self.compilation.priced_parts(gm, self.partition, self.prices)
 
 
-def show(ways: Ways, topology: Topology) -> None:
+def show(ways: Ways, topology: Topology, states: HostStates | None) -> None:
     """Print the table."""
     hand = {way: ways.by_hand(way) for way in BY_HAND}
     steps = {way: Run.of(parts.problems, math.inf) for way, parts in hand.items()}
@@ -101,27 +139,28 @@ def show(ways: Ways, topology: Topology) -> None:
     for way, step in steps.items():
         print(f"{way}: {step.time_us / 1000:.1f} ms, {step.peak_bytes / 2**30:.2f} GiB", flush=True)
     print(
-        "| budget | best by hand | torch's | planned, no host | planned | over bound | on host | "
+        "| budget | best by hand | torch's | planned, no host | planned | over bound | on host "
+        "| states, too | search s | parting s |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     without = dataclasses.replace(topology, host_gb_per_s=0.0)
     for way in ("full", "layers:2", "ops"):
         budget = int(steps[way].peak_bytes)
         best = min(each.time_us for each in steps.values() if each.peak_bytes <= budget)
         fit = [each.time_us for each in torchs if each.peak_bytes <= budget]
         rivals = min(fit, default=math.inf)
-        cells = []
-        for each in (without, topology):
-            decided, parts, seconds = ways.planned(budget, each)
-            step = Run.of(parts.problems, budget)
-            over = f", {step.peak_bytes / budget:.2f} of it" if step.peak_bytes > budget else ""
-            cells.append(f"{step.time_us / best:.3f}{over} ({seconds:.0f} s)")
+        found = ways.planned(budget, without), ways.planned(budget, topology)
+        cells = [each.cell(best) for each in found]
+        with_states = ways.planned(budget, topology, states)
+        parting = " + ".join(f"{seconds:.1f}" for seconds in found[1].parting_s)
         prices = dataclasses.replace(ways.prices, topology=topology, budget_bytes=budget)
         bound = handed.bound_us(hand["none"], prices)
-        on_host = sum(block.host_bytes for block in decided.blocks) / 2**30
+        on_host = sum(block.host_bytes for block in found[1].decided.blocks) / 2**30
         print(
             f"| {way}'s, {budget / 2**30:.2f} GiB | {best / 1000:.1f} ms | {rivals / best:.3f} "
-            f"| {' | '.join(cells)} | {step.time_us / bound:.3f} | {on_host:.1f} GiB |",
+            f"| {' | '.join(cells)} | {found[1].time_us / bound:.3f} | {on_host:.1f} GiB "
+            f"| {with_states.cell(best)}{'' if with_states.decided.has_host_states else ', stay'} "
+            f"| {found[1].search_s:.1f} | {parting} |",
             flush=True,
         )
 
@@ -155,9 +194,13 @@ def main() -> None:
     def compile_frame(frame: Frame) -> None:
         compilation = DryCompilation(frame, settings)
         prices = Prices(topology, is_fused=True)
+        shards = [param.shard.nbytes for param in frame.params]
+        states = moved_states(shards, OptimizerOffloadPolicy().bucket_bytes, topology)
         print(f"{options.model}, {shape.layers} layers, {options.gpus} of {topology.title}")
         compilation.partition(
-            lambda joint, partition: show(Ways(compilation, joint, partition, prices), topology)
+            lambda joint, partition: show(
+                Ways(compilation, joint, partition, prices), topology, states
+            )
         )
 
     dry_run.compile_only(model, call, compile_frame)

@@ -153,6 +153,9 @@ class _Written(Compilation):
         self.trained: list[bool] = []
         self.tangents: list[list[int]] = []
 
+    def host_states(self) -> None:
+        """Return None: where states live is for the process to say that trains."""
+
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
         """Plan a graph as `Compilation` does, and write it. Raises CannotBeKept."""
         self.trained, odd = _torch.aot.outputs_of_forward()

@@ -147,6 +147,8 @@ class Plan:
         read them raise ValueError. No part of what ranks agree on.
     saved:    of a forward, what a memory budget has it save, by block; empty if it has not decided
         that, as where the step fits. A backward's plan has it if there is none of the forward.
+    host_state_bytes: of an optimizer's states, two for each parameter that is trained, that live on
+        the host between steps; in the plan that has `saved`.
     """
 
     graph: str
@@ -156,6 +158,7 @@ class Plan:
     schedule: tuple[Event, ...]
     figures: Figures | None = None
     saved: tuple[SavedBlock, ...] = ()
+    host_state_bytes: int = 0
 
     @property
     def makespan_us(self) -> float:
@@ -203,7 +206,8 @@ class Plan:
         other events that occur in the plan (not of "loaded" and "store"), and, with figures,
         microseconds hidden and exposed. A column "layout" is there if a bucket is grouped. If a
         memory budget has decided what is saved, another table has a line for each block, or for
-        several in turn that are alike. Ends with a newline.
+        several in turn that are alike; a last line says what an optimizer has on the host. Ends
+        with a newline.
         """
         gathers = sum(bucket.kind == "gather" for bucket in self.buckets)
         head = (
@@ -230,6 +234,8 @@ class Plan:
             times = self._times(number) if self.figures is not None else []
             rows.append([str(cell) for cell in (number, *about, *where, *times)])
         saved = _table(self._saved_rows()) if self.saved else []
+        if self.host_state_bytes:
+            saved.append(f"optimizer states: {show_bytes(self.host_state_bytes)} on the host")
         return "\n".join([head, *_table(rows), *saved]) + "\n"
 
     def _saved_rows(self) -> list[list[str]]:

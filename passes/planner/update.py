@@ -17,6 +17,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoshard.passes.planner.costs import HostLink
+from autoshard.passes.planner.topology import Topology
+
+STATES = 2
+"""States of an optimizer that budgets count on, each as large as its parameter: Adam's."""
 
 ON_DEVICE = 3
 """Buckets that are on the device at a time, at most."""
@@ -38,6 +42,34 @@ class Update(NamedTuple):
     def time_us(self) -> float:
         """Microseconds from the first copy to the last."""
         return self.stores[-1][1] if self.stores else 0.0
+
+
+class HostStates(NamedTuple):
+    """Optimizer states that could live on the host between steps, and what that costs.
+
+    num_bytes: of them. more_us: by which a step takes longer.
+    """
+
+    num_bytes: int
+    more_us: float
+
+
+def moved_states(
+    shard_bytes: Sequence[int], bucket_bytes: int, topology: Topology
+) -> HostStates | None:
+    """Price states of parameters on the host; None if there are none, or no host memory.
+
+    shard_bytes: of each parameter, which has `STATES` states as large.
+    """
+    host = topology.host_link
+    buckets = buckets_of([STATES * num_bytes for num_bytes in shard_bytes], bucket_bytes)
+    if host is None or not any(buckets):
+        return None
+    # Of each parameter, shards and gradients are read, and shards written; of states, both.
+    us_per_byte = (3 / STATES + 2) / topology.memory_bytes_per_us
+    near_us = [num_bytes * us_per_byte for num_bytes in buckets]
+    update = update_from_host(buckets, near_us, host)
+    return HostStates(sum(buckets), update.time_us - sum(near_us))
 
 
 def buckets_of(state_bytes: Sequence[int], bucket_bytes: int) -> list[int]:

@@ -13,6 +13,7 @@ with a bucket's parameters alone (`local_step.py`).
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -92,31 +93,34 @@ class _Loaded(dict[Tensor, Any]):
             self.copies.wait_on_device()
 
 
-def are_on_host(sharded: ShardedParam) -> bool:
-    """Tell whether optimizer states of a parameter live on the host, and its shard does not."""
-    return sharded.unit.settings.offloads_states
-
-
-def _policy(sharded: ShardedParam) -> OptimizerOffloadPolicy:
-    """Return the policy of a parameter for which `are_on_host` is true."""
-    policy = sharded.unit.settings.offload
-    assert isinstance(policy, OptimizerOffloadPolicy)
-    return policy
-
-
 @_torch.dynamo.disable
 def params_from_host(optimizer: optim.Optimizer) -> dict[Tensor, ShardedParam]:
     """Map those parameters of `optimizer` whose states live on the host to what is known of them.
 
-    Raises RuntimeError if there are any, and `optimizer` is not known to update parameters one by
-    one.
+    If there are any, and `optimizer` is not known to update parameters one by one, RuntimeError is
+    raised where the user has asked for it; where a plan has, their states stay with shards, and
+    there is a warning, once.
     """
     known = ((param, find(param)) for group in optimizer.param_groups for param in group["params"])
-    mine = {param: each for param, each in known if each is not None and are_on_host(each)}
+    mine = {param: each for param, each in known if each is not None and each.states_offload}
+    if not mine or type(optimizer) in BY_PARAMETER:
+        return mine
+    name = type(optimizer).__name__
     for sharded in mine.values():
-        _check(optimizer, sharded)
-        break
-    return mine
+        if not sharded.has_planned_states:
+            raise RuntimeError(
+                f"{name} may update several parameters together, and the optimizer states of "
+                f"{sharded.name} live on the host, from where they are copied some at a time: "
+                "train with an optimizer of torch.optim, or without OptimizerOffloadPolicy"
+            )
+        sharded.has_planned_states = False
+    warnings.warn(
+        f"{name} may update several parameters together, so its states stay on the device, where "
+        "memory_budget has no room for them: train with an optimizer of torch.optim",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return {}
 
 
 @_torch.dynamo.disable
@@ -167,15 +171,11 @@ def _groups(optimizer: optim.Optimizer, holds: Callable[[Tensor], bool]) -> list
     return [group for group in kept if group["params"]]
 
 
-def _check(optimizer: optim.Optimizer, sharded: ShardedParam) -> None:
-    """Raise RuntimeError as `params_from_host` does; `sharded` is a parameter to name."""
-    name = type(optimizer).__name__
-    if type(optimizer) not in BY_PARAMETER:
-        raise RuntimeError(
-            f"{name} may update several parameters together, and the optimizer states of "
-            f"{sharded.name} live on the host, from where they are copied some at a time: train "
-            "with an optimizer of torch.optim, or without OptimizerOffloadPolicy"
-        )
+def _policy(sharded: ShardedParam) -> OptimizerOffloadPolicy:
+    """Return the policy of a parameter whose states live on the host."""
+    policy = sharded.states_offload
+    assert policy is not None
+    return policy
 
 
 def _buckets(

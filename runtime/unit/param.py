@@ -30,7 +30,11 @@ from autoshard.runtime.comm.flat_layout import FlatShard
 from autoshard.runtime.comm.flat_shard import FlatDTensor
 from autoshard.runtime.comm.mesh import Axes, FullMesh, mesh_device
 from autoshard.runtime.unit.extensions import has_methods, is_extended
-from autoshard.runtime.unit.policies import CPUOffloadPolicy, OffloadPolicy
+from autoshard.runtime.unit.policies import (
+    CPUOffloadPolicy,
+    OffloadPolicy,
+    OptimizerOffloadPolicy,
+)
 
 if TYPE_CHECKING:
     from autoshard.runtime.unit.reduce import Arriving, Pending
@@ -226,6 +230,7 @@ class ShardedParam:
         self._withheld_in: int | None = None  # number of a backward: see `is_withheld`
         self.num_updates = 0  # steps that torch optimizers have taken with it
         self.is_updated_by_hook = False  # since forward, when its gradient was accumulated
+        self.has_planned_states = False  # on the host, as a memory budget decided
 
     @property
     def is_withheld(self) -> bool:
@@ -242,6 +247,18 @@ class ShardedParam:
     def is_withheld_in(self, task: int) -> bool:
         """Tell whether compiled code of backward number `task` has no gradient for `.grad`."""
         return self._withheld_in == task
+
+    @property
+    def states_offload(self) -> OptimizerOffloadPolicy | None:
+        """Policy by which its optimizer states live on the host; None if they live with its shard.
+
+        It is the user's, or that of a plan that has decided so.
+        """
+        offload = self.unit.settings.offload
+        if isinstance(offload, OptimizerOffloadPolicy):
+            return offload
+        is_planned = self.has_planned_states and not isinstance(offload, CPUOffloadPolicy)
+        return OptimizerOffloadPolicy() if is_planned else None
 
     def update_markers(self) -> None:
         """Update its markers' arguments, also in modules, to how its unit gathers and reduces now.

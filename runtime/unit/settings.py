@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.runtime.comm.custom_comms import Comm
 from autoshard.runtime.comm.mesh import Axes
-from autoshard.runtime.unit.policies import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    OptimizerOffloadPolicy,
-)
+from autoshard.runtime.unit.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from autoshard.runtime.unit.unit import Unit
@@ -68,11 +63,6 @@ class UnitSettings:
     def is_offloaded(self) -> bool:
         """Tell whether shards live on the host."""
         return isinstance(self.offload, CPUOffloadPolicy)
-
-    @property
-    def offloads_states(self) -> bool:
-        """Tell whether optimizer states live on the host, and shards do not."""
-        return isinstance(self.offload, OptimizerOffloadPolicy)
 
     @property
     def is_limited(self) -> bool:

@@ -36,6 +36,7 @@ import autoshard
 from autoshard import backend, compilation
 from autoshard.runtime.comm import mesh as meshes
 from autoshard.runtime.sharding import first_call
+from autoshard.runtime.unit.param import find
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -484,6 +485,15 @@ def states_on_host(folder: Path) -> None:
     theirs(model.parameters()).step()
 
 
+def states_stay(folder: Path) -> None:
+    model = autoshard.shard(Model())
+    for param in model.parameters():
+        find(param).has_planned_states = True
+    theirs = type("MyAdamW", (torch.optim.AdamW,), {})
+    loss_of(model).backward()
+    theirs(model.parameters()).step()
+
+
 def bitsandbytes(folder: Path) -> None:
     theirs = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
     model = autoshard.shard(Model())
@@ -734,6 +744,7 @@ PROVOKED: dict[str, Mistake] = {
     "was called inside full_params(), where gradients would be lost": forward_inside,
     "keeps means over rows and columns of whole matrices, and a rank has some rows of": adafactor,
     "live on the host, from where they are copied some at a time": states_on_host,
+    "so its states stay on the device, where memory_budget has no room for them": states_stay,
     "of bitsandbytes takes no DTensors, as parameter": bitsandbytes,
     "trying to differentiate twice a function that was marked with @once_differentiable": (
         double_backward

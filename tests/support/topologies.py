@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
+from autoshard.compilation import Compilation
 from autoshard.passes.planner.topology import Topology
 
 
@@ -22,9 +24,18 @@ def where_calls_cost_little() -> AbstractContextManager[str]:
     return _topology_of("gloo", call_us=100.0)
 
 
-def where_the_host_is_near(*, host_gb_per_s: float = 400.0) -> AbstractContextManager[str]:
-    """The file of a cluster of H100s where small values, too, may lie on the host."""
-    return _topology_of("h100", call_us=0.1, host_alpha_us=0.0, host_gb_per_s=host_gb_per_s)
+@contextlib.contextmanager
+def where_the_host_is_near(
+    *, host_gb_per_s: float = 400.0, for_states: bool = False
+) -> Iterator[str]:
+    """The file of a cluster of H100s where small values, too, may lie on the host.
+
+    for_states: whether a budget may have optimizer states live there, which goes first.
+    """
+    near = _topology_of("h100", call_us=0.1, host_alpha_us=0.0, host_gb_per_s=host_gb_per_s)
+    stay = mock.patch.object(Compilation, "host_states", return_value=None)
+    with near as topology, contextlib.nullcontext() if for_states else stay:
+        yield topology
 
 
 @contextlib.contextmanager

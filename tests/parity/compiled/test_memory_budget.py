@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from autoshard.passes.plans.forecast import Forecast
 from autoshard.passes.plans.saved import SavedValues
 from autoshard.runtime.comm import copies
 from autoshard.runtime.compiled import kernels
+from autoshard.runtime.training.host_states import HostState
 
 OVER = 1.02  # of a budget, at most: what the allocator's pieces and gloo add is not planned
 
@@ -183,6 +185,92 @@ def test_a_host_with_inductor(rank: int) -> None:
     assert sum(block.host_bytes for block in autoshard.plans(model)[0].saved) > 0
     for each, other in zip(got, want, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-6)
+
+
+class Wide(Tower):
+    """Tower whose parameters are most of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(32, 2048) for _ in range(5))
+
+    def batch(self, rank: int) -> Tensor:
+        return torch.arange(8).add(rank).view(1, 8)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@on_ranks(2)
+def test_optimizer_states_live_on_the_host(rank: int, lowering: str) -> None:
+    """Where a budget has no room for them, and no less is saved: the same numbers.
+
+    What another process has decided is known, and says so, too.
+    """
+    want, plain = stepped(rank, lowering, bucketing="per_unit")
+    peak, beside = needs_of(plain)
+    states = beside * 2 // 3
+    with where_the_host_is_near(for_states=True) as topology, fresh_graphs():
+        budget = peak + beside - states // 4
+        for calls in (1, 0):
+            decide = mock.Mock(wraps=handed.decide)
+            with mock.patch.object(handed, "decide", decide):
+                got, model = stepped(rank, lowering, topology=topology, memory_budget=budget)
+            assert decide.call_count == (calls if lowering == "inductor" else 1)
+            assert all(map(torch.equal, got, want))
+            plan = autoshard.plans(model)[0]
+            assert plan.host_state_bytes == states
+            assert not plan.saved
+            assert str(plan).endswith(" on the host\n")
+        # a batch of another size, and one without gradients, are planned with the same room
+        model(model.batch(rank).repeat(2, 1)).backward()
+        with torch.no_grad():
+            model(model.batch(rank))
+
+
+def stepped(rank: int, lowering: str, **options: Any) -> tuple[list[Tensor], Any]:
+    """Losses, parameters and states after three steps of AdamW; and the model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = autoshard.shard(Wide())
+    options = {"strict": True, "topology": "h100", "lowering": lowering, **options}
+    model.compile(backend="autoshard", options=options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for _ in range(3):
+        loss = model(model.batch(rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    for param in model.parameters():
+        state = optimizer.state[param]
+        assert isinstance(state, HostState) == ("memory_budget" in options)
+        found += [each.to_local() for each in (param, state["exp_avg"], state["exp_avg_sq"])]
+    return found, model
+
+
+class Unknown(torch.optim.SGD):
+    """Could do anything in its step."""
+
+
+@on_ranks(2)
+def test_states_of_an_optimizer_that_is_not_known(rank: int) -> None:
+    """They stay, with a warning, once."""
+    _, plain = stepped(rank, "eager", bucketing="per_unit")
+    peak, beside = needs_of(plain)
+    model: Any = autoshard.shard(Wide())
+    with where_the_host_is_near(for_states=True) as topology:
+        budget = peak + beside // 2
+        options = {"strict": True, "topology": topology, "lowering": "eager"}
+        model.compile(backend="autoshard", options={**options, "memory_budget": budget})
+        optimizer = Unknown(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(2):
+            model(model.batch(rank)).backward()
+            if step:
+                optimizer.step()
+            else:
+                with pytest.warns(RuntimeWarning, match="Unknown may update .* stay on the device"):
+                    optimizer.step()
+    assert all(type(state) is dict for state in optimizer.state.values())
 
 
 @on_ranks(2)
@@ -375,7 +463,7 @@ def test_forecasts_are_near(rank: int, lowering: str, name: str, has_host: bool)
     """
     decide, found = handed.decide, []
 
-    def compared(part: Any, prices: Any) -> Any:
+    def compared(part: Any, prices: Any, states: Any) -> Any:
         parts = part(handed.Handed())
         host = prices.topology.host_link
         values = SavedValues(parts.joint, parts.saved, prices, parts.table, host=host)

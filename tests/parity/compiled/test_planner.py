@@ -192,7 +192,9 @@ def test_budget(rank: int) -> None:
     for room in (10, 40):
         torch._dynamo.reset()
         budget = states + room * weight
-        model, _ = compiled(Wide, wide_loss, topology="h100", memory_budget=budget, policy=policy)
+        options = {"topology": "h100", "memory_budget": budget, "policy": policy}
+        with mock.patch.object(Compilation, "host_states", return_value=None):  # they stay
+            model, _ = compiled(Wide, wide_loss, **options)
         found.append(autoshard.plans(model))
         assert all(plan.peak_bytes <= budget - states for plan in found[-1])
     for small, large in zip(*found, strict=True):
