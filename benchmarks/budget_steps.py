@@ -1,15 +1,20 @@
-"""Measured time of a step at the memory of full checkpointing: a `memory_budget` beside it.
+"""Measured time and memory of a step under a `memory_budget`, beside checkpoints by hand.
 
     torchrun --nproc-per-node 2 benchmarks/budget_steps.py [--model small] [--rounds 15]
 
-Llamas of `autoshard bench step`, on gloo ranks, compiled by Inductor: without checkpoints, with one
-around each block, and with a budget of what the plan of the latter needs at its peak. Steps of all
-run in turns; rank 0 prints medians, and medians of the ratios of one round. Needs transformers.
+A Llama of `autoshard bench step`, on gloo ranks, compiled by Inductor. Ours without checkpoints,
+with one around each block, and with two budgets: what the plan of the latter needs at its peak, and
+60 % of what that of the former does. Beside them FSDP2, whose blocks are compiled one by one,
+without checkpoints; with one around each block, and around each second; and with products and
+attention saved ("ops"). Steps of all run in turns; rank 0 prints medians, medians of the ratios of
+one round to the second line's, and the memory of a step at its peak, as torch's profiler sees it,
+beyond parameters and optimizer states. Needs transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,25 +22,76 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import autoshard
+from autoshard.tools.bench.contestants import Setting, fsdp2_compiled_blocks
+from autoshard.tools.bench.peak_memory import peak_beyond
 from autoshard.tools.bench.workloads import Workload, read_workloads
 
 WARM_UP = 3
+SHARE = 0.6  # of the peak without a budget
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+SAVED = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""Ops whose results the policy "ops" saves."""
+
+Step = Callable[[], None]
 
 
-def made(
-    workload: Workload, *, is_checkpointed: bool, **options: Any
-) -> tuple[Any, Callable[[], None]]:
+def ours(workload: Workload, *, is_checkpointed: bool = False, **options: Any) -> tuple[Any, Step]:
     """Build, shard and compile a model: it, and a step of it."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain: Any = workload.build()
+    plain = built(workload)
     if is_checkpointed:
         plain.gradient_checkpointing_enable({"use_reentrant": False})
         plain.train()
     model: Any = autoshard.shard(plain)
     model.compile(backend="autoshard", options={"strict": True, "topology": "gloo", **options})
+    return model, step_of(model, workload)
+
+
+def fsdp2(workload: Workload, way: str) -> Step:
+    """Make a step of FSDP2's, with checkpoints around blocks."""
+    model = built(workload)
+    for number, block in enumerate(workload.blocks(model)):
+        if way in ("full", "ops") or (way == "every second" and number % 2):
+            with_checkpoint(block, saves_ops=way == "ops")
+    setting = Setting(CPU, workload.blocks, torch.float32, {})
+    return step_of(fsdp2_compiled_blocks(model, setting), workload)
+
+
+def built(workload: Workload) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return workload.build()
+
+
+def with_checkpoint(block: nn.Module, *, saves_ops: bool) -> None:
+    """Have a module's forward run in a checkpoint."""
+    keywords: dict[str, Any] = {"use_reentrant": False}
+    if saves_ops:
+        keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    run = functools.partial(checkpoint, block.forward, **keywords)
+    block.forward = run  # type: ignore[method-assign]  # the instance's
+
+
+def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save results of products and attention."""
+    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def step_of(model: Any, workload: Workload) -> Step:
+    """Return a step of `model`, which has run a few times."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = workload.batch(dist.get_rank())
 
@@ -46,7 +102,7 @@ def made(
 
     for _ in range(WARM_UP):
         step()
-    return model, step
+    return step
 
 
 def main() -> None:
@@ -57,15 +113,18 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo")
     (workload,) = read_workloads([options.model], "cpu").values()
-    none, step_of_none = made(workload, is_checkpointed=False)
-    full, step_of_full = made(workload, is_checkpointed=True)
-    peak, without = (
-        max(plan.peak_bytes for plan in autoshard.plans(each)) for each in (full, none)
+    none, step_of_none = ours(workload)
+    full, step_of_full = ours(workload, is_checkpointed=True)
+    without, peak = (
+        max(plan.peak_bytes for plan in autoshard.plans(each)) for each in (none, full)
     )
     beside = 3 * sum(param.to_local().nbytes for param in full.parameters())
-    budgeted, step_of_budget = made(workload, is_checkpointed=False, memory_budget=peak + beside)
-    needed = max(plan.peak_bytes for plan in autoshard.plans(budgeted))
-    steps = {"none": step_of_none, "full": step_of_full, "budget": step_of_budget}
+    steps = {"none": step_of_none, "full": step_of_full}
+    for name, budget in (("budget of full's", peak), ("budget of 60 %", int(SHARE * without))):
+        _, steps[name] = ours(workload, memory_budget=budget + beside)
+    for way in ("none", "full", "every second", "ops"):
+        steps[f"FSDP2, {way}"] = fsdp2(workload, way)
+    peaks = {name: peak_beyond(step, CPU).allocated for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds):
         for name in steps:
@@ -78,13 +137,14 @@ def main() -> None:
         mib = 2**20
         print(
             f"{options.model}: peaks of plans: {without / mib:.1f} MiB without, {peak / mib:.1f} "
-            f"with full checkpointing, {needed / mib:.1f} with it as a budget"
+            "with full checkpointing"
         )
         for name, each in times.items():
             ratios = [a / b for a, b in zip(each, times["full"], strict=True)]
             print(
-                f"{name}: {1e3 * statistics.median(each):.1f} ms, "
-                f"{statistics.median(ratios):.3f} of full checkpointing's"
+                f"{name:18} {1e3 * statistics.median(each):6.1f} ms, "
+                f"{statistics.median(ratios):.3f} of full checkpointing's; "
+                f"{peaks[name] / mib:.1f} MiB"
             )
     dist.destroy_process_group()
 

@@ -295,9 +295,10 @@ class Plan:
         """Read a plan that `to_json` has written.
 
         Raises ValueError for what is no plan: no JSON, a field that is missing, unknown or of
-        another type, a kind or a layout that a bucket can't have, members that can't be read or
-        are not as many as names, an event of no bucket or outside of the graph, figures of another
-        number of buckets. Whether each bucket is launched and waited for is not checked.
+        another type, a kind or a layout that a bucket can't have, members that can't be read,
+        members or params that are not as many as names, an event of no bucket or outside of the
+        graph, figures of another number of buckets. Whether each bucket is launched and waited for
+        is not checked.
         """
         plan = read_as(Plan, json.loads(text), "plan")
         for bucket in plan.buckets:
@@ -305,6 +306,8 @@ class Plan:
                 raise ValueError(f"a {bucket.kind} can't be {bucket.layout!r} in a plan")
             if len(read_members(bucket.members)) != len(bucket.names):
                 raise ValueError(f"a {bucket.kind} of {bucket.names} has members {bucket.members}")
+            if len(bucket.params) != len(bucket.names):
+                raise ValueError(f"a {bucket.kind} of {bucket.names} has params {bucket.params}")
         for event in plan.schedule:
             if not 0 <= event.bucket < len(plan.buckets) or not 0 <= event.position <= plan.num_ops:
                 raise ValueError(f"plan.schedule has {event}, of {len(plan.buckets)} buckets")

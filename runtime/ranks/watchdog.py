@@ -306,13 +306,12 @@ def watchdog(after_s: float | None = 30.0) -> None:
     """
     if after_s is not None and not after_s > 0:
         raise ValueError(f"watchdog({after_s}): a number of seconds over 0, or None, is expected")
+    if after_s is not None and not dist.is_initialized():
+        raise RuntimeError("watchdog() needs a process group: call init_process_group() before")
     while _running:
         _running.pop().stop()
-    if after_s is None:
-        return
-    if not dist.is_initialized():
-        raise RuntimeError("watchdog() needs a process group: call init_process_group() before")
-    _start(after_s, observes=torch.accelerator.is_available())
+    if after_s is not None:
+        _start(after_s, observes=torch.accelerator.is_available())
 
 
 def _end_at_exit() -> None:

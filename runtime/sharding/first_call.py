@@ -234,7 +234,7 @@ def _sharding_method(name: str) -> Callable[..., Any]:
         All ranks call this together, as sharding waits for them. Raises RuntimeError if `module`
         heads no unit after that.
         """
-        adopt_module(module, _arguments[module])
+        shard_as_compiled(module)
         if unit_of(module) is None:
             raise RuntimeError(
                 f"{type(module).__name__} was compiled with autoshard, and a part of it is sharded "

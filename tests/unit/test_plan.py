@@ -40,6 +40,12 @@ def test_layouts_that_no_bucket_can_have(kind: str, layout: str) -> None:
         Plan.from_json(Plan("forward", "auto", 1, (bucket,), ()).to_json())
 
 
+def test_a_bucket_has_as_many_params_as_names() -> None:
+    bucket = Bucket("gather", "shard", "unit", ("a", "b"), (0,), "f32[4] f32[2]")
+    with pytest.raises(ValueError, match=r"a gather of \('a', 'b'\) has params \(0,\)"):
+        Plan.from_json(Plan("forward", "auto", 1, (bucket,), ()).to_json())
+
+
 def test_layouts_are_agreed_on() -> None:
     buckets = [
         Bucket("gather", "shard", "unit", ("a", "b"), (0, 1), "f32[4] f32[2]", layout)

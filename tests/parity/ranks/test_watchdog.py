@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -156,6 +157,20 @@ def test_wrong_seconds(rank: int) -> None:
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="a number of seconds over 0, or None, is expected"):
             autoshard.watchdog(wrong)
+
+
+@on_ranks(2)
+def test_the_one_that_runs_goes_on_if_there_can_be_no_other(rank: int) -> None:
+    autoshard.watchdog(20)
+    running = list(watchdog._running)
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=False),
+        pytest.raises(RuntimeError, match="needs a process group"),
+    ):
+        autoshard.watchdog(30)
+    assert watchdog._running == running
+    assert running[0].is_running
+    autoshard.watchdog(None)
 
 
 @on_ranks(2)
