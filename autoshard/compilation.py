@@ -36,6 +36,8 @@ from autoshard.passes.plans.values import hint_of
 from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
+from autoshard.runtime.training.host_states import move_to_host
+from autoshard.runtime.training.optimizers import live_optimizers
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.policies import OptimizerOffloadPolicy
 from autoshard.runtime.unit.unit import root_of
@@ -188,9 +190,12 @@ class Compilation:
                 self._obey(known)
         begins = progress(self._what(), self._num_graphs())
         with self.frame.with_more_inputs(), _old_objects_stay(), begins as self._begins:
-            if self.settings.lowering == "eager":
-                return self._compile_eagerly()
-            return self._compile_inductor()
+            is_plain = self.settings.lowering == "eager"
+            compiled = self._compile_eagerly() if is_plain else self._compile_inductor()
+        if self.handed.has_host_states:
+            for optimizer in live_optimizers():  # of states that were loaded before a first step
+                move_to_host(optimizer)
+        return compiled
 
     def _what(self) -> str:
         """Say what is compiled: a module, by the outermost one's class and the path from there.
@@ -371,7 +376,8 @@ class Compilation:
             return found
 
         self._obey(decider.decide(parts, prices, self.host_states(), self._key))
-        return made.get(self.handed) or partition(gm)  # another rank's decision
+        # Parts are the same wherever states live. There are none of another rank's decision.
+        return made.get(dataclasses.replace(self.handed, has_host_states=False)) or partition(gm)
 
     def priced_parts(self, joint: fx.GraphModule, partition: Partition, prices: Prices) -> Parts:
         """Part a joint graph, in place, as `handed` says, and price the parts."""

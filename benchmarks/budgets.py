@@ -37,6 +37,7 @@ import autoshard
 
 OVER = 1.02  # of a budget, at most
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.35)
+TOPOLOGY = "gloo"  # of what they run on
 ROWS, LENGTH = 4, 64
 """Samples of a rank's batch, and tokens in each."""
 
@@ -157,7 +158,7 @@ def trained(workload: Workload, *, budget: int | None = None, **options: Any) ->
     if budget is not None:
         shards = (param.to_local() for param in model.parameters() if param.requires_grad)
         options["memory_budget"] = budget + 3 * sum(each.nbytes for each in shards)
-    options = {"lowering": "eager", "strict": True, "topology": "h100", **options}
+    options = {"lowering": "eager", "strict": True, "topology": TOPOLOGY, **options}
     model.compile(backend="autoshard", options=options)
     batches = torch.Generator().manual_seed(dist.get_rank())
     with warnings.catch_warnings():

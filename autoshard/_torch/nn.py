@@ -28,10 +28,13 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Return the `step` of the optimizer's class, to be called with an optimizer, without hooks.
 
-    torch wraps it, when a first optimizer of the class is made, to run hooks and be profiled.
+    torch wraps it, when a first optimizer of the class is made, to run hooks and be profiled; and
+    tools wrap that.
     """
     step: Any = type(optimizer).step
-    return cast(Callable[..., Any], step.__wrapped__ if hasattr(step, "hooked") else step)
+    while hasattr(step, "hooked"):
+        step = step.__wrapped__
+    return cast(Callable[..., Any], step)
 
 
 def replaced_methods(

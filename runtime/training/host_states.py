@@ -13,10 +13,11 @@ with a bucket's parameters alone (`local_step.py`).
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.runtime.comm.copies import Copies, launch_load, launch_store, on_host
+from autoshard.runtime.comm.streams import is_captured
 from autoshard.runtime.training.local_step import BY_ELEMENT, STEP, Group, stand_in_for
 from autoshard.runtime.unit.param import ShardedParam, find
 from autoshard.runtime.unit.policies import OptimizerOffloadPolicy
@@ -35,51 +37,61 @@ BY_PARAMETER = BY_ELEMENT | {optim.Adafactor, optim.Muon}
 _AHEAD = 1  # buckets that are copied to the device before they are updated
 
 
-class HostState(MutableMapping[str, Any]):
-    """State of one parameter in its optimizer: a mapping whose tensors lie on the host.
+class HostState(dict[str, Any]):
+    """State of one parameter in its optimizer, whose tensors of the shard's size lie on the host.
 
-    Whoever reads it waits for copies that are under way. Copied or pickled, it is a plain dict.
+    Whoever reads values waits for copies that are under way. Copied or pickled, it is a plain dict.
 
-    values_now: what it maps to, not waited for. memory: where tensors are copied to, by key.
-    stores: copies that were begun last; None: they are known to be there.
+    memory: where tensors are copied to, by key. stores: copies that were begun last; None: they are
+    known to be there.
     """
 
     def __init__(self) -> None:
         """Begin with no state."""
-        self.values_now: dict[str, Any] = {}
+        super().__init__()
         self.memory: dict[str, Tensor] = {}
         self.stores: Copies | None = None
 
-    def __getitem__(self, key: str) -> Any:
-        value = self.values_now[key]
-        self._wait()
-        return value
+    def now(self) -> dict[str, Any]:
+        """Return what it maps to, not waited for."""
+        return dict(dict.items(self))
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._wait()
-        self.values_now[key] = value
+    def replace(self, values: Mapping[str, Any], stores: Copies | None) -> None:
+        """Have it map to `values`, which `stores` copies."""
+        self.clear()
+        self.update(values)
+        self.stores = stores
 
-    def __delitem__(self, key: str) -> None:
-        del self.values_now[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_now)
-
-    def __len__(self) -> int:
-        return len(self.values_now)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        """Pickle it, or copy it, as a dict."""
-        return dict, (dict(self),)
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Have the host wait for the copies that were begun last."""
         if self.stores is not None:
             self.stores.wait_on_host()
             self.stores = None
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        """Pickle it, or copy it, as a dict."""
+        self.wait()
+        return dict, (self.now(),)
+
+
+def _waiting(name: str) -> Callable[..., Any]:
+    """Return the method `name` of dict, after a wait."""
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def call(state: HostState, *args: Any) -> Any:
+        state.wait()
+        return method(state, *args)
+
+    return call
+
+
+_READERS = (
+    *("__eq__", "__getitem__", "__ior__", "__iter__", "__ne__", "__or__", "__repr__", "__ror__"),
+    *("__setitem__", "copy", "get", "items", "pop", "popitem", "setdefault", "values"),
+)
+for _name in _READERS:  # with __iter__ among them, dict(state) comes to them, too
+    setattr(HostState, _name, _waiting(_name))
 
 
 class _Loaded(dict[Tensor, Any]):
@@ -113,14 +125,18 @@ def params_from_host(optimizer: optim.Optimizer) -> dict[Tensor, ShardedParam]:
                 f"{sharded.name} live on the host, from where they are copied some at a time: "
                 "train with an optimizer of torch.optim, or without OptimizerOffloadPolicy"
             )
-        sharded.has_planned_states = False
-    warnings.warn(
-        f"{name} may update several parameters together, so its states stay on the device, where "
-        "memory_budget has no room for them: train with an optimizer of torch.optim",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+    if optimizer not in _told:
+        _told.add(optimizer)
+        warnings.warn(
+            f"{name} may update several parameters together, so its states stay on the device, "
+            "where memory_budget has no room for them: train with an optimizer of torch.optim",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     return {}
+
+
+_told: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 
 
 @_torch.dynamo.disable
@@ -135,9 +151,17 @@ def step_from_host(
     States are on the host when copies that are begun here have ended, for which their readers wait.
 
     mine: what `params_from_host` returned. args, kwargs: of the step, without the optimizer.
+    Raises RuntimeError while a CUDA graph is captured.
     """
-    _watch(optimizer)
-    step, buckets = _torch.nn.unhooked_step(optimizer), _buckets(optimizer, mine)
+    if is_captured():
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has states on the host, which a CUDA graph would copy "
+            "where nobody waits for them: capture forward and backward alone, or train without "
+            "OptimizerOffloadPolicy"
+        )
+    watch(optimizer)
+    stepped = [sharded for param, sharded in mine.items() if param.grad is not None]
+    step, buckets = _torch.nn.unhooked_step(optimizer), _buckets(optimizer, stepped)
     loads: deque[_Loaded] = deque()
     stores: deque[Copies] = deque()
     try:
@@ -178,15 +202,34 @@ def _policy(sharded: ShardedParam) -> OptimizerOffloadPolicy:
     return policy
 
 
+def move_to_host(optimizer: optim.Optimizer) -> None:
+    """Move states that are to live on the host, and don't, as they were loaded before a first step.
+
+    Those of an optimizer that is not known to update parameters one by one stay.
+    """
+    if type(optimizer) not in BY_PARAMETER:
+        return
+    near = [
+        sharded
+        for param, sharded in params_from_host(optimizer).items()
+        if optimizer.state.get(param) and not isinstance(optimizer.state[param], HostState)
+    ]
+    if near:
+        watch(optimizer)
+    for bucket in _buckets(optimizer, near):
+        loaded = _load(optimizer, bucket)
+        loaded.wait_on_device()
+        for copies in _store(optimizer, bucket, loaded):
+            copies.release()
+
+
 def _buckets(
-    optimizer: optim.Optimizer, mine: Mapping[Tensor, ShardedParam]
+    optimizer: optim.Optimizer, params: Sequence[ShardedParam]
 ) -> list[list[ShardedParam]]:
-    """Divide parameters with gradients into buckets, in order; each of one device."""
+    """Divide parameters into buckets, in order; each of one device."""
     found: list[list[ShardedParam]] = []
     room = 0
-    for param, sharded in mine.items():
-        if param.grad is None:
-            continue
+    for sharded in params:
         if room <= 0 or found[-1][-1].device != sharded.device:
             found.append([])
             room = _policy(sharded).bucket_bytes
@@ -200,14 +243,16 @@ def _bytes(optimizer: optim.Optimizer, sharded: ShardedParam) -> int:
     known = optimizer.state.get(sharded.param)
     if not known:
         return 2 * sharded.shard.nbytes
-    values = known.values_now if isinstance(known, HostState) else known
-    return sum(each.nbytes for _, each in _tensors(values, sharded))
+    return sum(each.nbytes for _, each in _tensors(dict(dict.items(known)), sharded))
 
 
 def _tensors(values: dict[str, Any], sharded: ShardedParam) -> Iterator[tuple[str, Tensor]]:
-    """Yield the keys of what of a state is laid out as its parameter is, with local tensors."""
+    """Yield the keys of what of a state is laid out as its parameter is, with local tensors.
+
+    Scalars stay on the device: torch's optimizers look at theirs.
+    """
     for key, value in values.items():
-        if key != STEP and isinstance(value, DTensor):
+        if key != STEP and isinstance(value, DTensor) and value.dim():
             local = _torch.dtensor.local_tensor(value)
             if local.shape == sharded.shard.shape:
                 yield key, local
@@ -222,7 +267,7 @@ def _load(optimizer: optim.Optimizer, bucket: Sequence[ShardedParam]) -> _Loaded
     for sharded in bucket:
         known = optimizer.state.get(sharded.param, {})
         is_ours = isinstance(known, HostState)
-        values = loaded[sharded.param] = dict(known.values_now if is_ours else known)
+        values = loaded[sharded.param] = dict(dict.items(known))
         for key, local in _tensors(values, sharded):
             if is_ours or local.device != sharded.device:
                 places.append((sharded, key))
@@ -239,32 +284,51 @@ def _store(
 ) -> list[Copies]:
     """Begin to copy states of a bucket to the host, and make them the optimizer's own.
 
-    Returns the copies, if there are any.
+    Returns the copies, if there are any. Where there is no memory left on the host, states stay on
+    the device, and the error is raised.
     """
-    sources, targets, states = [], [], []
-    for sharded in bucket:
-        values = loaded[sharded.param]
-        if not values:
-            continue
-        known = optimizer.state.get(sharded.param)
-        state = known if isinstance(known, HostState) else HostState()
-        pins = _policy(sharded).pin_memory
-        state.values_now = values
-        for key, local in _tensors(values, sharded):
-            target = state.memory.get(key)
-            if target is None or (target.dtype, target.shape) != (local.dtype, local.shape):
-                target = state.memory[key] = on_host(local, pin_memory=pins)
-            sources.append(local)
-            targets.append(target)
-            values[key] = sharded.grad_from(target)
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    states: list[tuple[ShardedParam, HostState, dict[str, Any]]] = []
+    try:
+        for sharded in bucket:
+            known = optimizer.state.get(sharded.param)
+            state = known if isinstance(known, HostState) else HostState()
+            values = loaded[sharded.param]
+            if values:
+                states.append((sharded, state, dict(values)))
+            for key, local in _tensors(values, sharded):
+                sources.append(local)
+                targets.append(_memory(state, key, local, sharded))
+                states[-1][-1][key] = sharded.grad_from(targets[-1])
+        copies = launch_store(sources, targets) if sources else None
+    except Exception:
+        optimizer.state.update(loaded)
+        raise
+    for sharded, state, values in states:
         optimizer.state[sharded.param] = state
-        states.append(state)
-    if not sources:
-        return []
-    copies = launch_store(sources, targets)
-    for state in states:
-        state.stores = replace(copies, sources=[])
-    return [copies]
+        state.replace(values, replace(copies, sources=[]) if copies is not None else None)
+    return [copies] if copies is not None else []
+
+
+def _memory(state: HostState, key: str, local: Tensor, sharded: ShardedParam) -> Tensor:
+    """Return host memory of `state` for `local`, which is allocated if there is none like it."""
+    known = state.memory.get(key)
+    if known is None or (known.dtype, known.shape) != (local.dtype, local.shape):
+        known = on_host(local, pin_memory=_policy(sharded).pin_memory)
+        state.memory[key] = known
+    return known
+
+
+def room_for(param: Tensor, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a new state of `param` with its tensors on the host, if they live there."""
+    sharded = find(param)
+    if sharded is None or sharded.states_offload is None:
+        return values
+    room = dict(values)
+    for key, local in _tensors(room, sharded):
+        room[key] = sharded.grad_from(on_host(local, pin_memory=_policy(sharded).pin_memory))
+    return room
 
 
 @dataclass(frozen=True)
@@ -277,13 +341,16 @@ class _Held:
 _watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 
 
-def _watch(optimizer: optim.Optimizer) -> None:
-    """Have state dicts of `optimizer` made of plain dicts, and what is loaded stay on the host."""
+def watch(optimizer: optim.Optimizer) -> None:
+    """Have state dicts of `optimizer` made of plain dicts, and what is loaded stay on the host.
+
+    Hooks of the user's see neither, but for those before loading that are registered later.
+    """
     if optimizer not in _watched:
         _watched.add(optimizer)
-        optimizer.register_state_dict_post_hook(_with_plain_dicts)
+        optimizer.register_state_dict_post_hook(_with_plain_dicts, prepend=True)
         optimizer.register_load_state_dict_pre_hook(_hold)
-        optimizer.register_load_state_dict_post_hook(_take_held)
+        optimizer.register_load_state_dict_post_hook(_take_held, prepend=True)
 
 
 def _with_plain_dicts(optimizer: optim.Optimizer, made: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autoshard import _torch
 from autoshard.passes.ir.layout import part_of
@@ -204,7 +205,7 @@ def _cut(key: str, value: Any, sharded: ShardedParam) -> Any:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check a step of `optimizer` before it begins, as torch's hook before all optimizers' steps.
+    """Check a step of `optimizer` right before it begins, as the last of the hooks before it.
 
     Parameters whose states live on the host are stepped here; a closure is called before that.
     Returns the arguments (args, kwargs) that run it on a stand-in, see `local_step.py`, or with a
@@ -230,6 +231,22 @@ def _before_step(
         return None
     stand_in = stand_in_of(optimizer)
     return None if stand_in is None else ((stand_in, *given), kwargs)
+
+
+_handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of `_before_step` among each optimizer's own hooks."""
+
+
+def _be_last(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Have `_before_step` run after all other hooks: they may change gradients, groups and states.
+
+    It is torch's hook before all optimizers' steps, which runs before an optimizer's own.
+    """
+    if optimizer in _handles:
+        _handles[optimizer].remove()
+    _handles[optimizer] = optimizer.register_step_pre_hook(_before_step)
 
 
 def _called_now(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -433,4 +450,4 @@ def watch_optimizers() -> None:
     """
     global _hook
     if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
+        _hook = register_optimizer_step_pre_hook(_be_last)

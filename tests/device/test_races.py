@@ -375,7 +375,7 @@ MUTATIONS = (
     Mutation(copies.Copies, "release", "self.wait_on_device()", f"{EAGER}, offload"),
     # optimizer states on the host
     Mutation(host_states._Loaded, "wait_on_device", "self.copies.wait_on_device()", STATES),
-    Mutation(host_states.HostState, "_wait", "self.stores.wait_on_host()", STATES),
+    Mutation(host_states.HostState, "wait", "self.stores.wait_on_host()", STATES),
     Mutation(
         optimizers, "step_from_host", "loaded.wait_on_device()\n            try", STATES, "try"
     ),

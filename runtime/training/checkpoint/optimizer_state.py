@@ -8,7 +8,7 @@ of 0, and what is missing stays missing: parameters that were never used have no
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard import _torch
 from autoshard.runtime.eager import access
+from autoshard.runtime.training import host_states
 from autoshard.runtime.training.checkpoint.reader import new_tensor
 
 Group = Mapping[str, Any]
@@ -59,6 +60,7 @@ def room_for(
     known: metadata of what a checkpoint has below "optimizer", by key.
     Raises ValueError if a saved state lacks a key that this optimizer has, as that of another type.
     """
+    host_states.watch(optimizer)  # what is loaded may be for the host
     room, there = state_of(model, optimizer), _beginnings(known)
     saved: dict[str, dict[str, Any]] = {}
     for group, its in zip(optimizer.param_groups, room["param_groups"], strict=True):
@@ -67,7 +69,10 @@ def room_for(
                 if isinstance(optimizer, torch.optim.LBFGS):
                     values: Mapping[str, Any] = _state_as_saved(known, f"state.{name}.", param)
                 else:
-                    values = room["state"].get(name) or _new_state(optimizer, group, param)
+                    values = room["state"].get(name)
+                    values = values or host_states.room_for(
+                        param, _new_state(optimizer, group, param)
+                    )
                 saved[name] = dict(values)
     for name, values in saved.items():
         for key in values:
@@ -165,7 +170,7 @@ def _new_state(optimizer: torch.optim.Optimizer, group: Group, param: Tensor) ->
     stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))
     stand_in.__dict__ = {
         **optimizer.__dict__,
-        **{hooks: {} for hooks in _torch.nn.STEP_HOOKS},
+        **{hooks: OrderedDict() for hooks in _torch.nn.STEP_HOOKS},
         "param_groups": [{**group, "params": [like]}],
         "state": defaultdict(dict),
     }

@@ -248,6 +248,30 @@ def stepped(rank: int, lowering: str, **options: Any) -> tuple[list[Tensor], Any
     return found, model
 
 
+@on_ranks(2)
+def test_loaded_states_go_to_the_host_at_once(rank: int) -> None:
+    """Where a budget so decides, and not at the first step after it."""
+    _, plain = stepped(rank, "eager", bucketing="per_unit")
+    peak, beside = needs_of(plain)
+    saved = torch.optim.AdamW(plain.parameters())
+    plain(plain.batch(rank)).backward()
+    saved.step()
+    torch._dynamo.reset()
+    model: Any = autoshard.shard(Wide())
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(saved.state_dict())
+    with where_the_host_is_near(for_states=True) as topology:
+        options = {"strict": True, "topology": topology, "lowering": "eager"}
+        options["memory_budget"] = peak + beside // 2
+        model.compile(backend="autoshard", options=options)
+        model(model.batch(rank))
+    assert autoshard.plans(model)[0].host_state_bytes > 0
+    assert all(isinstance(state, HostState) for state in optimizer.state.values())
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        got, want = optimizer.state[param]["exp_avg"], saved.state[other]["exp_avg"]
+        assert torch.equal(got.to_local(), want.to_local())
+
+
 class Unknown(torch.optim.SGD):
     """Could do anything in its step."""
 

@@ -268,6 +268,8 @@ def test_states_of_torchs_checkpoints(rank: int) -> None:
         after = built(is_on_host=not first)
         optimizer = optim.AdamW(after.parameters(), lr=1e-2)
         dcp.set_state_dict(after, optimizer, model_state_dict=model_state, optim_state_dict=state)
+        is_there = {isinstance(each, HostState) for each in optimizer.state.values()}
+        assert is_there == {not first}
         for step in range(2, 5):
             net_loss(after, rank, step).backward()
             optimizer.step()
@@ -276,15 +278,17 @@ def test_states_of_torchs_checkpoints(rank: int) -> None:
         assert_same_states(optimizer, states)
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
 @on_ranks(2)
-def test_our_checkpoints(rank: int, tmp_path: Path) -> None:
+def test_our_checkpoints(rank: int, tmp_path: Path, has_stepped: bool) -> None:
     want = built(is_on_host=False)
     states = optim.AdamW(want.parameters(), lr=1e-2)
     train(want, net_loss, states, steps=2)
     autoshard.save_checkpoint(tmp_path, want, states, step=2)
     got = built()
     optimizer = optim.AdamW(got.parameters(), lr=1e-2)
-    train(got, net_loss, optimizer, steps=1)
+    if has_stepped:
+        train(got, net_loss, optimizer, steps=1)
     autoshard.load_checkpoint(tmp_path, got, optimizer)
     assert all(isinstance(each, HostState) for each in optimizer.state.values())
     assert_same_states(optimizer, states)
@@ -336,3 +340,110 @@ def test_a_compiled_step(rank: int) -> None:
         step()
         optimizer.zero_grad()
     assert_same(model, want)
+
+
+@in_both_forms
+@pytest.mark.parametrize("is_on_host", [False, True])
+@on_ranks(2)
+def test_hooks_before_a_step(rank: int, form: str, is_on_host: bool) -> None:
+    """They may change gradients, in place or for others, and groups: the step comes after them."""
+
+    def changed(optimizer: optim.Optimizer, *_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+        for number, param in enumerate(optimizer.param_groups[0]["params"]):
+            assert param.grad is not None
+            if number % 2:
+                param.grad.mul_(0.5)
+            else:
+                param.grad = param.grad * 2
+
+    want, _ = replicated(Net, net_loss, make=lambda model: hooked(model, changed))
+    model = built(form, is_on_host=is_on_host)
+    train(model, net_loss, hooked(model, changed))
+    assert_same(model, want)
+
+
+def hooked(model: Any, hook: Any) -> optim.Optimizer:
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_step_pre_hook(hook)
+    return optimizer
+
+
+@on_ranks(2)
+def test_a_step_that_tools_wrap(rank: int) -> None:
+    """Also where they wrap the class's."""
+    want, _ = replicated(Net, net_loss)
+    model = built()
+    calls: list[int] = []
+    step = optim.AdamW.step
+
+    @functools.wraps(step)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return step(*args, **kwargs)
+
+    with mock.patch.object(optim.AdamW, "step", timed):
+        train(model, net_loss, optim.AdamW(model.parameters(), lr=1e-2))
+    assert_same(model, want)
+    assert len(calls) == 4
+
+
+@on_ranks(2)
+def test_no_memory_on_the_host(rank: int) -> None:
+    """States stay on the device, as they are; and go to the host once there is room."""
+    made, on_host = [], host_states.on_host
+
+    def failing(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(on_host(*args, **kwargs).fill_(12345.0))
+        if len(made) == 3:
+            raise MemoryError("no room")
+        return made[-1]
+
+    want, _ = replicated(Net, net_loss, steps=2)
+    model = built()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    net_loss(model, rank, 0).backward()
+    with mock.patch.object(host_states, "on_host", failing), pytest.raises(MemoryError):
+        optimizer.step()
+    states = [optimizer.state[param] for param in model.parameters()]
+    assert not any((each == 12345.0).any() for each in tensors(optimizer))
+    assert sum(bool(state) for state in states) >= 2
+    for param in model.parameters():
+        if optimizer.state[param]:
+            param.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    net_loss(model, rank, 1).backward()
+    optimizer.step()
+    assert_same(model, want)
+    assert all(isinstance(each, HostState) for each in optimizer.state.values())
+
+
+class Scalar(Net):
+    """With a parameter of no dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD"])
+@on_ranks(2)
+def test_scalars_are_loaded(rank: int, kind: str) -> None:
+    """torch's own look at some of a state as it is loaded."""
+    made = []
+    for policy in (None, POLICY):
+        torch.manual_seed(0)
+        model = autoshard.shard(Scalar(), strategy="no_shard", offload_policy=policy)
+        optimizer = getattr(optim, kind)(model.parameters())
+        train(model, net_loss, optimizer, steps=2)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = getattr(optim, kind)(model.parameters())
+        for _ in range(2):
+            optimizer.load_state_dict(saved)
+            train(model, net_loss, optimizer, steps=1)
+        made.append(model)
+    assert_same(made[1], made[0])
