@@ -5,12 +5,13 @@
     python benchmarks/one_budget.py --layers 8          # of the model's, all of which take minutes
 
 A joint graph is traced once, and parted as each way says, all with the same costs and one bucket a
-unit: without checkpoints; with one around each block, or around each second; with products and
-attention saved ("ops"); and by torch's partitioner with `activation_memory_budget`, the largest
-that fits. The budget of a row is what one of the ways by hand needs at its peak. "planned" is what
-`memory_budget` decides with it, once with values on the host, and once without. The bound is that
-of `handed.bound_us`. "states, too" is with optimizer states on the host, where that is faster: what
-they leave is for values then, and the update takes longer.
+unit, by hand each gathered one ahead: without checkpoints; with one around each block, or around
+each second; with products and attention saved ("ops"); and by torch's partitioner with
+`activation_memory_budget`, the largest that fits. The budget of a row is what one of the ways by
+hand needs at its peak. "planned" is what `memory_budget` decides with it, once with values on the
+host, and once without. The bound is that of `handed.bound_us`. "states, too" is with optimizer
+states on the host, where that is faster: what they leave is for values then, and the update takes
+longer. Seconds are of the search, and of each time that torch's partitioner ran for it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from autoshard.compilation import DryCompilation, Partition
 from autoshard.handed import Handed, Parts, Run
 from autoshard.options import CompileOptions
 from autoshard.passes.pipeline import copied
+from autoshard.passes.planner.per_unit import per_unit
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.planner.update import HostStates, moved_states
 from autoshard.passes.plans.prices import Prices
@@ -130,12 +132,22 @@ class Ways:
         return self.compilation.priced_parts(gm, self.partition, self.prices)
 
 
+def one_ahead(parts: Parts) -> Run:
+    """Simulate parts with each unit gathered one ahead, as by hand."""
+    timelines = [per_unit(problem) for problem in parts.problems]
+    peaks = {
+        kind: (timeline.peak.position, timeline.peak_bytes)
+        for kind, timeline in zip(handed.KINDS, timelines, strict=True)
+    }
+    return Run(peaks, sum(timeline.time_us for timeline in timelines))
+
+
 def show(ways: Ways, topology: Topology, states: HostStates | None) -> None:
     """Print the table."""
     hand = {way: ways.by_hand(way) for way in BY_HAND}
-    steps = {way: Run.of(parts.problems, math.inf) for way, parts in hand.items()}
+    steps = {way: one_ahead(parts) for way, parts in hand.items()}
     shares = [number / STEPS for number in range(STEPS + 1)]
-    torchs = [Run.of(ways.by_torch(share).problems, math.inf) for share in shares]
+    torchs = [one_ahead(ways.by_torch(share)) for share in shares]
     for way, step in steps.items():
         print(f"{way}: {step.time_us / 1000:.1f} ms, {step.peak_bytes / 2**30:.2f} GiB", flush=True)
     print(

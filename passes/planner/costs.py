@@ -68,6 +68,8 @@ class Costs:
     contention:       factor by which compute slows down while a collective runs; at least 1.
     divides:          whether collectives divide sums themselves.
     call_us:          time for which compute stands still for a launch and its wait themselves.
+    together_bytes:   members of a grouped gather that have fewer share one buffer, if there are
+        several: they are sent together.
     is_flat:          whether members lie in one buffer all the time, as flat parameters of FSDP1
         and gradients of DDP do: then nothing is copied.
     """
@@ -79,16 +81,20 @@ class Costs:
     divides: bool = False
     call_us: float = 0.0
     is_flat: bool = False
+    together_bytes: int = 0
 
-    def is_shared(self, kind: str, num_members: int, layout: str) -> bool:
-        """Tell whether members are copied to a shared buffer before a launch.
+    def are_shared(self, kind: str, sizes: Sequence[int], layout: str) -> list[bool]:
+        """Tell of each member whether it is copied to a shared buffer before a launch.
 
-        They are in a packed bucket of several, and for a reduce of one. If so, a gather's members
-        are also copied out of it after the wait.
+        They are in a packed bucket of several, and for a reduce of one; and those of a grouped one
+        that are sent together. If so, a gather's members are also copied out of it after the wait.
+
+        sizes: bytes of each member, unsharded.
         """
-        if layout == GROUPED or self.is_flat:
-            return False
-        return num_members > 1 or kind == "reduce"
+        if layout == GROUPED:
+            small = [num_bytes < self.together_bytes for num_bytes in sizes]
+            return small if sum(small) > 1 else [False] * len(sizes)
+        return [not self.is_flat and (len(sizes) > 1 or kind == "reduce")] * len(sizes)
 
     def copy_in_us(self, kind: str, bucket_class: str, moved_bytes: int) -> float:
         """Microseconds to copy what is sent before a launch: gradients, or shards for a gather.

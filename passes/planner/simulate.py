@@ -77,9 +77,10 @@ def make_bucket(problem: Problem, kind: str, items: Sequence[Item], layout: str)
     """
     costs, bucket_class = problem.costs, items[0].bucket_class
     num_bytes, count = sum(item.num_bytes for item in items), len(items)
-    is_shared = costs.is_shared(kind, count, layout)
-    copied_in = [item for item in items if is_shared or item.is_copied_in]
-    copied_out = sum(item.num_bytes for item in items if is_shared or item.is_copied_out)
+    are_shared = costs.are_shared(kind, [item.num_bytes for item in items], layout)
+    pairs = list(zip(items, are_shared, strict=True))
+    copied_in = [item for item, is_shared in pairs if is_shared or item.is_copied_in]
+    copied_out = sum(item.num_bytes for item, shared in pairs if shared or item.is_copied_out)
     return SimulatedBucket(
         kind=kind,
         bucket_class=bucket_class,

@@ -79,6 +79,8 @@ class Topology:
     host_alpha_us:    start-up of such a copy.
     step_alpha_us:    of each step of a ring, of which there are as many as ranks.
     member_us:        time of one more member of a grouped bucket.
+    together_bytes:   of a parameter, below which it is sent together with others of its bucket, as
+        where ranks send messages.
     call_us:          how long compute stands still for one more collective itself.
     averages:         whether collectives divide sums themselves, as NCCL's do.
     contention:       factor by which compute takes longer while a collective runs.
@@ -116,6 +118,7 @@ class Topology:
     host_alpha_us: float = 0.0
     step_alpha_us: float = 0.0
     averages: bool = False
+    together_bytes: int = 0
     residuals: Residuals | None = None
     measured: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     ops: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -196,6 +199,7 @@ class Topology:
             contention=max(1.0, self.contention),
             divides=self.averages,
             call_us=self.call_us,
+            together_bytes=self.together_bytes,
         )
 
     @property

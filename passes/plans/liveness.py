@@ -23,7 +23,7 @@ from autoshard.passes.ir.match import (
     members_of,
     move_of,
 )
-from autoshard.passes.ir.meta import CHUNKS
+from autoshard.passes.ir.meta import CHUNKS, PARAM
 from autoshard.passes.plans.fusion import Fusion
 from autoshard.passes.plans.values import (
     bytes_of,
@@ -74,7 +74,8 @@ def reads(
 class Live:
     """Bytes in use at each compute node, without gathered parameters and unreduced gradients.
 
-    parameters:  inputs of the graph that markers read: shards.
+    parameters:  shards: inputs of the graph that markers read, and in backward those of parameters
+        that stay unsharded until then, which are no inputs.
     inputs:      other inputs that live longer than the graph: the user's inputs, buffers, and
         parameters that the runtime keeps unsharded.
     activations: in forward or inference, its outputs, for backward or for the user; in backward,
@@ -116,11 +117,27 @@ def live_bytes(graph: fx.Graph, kind: str, fusion: Fusion | None = None) -> Live
         change = activations if is_handed_on else temporaries
         change[begin] += num_bytes
         change[end + 1] -= num_bytes
+    if kind == "backward":
+        given["parameters"] += _unread_shards(graph)
     return Live(
         **given,
         activations=tuple(itertools.accumulate(activations))[:num_ops],
         temporaries=tuple(itertools.accumulate(temporaries))[:num_ops],
     )
+
+
+def _unread_shards(graph: fx.Graph) -> int:
+    """Bytes of shards whose gradients a backward reduces, though it does not gather them."""
+    markers = [(node, PARAM.get(node)) for node in graph.nodes if is_marker(node)]
+    gathered = {info.name for node, info in markers if info is not None and is_unshard(node)}
+    found = 0
+    for node, info in markers:
+        if is_reduce_grad(node) and info is not None and info.name not in gathered:
+            (member,) = read_members(members_of(node))
+            dtype = member.shard_dtype or member.dtype
+            numel = 0 if member.on_host else member.chunk_numel(groups.shards(group_of(node)))
+            found += numel * dtype.itemsize
+    return found
 
 
 def count_between(graph: fx.Graph) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from autoshard.passes.planner.topology import Topology
 
 def where_copies_cost_most() -> AbstractContextManager[str]:
     """The file of a topology on which no gather is packed that can be grouped."""
-    return _topology_of("gloo", call_us=500.0, member_us=0.0, copy_gb_per_s=1e-3)
+    return _topology_of("gloo", call_us=500.0, member_us=0.0, copy_gb_per_s=1e-3, together_bytes=0)
 
 
 def where_calls_cost_little() -> AbstractContextManager[str]:

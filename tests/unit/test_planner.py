@@ -38,10 +38,22 @@ from autoshard.passes.planner.topology import (
 from autoshard.passes.plans.fusion import fuse
 from autoshard.passes.plans.roofline import node_us, num_flops, op_key
 from autoshard.passes.plans.values import base_of
+from autoshard.runtime.comm.transport import LEAST
 
 H100 = Topology.load("h100")
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 LAYERS = 32  # enough for a backward with an idle link to gather far ahead
+
+
+def test_small_members_of_a_grouped_gather_are_sent_together() -> None:
+    """As ranks that send messages do; one alone is not."""
+    gloo = Topology.load("gloo")
+    assert gloo.together_bytes == LEAST
+    costs = gloo.costs({}, {})
+    assert costs.are_shared("gather", [LEAST, 8, 16], GROUPED) == [False, True, True]
+    assert costs.are_shared("gather", [LEAST, 8], GROUPED) == [False, False]
+    h100 = Topology.load("h100").costs({}, {})
+    assert h100.are_shared("gather", [LEAST, 8, 16], GROUPED) == [False] * 3
 
 
 def test_every_topology_says_where_its_numbers_come_from() -> None:
@@ -97,7 +109,7 @@ def test_contention_never_speeds_compute_up() -> None:
 
 def test_flat_members_are_not_copied() -> None:
     costs = Costs({}, {"reduce": 8}, copy_us_per_byte=1.0, is_flat=True)
-    assert not costs.is_shared("reduce", 3, PACKED)
+    assert costs.are_shared("reduce", [8, 8, 8], PACKED) == [False] * 3
     assert costs.hand_out_us("reduce", 800, PACKED) == 0
 
 
