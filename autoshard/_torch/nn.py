@@ -25,6 +25,12 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer that hold its hooks, before a step and after it."""
 
 
+def is_last_before_step(optimizer: torch.optim.Optimizer, hook_id: int) -> bool:
+    """Tell whether a hook is the last of the optimizer's own that run before its step."""
+    before, _ = STEP_HOOKS
+    return next(reversed(getattr(optimizer, before)), None) == hook_id
+
+
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Return the `step` of the optimizer's class, to be called with an optimizer, without hooks.
 

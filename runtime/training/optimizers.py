@@ -244,8 +244,11 @@ def _be_last(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
     It is torch's hook before all optimizers' steps, which runs before an optimizer's own.
     """
-    if optimizer in _handles:
-        _handles[optimizer].remove()
+    handle = _handles.get(optimizer)
+    if handle is not None:
+        if _torch.nn.is_last_before_step(optimizer, handle.id):
+            return
+        handle.remove()
     _handles[optimizer] = optimizer.register_step_pre_hook(_before_step)
 
 
