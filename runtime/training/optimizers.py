@@ -239,6 +239,7 @@ _handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
 """Of `_before_step` among each optimizer's own hooks."""
 
 
+@_torch.dynamo.disable  # where a step is compiled, it would be taken to be the first each time
 def _be_last(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Have `_before_step` run after all other hooks: they may change gradients, groups and states.
 
