@@ -36,7 +36,7 @@ from autoshard.passes.plans.values import hint_of
 from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.compiled.unit_graphs import graphs_of
-from autoshard.runtime.training.host_states import move_to_host
+from autoshard.runtime.training.loaded_states import move_loaded
 from autoshard.runtime.training.optimizers import live_optimizers
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.policies import OptimizerOffloadPolicy
@@ -194,7 +194,7 @@ class Compilation:
             compiled = self._compile_eagerly() if is_plain else self._compile_inductor()
         if self.handed.has_host_states:
             for optimizer in live_optimizers():  # of states that were loaded before a first step
-                move_to_host(optimizer)
+                move_loaded(optimizer)
         return compiled
 
     def _what(self) -> str:

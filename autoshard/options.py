@@ -44,7 +44,8 @@ class CompileOptions:
                and two optimizer states for its parameters' shards. If the whole model is one
                graph, there is room, and it saves predicted time, parameters stay unsharded from
                forward to backward, those that forward gathers last first, as if their units did
-               not reshard; if it does not fit, forward saves less, and backward computes it again.
+               not reshard; if it does not fit, forward saves less, and backward computes it again,
+               values lie on the host meanwhile, or optimizer states do from step to step.
                That is decided for the first shapes that are trained with. None: what "per_unit"
                needs, and nothing is computed again. A graph whose plan exceeds the budget gives a
                warning.

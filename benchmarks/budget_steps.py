@@ -82,7 +82,7 @@ def with_checkpoint(block: nn.Module, *, saves_ops: bool) -> None:
     if saves_ops:
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     run = functools.partial(checkpoint, block.forward, **keywords)
-    block.forward = run  # type: ignore[method-assign]  # the instance's
+    block.forward = run  # type: ignore[method-assign]  # the instance's, not the class's
 
 
 def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

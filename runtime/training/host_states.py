@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, optim
@@ -52,10 +52,6 @@ class HostState(dict[str, Any]):
         self.memory: dict[str, Tensor] = {}
         self.stores: Copies | None = None
 
-    def now(self) -> dict[str, Any]:
-        """Return what it maps to, not waited for."""
-        return dict(dict.items(self))
-
     def replace(self, values: Mapping[str, Any], stores: Copies | None) -> None:
         """Have it map to `values`, which `stores` copies."""
         self.clear()
@@ -70,8 +66,7 @@ class HostState(dict[str, Any]):
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         """Pickle it, or copy it, as a dict."""
-        self.wait()
-        return dict, (self.now(),)
+        return dict, (dict(self),)
 
 
 def _waiting(name: str) -> Callable[..., Any]:
@@ -92,6 +87,11 @@ _READERS = (
 )
 for _name in _READERS:  # with __iter__ among them, dict(state) comes to them, too
     setattr(HostState, _name, _waiting(_name))
+
+
+def _unwaited(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a state maps to, without a wait if it is a `HostState`."""
+    return dict(dict.items(state))
 
 
 class _Loaded(dict[Tensor, Any]):
@@ -159,7 +159,6 @@ def step_from_host(
             "where nobody waits for them: capture forward and backward alone, or train without "
             "OptimizerOffloadPolicy"
         )
-    watch(optimizer)
     stepped = [sharded for param, sharded in mine.items() if param.grad is not None]
     step, buckets = _torch.nn.unhooked_step(optimizer), _buckets(optimizer, stepped)
     loads: deque[_Loaded] = deque()
@@ -202,21 +201,9 @@ def _policy(sharded: ShardedParam) -> OptimizerOffloadPolicy:
     return policy
 
 
-def move_to_host(optimizer: optim.Optimizer) -> None:
-    """Move states that are to live on the host, and don't, as they were loaded before a first step.
-
-    Those of an optimizer that is not known to update parameters one by one stay.
-    """
-    if type(optimizer) not in BY_PARAMETER:
-        return
-    near = [
-        sharded
-        for param, sharded in params_from_host(optimizer).items()
-        if optimizer.state.get(param) and not isinstance(optimizer.state[param], HostState)
-    ]
-    if near:
-        watch(optimizer)
-    for bucket in _buckets(optimizer, near):
+def move_to_host(optimizer: optim.Optimizer, params: Sequence[ShardedParam]) -> None:
+    """Move states of `params`, which live on the host, and are on the device now."""
+    for bucket in _buckets(optimizer, params):
         loaded = _load(optimizer, bucket)
         loaded.wait_on_device()
         for copies in _store(optimizer, bucket, loaded):
@@ -243,10 +230,10 @@ def _bytes(optimizer: optim.Optimizer, sharded: ShardedParam) -> int:
     known = optimizer.state.get(sharded.param)
     if not known:
         return 2 * sharded.shard.nbytes
-    return sum(each.nbytes for _, each in _tensors(dict(dict.items(known)), sharded))
+    return sum(each.nbytes for _, each in shards_in(_unwaited(known), sharded))
 
 
-def _tensors(values: dict[str, Any], sharded: ShardedParam) -> Iterator[tuple[str, Tensor]]:
+def shards_in(values: dict[str, Any], sharded: ShardedParam) -> Iterator[tuple[str, Tensor]]:
     """Yield the keys of what of a state is laid out as its parameter is, with local tensors.
 
     Scalars stay on the device: torch's optimizers look at theirs.
@@ -267,8 +254,8 @@ def _load(optimizer: optim.Optimizer, bucket: Sequence[ShardedParam]) -> _Loaded
     for sharded in bucket:
         known = optimizer.state.get(sharded.param, {})
         is_ours = isinstance(known, HostState)
-        values = loaded[sharded.param] = dict(dict.items(known))
-        for key, local in _tensors(values, sharded):
+        values = loaded[sharded.param] = _unwaited(known)
+        for key, local in shards_in(values, sharded):
             if is_ours or local.device != sharded.device:
                 places.append((sharded, key))
                 tensors.append(local)
@@ -297,7 +284,7 @@ def _store(
             values = loaded[sharded.param]
             if values:
                 states.append((sharded, state, dict(values)))
-            for key, local in _tensors(values, sharded):
+            for key, local in shards_in(values, sharded):
                 sources.append(local)
                 targets.append(_memory(state, key, local, sharded))
                 states[-1][-1][key] = sharded.grad_from(targets[-1])
@@ -315,75 +302,10 @@ def _memory(state: HostState, key: str, local: Tensor, sharded: ShardedParam) ->
     """Return host memory of `state` for `local`, which is allocated if there is none like it."""
     known = state.memory.get(key)
     if known is None or (known.dtype, known.shape) != (local.dtype, local.shape):
-        known = on_host(local, pin_memory=_policy(sharded).pin_memory)
-        state.memory[key] = known
+        known = state.memory[key] = room_for(local, sharded)
     return known
 
 
-def room_for(param: Tensor, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a new state of `param` with its tensors on the host, if they live there."""
-    sharded = find(param)
-    if sharded is None or sharded.states_offload is None:
-        return values
-    room = dict(values)
-    for key, local in _tensors(room, sharded):
-        room[key] = sharded.grad_from(on_host(local, pin_memory=_policy(sharded).pin_memory))
-    return room
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Tensor of a state that is loaded, which `load_state_dict()` would move to the device."""
-
-    value: DTensor
-
-
-_watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
-
-
-def watch(optimizer: optim.Optimizer) -> None:
-    """Have state dicts of `optimizer` made of plain dicts, and what is loaded stay on the host.
-
-    Hooks of the user's see neither, but for those before loading that are registered later.
-    """
-    if optimizer not in _watched:
-        _watched.add(optimizer)
-        optimizer.register_state_dict_post_hook(_with_plain_dicts, prepend=True)
-        optimizer.register_load_state_dict_pre_hook(_hold)
-        optimizer.register_load_state_dict_post_hook(_take_held, prepend=True)
-
-
-def _with_plain_dicts(optimizer: optim.Optimizer, made: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with a dict for each state that lies on the host."""
-    states = {
-        key: dict(state) if isinstance(state, HostState) else state
-        for key, state in made["state"].items()
-    }
-    return {**made, "state": states}
-
-
-def _hold(optimizer: optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict in which tensors that stay on the host are `_Held`."""
-    numbers = (number for group in given["param_groups"] for number in group["params"])
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    states, mine = dict(given["state"]), params_from_host(optimizer)
-    for number, param in zip(numbers, params, strict=False):
-        if param in mine and number in states:
-            values = dict(states[number])
-            for key, _ in _tensors(values, mine[param]):
-                values[key] = _Held(values[key])
-            states[number] = values
-    return {**given, "state": states}
-
-
-def _take_held(optimizer: optim.Optimizer) -> None:
-    """Put what was held back into states of `optimizer`, in the dtypes of parameters."""
-    for param, sharded in params_from_host(optimizer).items():
-        values = optimizer.state.get(param)
-        if values and any(isinstance(each, _Held) for each in values.values()):
-            state = optimizer.state[param] = HostState()
-            for key, value in values.items():
-                if isinstance(value, _Held):
-                    local = _torch.dtensor.local_tensor(value.value)
-                    value = sharded.grad_from(local.to("cpu", param.dtype))
-                state[key] = value
+def room_for(local: Tensor, sharded: ShardedParam) -> Tensor:
+    """Return new host memory for a tensor of a parameter's state, which lives there."""
+    return on_host(local, pin_memory=_policy(sharded).pin_memory)

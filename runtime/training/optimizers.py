@@ -23,6 +23,7 @@ from autoshard.runtime.comm.mesh import world_size
 from autoshard.runtime.eager import access, unmanaged
 from autoshard.runtime.ranks.ledger import Ledger
 from autoshard.runtime.training.host_states import params_from_host, step_from_host
+from autoshard.runtime.training.loaded_states import watch
 from autoshard.runtime.training.local_step import STEP, stand_in_for, stand_in_of
 from autoshard.runtime.unit.param import ShardedParam, check_wanted, find, is_ignored, lent_by
 from autoshard.runtime.unit.reduce import is_waiting
@@ -225,6 +226,7 @@ def _before_step(
             return (optimizer, *given), kwargs
     _check_before_step(optimizer)
     if mine:
+        watch(optimizer)
         left = step_from_host(optimizer, mine, given, kwargs)
         return (stand_in_for(optimizer, left, optimizer.state), *given), kwargs
     if any(value is not None for value in (*given, *kwargs.values())):
@@ -236,7 +238,7 @@ def _before_step(
 _handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
     weakref.WeakKeyDictionary()
 )
-"""Of `_before_step` among each optimizer's own hooks."""
+"""Handle of `_before_step` among the hooks of each optimizer."""
 
 
 @_torch.dynamo.disable  # where a step is compiled, it would be taken to be the first each time

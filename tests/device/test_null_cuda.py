@@ -86,6 +86,13 @@ def step_of(model: Any, rows: int = 1, length: int = 4) -> Step:
     return step
 
 
+def memory_between_steps(model: Any) -> tuple[int, int]:
+    """Bytes that the allocator has given out beside shards; and those of shards."""
+    gc.collect()
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    return torch.cuda.memory_allocated() - shards, shards
+
+
 def counted(form: str, case: str) -> Counter[str]:
     """What is counted in a step."""
     ranks, hidden, arguments = CASES[case]
@@ -143,9 +150,7 @@ def test_the_peak_is_what_the_plan_says(fake_world: None, kind: str, form: str) 
     with null.without_triton():
         for _ in range(WARM_UP):
             step()
-    gc.collect()
-    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    beside = torch.cuda.memory_allocated() - shards
+    beside, _ = memory_between_steps(model)
     torch.cuda.reset_peak_memory_stats()
     step()
     peak = torch.cuda.max_memory_allocated() - beside
@@ -205,9 +210,7 @@ def test_states_lie_on_the_host(fake_world: None, form: str) -> None:
         with null.without_triton():
             for _ in range(WARM_UP):
                 step()
-        gc.collect()
-        shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-        beside = torch.cuda.memory_allocated() - shards
+        beside, shards = memory_between_steps(model)
         model(words).sum().backward()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

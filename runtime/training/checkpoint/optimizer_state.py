@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard import _torch
 from autoshard.runtime.eager import access
-from autoshard.runtime.training import host_states
+from autoshard.runtime.training import loaded_states
 from autoshard.runtime.training.checkpoint.reader import new_tensor
 
 Group = Mapping[str, Any]
@@ -60,7 +60,7 @@ def room_for(
     known: metadata of what a checkpoint has below "optimizer", by key.
     Raises ValueError if a saved state lacks a key that this optimizer has, as that of another type.
     """
-    host_states.watch(optimizer)  # what is loaded may be for the host
+    loaded_states.watch(optimizer)  # what is loaded may be for the host
     room, there = state_of(model, optimizer), _beginnings(known)
     saved: dict[str, dict[str, Any]] = {}
     for group, its in zip(optimizer.param_groups, room["param_groups"], strict=True):
@@ -70,7 +70,7 @@ def room_for(
                     values: Mapping[str, Any] = _state_as_saved(known, f"state.{name}.", param)
                 else:
                     values = room["state"].get(name)
-                    values = values or host_states.room_for(
+                    values = values or loaded_states.where_it_lives(
                         param, _new_state(optimizer, group, param)
                     )
                 saved[name] = dict(values)

@@ -364,8 +364,15 @@ def test_hooks_before_a_step(rank: int, form: str, is_on_host: bool) -> None:
 
 
 def hooked(model: Any, hook: Any) -> optim.Optimizer:
+    """With `hook` before its steps; and once more, from the second step on."""
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.register_step_pre_hook(hook)
+
+    @functools.cache
+    def register(optimizer: optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(hook)
+
+    optimizer.register_step_post_hook(lambda optimizer, *_: register(optimizer))
     return optimizer
 
 
