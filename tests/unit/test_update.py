@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import random
 from typing import Any
 from unittest import mock
 
@@ -78,10 +79,13 @@ class Clock:
 
 
 @pytest.mark.parametrize("compute_us", [1.0, 20.0, 100.0])
-@pytest.mark.parametrize("layers", [1, 3, 9])
+@pytest.mark.parametrize(("layers", "seed"), [(1, 0), (3, 0), *((9, seed) for seed in range(6))])
 @on_ranks(1)
-def test_an_update_takes_what_the_plan_says(rank: int, layers: int, compute_us: float) -> None:
-    sizes = [3 + layer * 5 % 7 for layer in range(layers)]
+def test_an_update_takes_what_the_plan_says(
+    rank: int, layers: int, seed: int, compute_us: float
+) -> None:
+    drawn = random.Random(seed)
+    sizes = [drawn.randint(1, 60) for _ in range(layers)]
     model = torch.nn.Sequential(*[torch.nn.Linear(size, 1, bias=False) for size in sizes])
     policy = autoshard.OptimizerOffloadPolicy(bucket_bytes=1)
     autoshard.shard(model, offload_policy=policy)
