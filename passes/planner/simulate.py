@@ -13,8 +13,8 @@ Launches and waits are placed by what is known at each position:
   launched in any case;
 - a reduce is launched as soon as its last gradient is there;
 - a gather is waited for at its first use. A reduce is waited for once it is over, so that compute
-  only has to copy its sums out. It is waited for earlier where a gather needs the memory that it
-  holds, where its result is read, and at a barrier.
+  only has to copy its sums out. It is waited for earlier where ops, a copy or a gather need the
+  memory that it holds, where its result is read, and at a barrier.
 
 Memory is counted by position: values that live at an op, gathered parameters from launch to last
 use, gradients from when they are made to their wait. A packed bucket is in memory twice while it is
@@ -194,8 +194,8 @@ def simulate(
 
     A gather is launched just early enough to keep its link busy, later if it does not fit under the
     budget, and at the latest at its first use, where it is waited for. A reduce is launched once
-    its gradients are there. It is waited for once it is over, or earlier: where a gather needs its
-    memory, where its result is read, at a barrier, and at the end.
+    its gradients are there. It is waited for once it is over, or earlier: where its memory is
+    needed under the budget, where its result is read, at a barrier, and at the end.
 
     gathers: in order of first use; reduces: in order of readiness.
     budget_bytes: for all memory. A parameter that compute needs is gathered even beyond it: the
@@ -479,7 +479,11 @@ class _Placing(_Simulation):
         """
         super().__init__(problem, gathers, reduces)
         self.budget = budget_bytes
-        self.largest_sum = max((each.shard_bytes for each in reduces), default=0)
+        sums, copies = (
+            [each.shard_bytes for each in reduces],
+            [each.twice_bytes for each in gathers],
+        )
+        self.largest_beside = max((*sums, *copies), default=0)  # of others, beside a gather
         self.known_beyond, self.known_us = known[0], known[1] * (1 + ROUNDING)
         # What is before compute and each link, ops aside; launches and waits take from it.
         self.copies_us = 0.0
@@ -497,7 +501,9 @@ class _Placing(_Simulation):
 
         In turn: all-reduces begin and reduces are waited for if they are over by now; reduces that
         are ready are launched; those used here are waited for, with those launched before them;
-        gathers are launched as `_may_launch` says; gathers used here are waited for.
+        gathers are launched as `_may_launch` says; gathers used here are waited for. Other reduces
+        are waited for as well, the first ones first, if there is no room for the copy of one that
+        is launched, or for the ops that follow.
         Raises _Worse if the timeline is sure to be worse than the known one.
         """
         self._give_up_if_worse()
@@ -512,6 +518,10 @@ class _Placing(_Simulation):
         while (
             self.next_reduce < len(reduces) and reduces[self.next_reduce].bucket.ready <= position
         ):
+            bucket = reduces[self.next_reduce].bucket
+            beside = max(bucket.twice_bytes, bucket.shard_bytes)
+            while self.in_flight and self._room() - self.problem.between_bytes(position) < beside:
+                self.wait(self.in_flight.popleft())
             self.launch(reduces[self.next_reduce])
             self.in_flight.append(reduces[self.next_reduce])
             self.next_reduce += 1
@@ -523,6 +533,8 @@ class _Placing(_Simulation):
         while self.next_wait < len(gathers) and gathers[self.next_wait].bucket.used <= position:
             self.wait(gathers[self.next_wait])
             self.next_wait += 1
+        while self.in_flight and self._room() < self.problem.peak_bytes(position, following):
+            self.wait(self.in_flight.popleft())
 
     def end(self) -> None:
         while self.in_flight:
@@ -592,20 +604,39 @@ class _Placing(_Simulation):
         """Tell whether `bucket`, if gathered now, stays under the budget until it is freed.
 
         Until its first use gradients count as if none were reduced meanwhile. From then on they
-        count as if all had been reduced to shards, and the bucket's copy out counts, too. The
-        largest sum of a reduce that is launched until it is freed must also fit.
+        count as if all had been reduced to shards, and the bucket's copy out counts, too. What
+        others need for a moment until it is freed must also fit: the largest sum of a reduce that
+        is launched, and copies out of gathers in flight.
         """
         problem, position, used = self.problem, self.position, bucket.used
-        room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes
+        room = self._room() - bucket.num_bytes
         left = math.inf if position == used else room - problem.peak_bytes(position, used)
         if left < 0:
             return False
         shards = problem.made_shard_bytes
-        room -= bucket.twice_bytes + shards[used] - shards[position]
-        left = min(left, room - problem.peak_bytes(used, bucket.freed))
-        return left >= self.largest_sum or (
-            left >= 0 and left >= self._arriving_bytes(bucket.freed)
+        after = room - bucket.twice_bytes - (shards[used] - shards[position])
+        left = min(left, after - problem.peak_bytes(used, bucket.freed))
+        return left >= self.largest_beside or (
+            left >= 0 and left >= self._arriving_bytes(bucket.freed) and self._copies_fit(room)
         )
+
+    def _room(self) -> float:
+        """Bytes under the budget that gathers and gradients leave, those of now; see `Problem`."""
+        return self.budget - self.ever_gathered - self.unreduced - self.reduced
+
+    def _copies_fit(self, room: float) -> bool:
+        """Tell whether gathers in flight can be copied out in `room`, each at its first use.
+
+        Gradients count as if none were reduced meanwhile.
+        """
+        problem, made = self.problem, self.problem.made_bytes
+        for number in range(self.next_wait, self.next_gather):
+            bucket = self.gathers[number].bucket
+            made_since = made[bucket.used] - made[self.position]
+            others = problem.peak_bytes(bucket.used, bucket.used + 1) + made_since
+            if room - others < bucket.twice_bytes:
+                return False
+        return True
 
     def _arriving_bytes(self, end: int) -> int:
         """Bytes of the largest shards among reduces still to be launched, ready before `end`."""
