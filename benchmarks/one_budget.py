@@ -3,6 +3,7 @@
     python benchmarks/one_budget.py                     # Llama-3 8B on 8 H100s
     python benchmarks/one_budget.py --model 70b --gpus 64 --topology h200
     python benchmarks/one_budget.py --layers 8          # of the model's, all of which take minutes
+    python benchmarks/one_budget.py --budgets full      # one row
 
 A joint graph is traced once, and parted as each way says, all with the same costs and one bucket a
 unit, by hand each gathered one ahead: without checkpoints; with one around each block, or around
@@ -20,6 +21,7 @@ import argparse
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +49,8 @@ MODELS = {
     "70b": Shape("llama", 8192, 28672, 64, 8, 80, 128_256, False, "plain"),
     "405b": Shape("llama", 16384, 53248, 128, 8, 126, 128_256, False, "plain"),
 }
-BY_HAND = ("none", "full", "layers:2", "ops")
+BUDGETS = ("full", "layers:2", "ops")
+BY_HAND = ("none", *BUDGETS)
 STEPS = 5  # of activation_memory_budget, from 0 to 1
 
 
@@ -142,8 +145,8 @@ def one_ahead(parts: Parts) -> Run:
     return Run(peaks, sum(timeline.time_us for timeline in timelines))
 
 
-def show(ways: Ways, topology: Topology, states: HostStates | None) -> None:
-    """Print the table."""
+def show(ways: Ways, topology: Topology, states: HostStates | None, budgets: Sequence[str]) -> None:
+    """Print the table, with a row for what each of the ways `budgets` needs."""
     hand = {way: ways.by_hand(way) for way in BY_HAND}
     steps = {way: one_ahead(parts) for way, parts in hand.items()}
     shares = [number / STEPS for number in range(STEPS + 1)]
@@ -156,7 +159,7 @@ def show(ways: Ways, topology: Topology, states: HostStates | None) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     without = dataclasses.replace(topology, host_gb_per_s=0.0)
-    for way in ("full", "layers:2", "ops"):
+    for way in budgets:
         budget = int(steps[way].peak_bytes)
         best = min(each.time_us for each in steps.values() if each.peak_bytes <= budget)
         fit = [each.time_us for each in torchs if each.peak_bytes <= budget]
@@ -185,6 +188,7 @@ def main() -> None:
     parser.add_argument("--topology", default="h100")
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS)
     options = parser.parse_args()
     shape, topology = MODELS[options.model], Topology.load(options.topology)
     if options.layers:
@@ -211,7 +215,7 @@ def main() -> None:
         print(f"{options.model}, {shape.layers} layers, {options.gpus} of {topology.title}")
         compilation.partition(
             lambda joint, partition: show(
-                Ways(compilation, joint, partition, prices), topology, states
+                Ways(compilation, joint, partition, prices), topology, states, options.budgets
             )
         )
 
