@@ -144,14 +144,6 @@ class Problem:
         peaks = self._peaks[row]
         return max(peaks[begin], peaks[end - (1 << row)]) - self.made_bytes[begin]
 
-    def between_bytes(self, position: int) -> int:
-        """Bytes in use between the ops before and after `position`, as `peak_bytes` counts them.
-
-        They are those of the op with fewer, without gradients.
-        """
-        live = min(self.live_bytes[max(0, position - 1) : position + 1], default=0)
-        return live - self.freed_bytes[position]
-
     def peak_op(self, begin: int, end: int) -> int:
         """First of the ops `begin` to `end` - 1 at which `peak_bytes` is reached."""
         return max(range(begin, end), key=self._peaks[0].__getitem__)

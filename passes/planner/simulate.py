@@ -13,8 +13,8 @@ Launches and waits are placed by what is known at each position:
   launched in any case;
 - a reduce is launched as soon as its last gradient is there;
 - a gather is waited for at its first use. A reduce is waited for once it is over, so that compute
-  only has to copy its sums out. It is waited for earlier where ops, a copy or a gather need the
-  memory that it holds, where its result is read, and at a barrier.
+  only has to copy its sums out. It is waited for earlier where a gather needs the memory that it
+  holds, where its result is read, and at a barrier.
 
 Memory is counted by position: values that live at an op, gathered parameters from launch to last
 use, gradients from when they are made to their wait. A packed bucket is in memory twice while it is
@@ -194,8 +194,8 @@ def simulate(
 
     A gather is launched just early enough to keep its link busy, later if it does not fit under the
     budget, and at the latest at its first use, where it is waited for. A reduce is launched once
-    its gradients are there. It is waited for once it is over, or earlier: where its memory is
-    needed under the budget, where its result is read, at a barrier, and at the end.
+    its gradients are there. It is waited for once it is over, or earlier: where a gather needs its
+    memory, where its result is read, at a barrier, and at the end.
 
     gathers: in order of first use; reduces: in order of readiness.
     budget_bytes: for all memory. A parameter that compute needs is gathered even beyond it: the
@@ -501,9 +501,7 @@ class _Placing(_Simulation):
 
         In turn: all-reduces begin and reduces are waited for if they are over by now; reduces that
         are ready are launched; those used here are waited for, with those launched before them;
-        gathers are launched as `_may_launch` says; gathers used here are waited for. Other reduces
-        are waited for as well, the first ones first, if there is no room for the copy of one that
-        is launched, or for the ops that follow.
+        gathers are launched as `_may_launch` says; gathers used here are waited for.
         Raises _Worse if the timeline is sure to be worse than the known one.
         """
         self._give_up_if_worse()
@@ -518,10 +516,6 @@ class _Placing(_Simulation):
         while (
             self.next_reduce < len(reduces) and reduces[self.next_reduce].bucket.ready <= position
         ):
-            bucket = reduces[self.next_reduce].bucket
-            beside = max(bucket.twice_bytes, bucket.shard_bytes)
-            while self.in_flight and self._room() - self.problem.between_bytes(position) < beside:
-                self.wait(self.in_flight.popleft())
             self.launch(reduces[self.next_reduce])
             self.in_flight.append(reduces[self.next_reduce])
             self.next_reduce += 1
@@ -533,8 +527,6 @@ class _Placing(_Simulation):
         while self.next_wait < len(gathers) and gathers[self.next_wait].bucket.used <= position:
             self.wait(gathers[self.next_wait])
             self.next_wait += 1
-        while self.in_flight and self._room() < self.problem.peak_bytes(position, following):
-            self.wait(self.in_flight.popleft())
 
     def end(self) -> None:
         while self.in_flight:

@@ -322,39 +322,6 @@ def _with_two_gathers(budget_bytes: int) -> Timeline:
     return simulate(each, buckets, [], budget_bytes=budget_bytes)
 
 
-@pytest.mark.parametrize(
-    ("live_bytes", "is_copied_in", "least"),
-    [(210, False, 360), (0, True, 250)],
-    ids=["op", "copy"],
-)
-def test_reduces_are_waited_for_where_their_memory_is_needed(
-    live_bytes: int, is_copied_in: bool, least: int
-) -> None:
-    """By an op, or for the copy of the next one; not where there is room."""
-    room = _with_two_reduces(1000, live_bytes, is_copied_in)
-    assert [run.wait for run in room.runs] == [4, 4]
-    assert room.peak_bytes == least + 100  # of the first gradient
-    no_room = _with_two_reduces(room.peak_bytes - 1, live_bytes, is_copied_in)
-    assert no_room.runs[0].wait < 4
-    assert no_room.peak_bytes == least
-
-
-def _with_two_reduces(budget_bytes: int, live_bytes: int, is_copied_in: bool) -> Timeline:
-    """Simulate gradients of 100 bytes with sums of 50, made by ops 0 and 1, over a slow link.
-
-    live_bytes: at op 1. is_copied_in: whether the second one is.
-    """
-    link = Link("node", alpha_us=1000.0, us_per_byte=0.0, member_us=0.0)
-    costs = Costs({"reduce": (link,)}, {"reduce": 2}, copy_us_per_byte=0.0)
-    items = [
-        Item(f"w{n}", f"{n}", "reduce", 100, n + 1, 4, 4, is_copied_in=is_copied_in and n == 1)
-        for n in range(2)
-    ]
-    each = Problem("backward", (5.0,) * 4, (0, live_bytes, 0, 0), (), tuple(items), costs)
-    buckets = [make_bucket(each, "reduce", [item], GROUPED) for item in items]
-    return simulate(each, [], buckets, budget_bytes=budget_bytes)
-
-
 def test_roofline() -> None:
     """A product by its operations, a copy by its bytes; what is fused is not counted twice."""
     graph = fx.Graph()
