@@ -479,10 +479,8 @@ class _Placing(_Simulation):
         """
         super().__init__(problem, gathers, reduces)
         self.budget = budget_bytes
-        sums, copies = (
-            [each.shard_bytes for each in reduces],
-            [each.twice_bytes for each in gathers],
-        )
+        sums = (each.shard_bytes for each in reduces)
+        copies = (each.twice_bytes for each in gathers)
         self.largest_beside = max((*sums, *copies), default=0)  # of others, beside a gather
         self.known_beyond, self.known_us = known[0], known[1] * (1 + ROUNDING)
         # What is before compute and each link, ops aside; launches and waits take from it.
@@ -601,7 +599,7 @@ class _Placing(_Simulation):
         is launched, and copies out of gathers in flight.
         """
         problem, position, used = self.problem, self.position, bucket.used
-        room = self._room() - bucket.num_bytes
+        room = self.budget - self.ever_gathered - self.unreduced - self.reduced - bucket.num_bytes
         left = math.inf if position == used else room - problem.peak_bytes(position, used)
         if left < 0:
             return False
@@ -611,10 +609,6 @@ class _Placing(_Simulation):
         return left >= self.largest_beside or (
             left >= 0 and left >= self._arriving_bytes(bucket.freed) and self._copies_fit(room)
         )
-
-    def _room(self) -> float:
-        """Bytes under the budget that gathers and gradients leave, those of now; see `Problem`."""
-        return self.budget - self.ever_gathered - self.unreduced - self.reduced
 
     def _copies_fit(self, room: float) -> bool:
         """Tell whether gathers in flight can be copied out in `room`, each at its first use.

@@ -24,7 +24,6 @@ from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import Decision, _Space, search, search_beside
 from autoshard.passes.planner.simulate import (
-    Timeline,
     make_bucket,
     simulate,
     simulate_unless_worse,
@@ -302,24 +301,36 @@ def test_a_sum_has_room_to_arrive() -> None:
 
 
 def test_a_gather_in_flight_has_room_to_be_copied_out() -> None:
-    """A second gather of 100 bytes begins ahead only if a first one fits twice, at its wait."""
-    assert _with_two_gathers(300).runs[1].launch == 0
-    short = _with_two_gathers(299)
-    assert short.runs[1].launch == 2
-    assert short.peak_bytes == 200
+    """A second gather begins ahead only if a first one fits twice at its wait, beside gradients."""
+    assert _second_of_two_gathers(300) == (0, 300)
+    assert _second_of_two_gathers(299) == (2, 200)
+    assert _second_of_two_gathers(400, made_bytes=100)[0] == 0
+    assert _second_of_two_gathers(399, made_bytes=100)[0] == 2
 
 
-def _with_two_gathers(budget_bytes: int) -> Timeline:
-    """Simulate gathers of 100 bytes, used at ops 1 and 2, of which the first is copied out."""
+def _second_of_two_gathers(budget_bytes: int, *, made_bytes: int = 0) -> tuple[int, int]:
+    """Simulate gathers of 100 bytes, used at ops 1 and 2, of which the first is copied out.
+
+    made_bytes: of a gradient that op 0 makes. Returns where the second gather is launched, and
+        bytes at the peak.
+    """
     link = Link("node", alpha_us=1.0, us_per_byte=0.0, member_us=0.0)
-    costs = Costs({"gather": (link,)}, {"gather": 2}, copy_us_per_byte=0.0)
-    items = [
+    costs = Costs(
+        {"gather": (link,), "reduce": (link,)}, {"gather": 2, "reduce": 2}, copy_us_per_byte=0.0
+    )
+    gathers = [
         Item(f"w{n}", f"{n}", "gather", 100, 0, n + 1, n + 2, is_copied_out=n == 0)
         for n in range(2)
     ]
-    each = Problem("forward", (5.0,) * 3, (0,) * 3, tuple(items), (), costs)
-    buckets = [make_bucket(each, "gather", [item], PACKED) for item in items]
-    return simulate(each, buckets, [], budget_bytes=budget_bytes)
+    reduces = [Item("w0", "0", "reduce", made_bytes, 1, 3, 3)]
+    each = Problem("backward", (5.0,) * 3, (0,) * 3, tuple(gathers), tuple(reduces), costs)
+    timeline = simulate(
+        each,
+        [make_bucket(each, "gather", [item], PACKED) for item in gathers],
+        [make_bucket(each, "reduce", reduces, GROUPED)],
+        budget_bytes=budget_bytes,
+    )
+    return timeline.runs[1].launch, timeline.peak_bytes
 
 
 def test_roofline() -> None:
