@@ -29,13 +29,17 @@ def changelog(folder: Path) -> str:
 
 
 def _item(text: str) -> str:
-    """Make an item of a list of a change.
+    """Make an item of a list of a change; one that has items already stays as it is.
 
     >>> print(_item("One.\\nTwo."))
     - One.
       Two.
+    >>> print(_item("- One.\\n- Two."))
+    - One.
+    - Two.
     """
-    return "- " + "\n  ".join(text.strip().splitlines())
+    text = text.strip()
+    return text if text.startswith("- ") else "- " + "\n  ".join(text.splitlines())
 
 
 def main(argv: list[str] | None = None) -> int:
