@@ -28,8 +28,7 @@ from autoshard.runtime.ranks.agreement import (
     first_difference,
     share,
 )
-from autoshard.runtime.unit.param import ShardedParam, find
-from autoshard.runtime.unit.unit import root_of
+from autoshard.runtime.unit.param import ShardedParam
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def agreed_attempt(
     A search for plans depends on the batch at hand, which may differ from rank to rank, or in a
     later call on one rank alone. So plans that ranks have agreed on are kept for the frame, and
     later compilations follow them. If searches on ranks found different plans, all ranks trace the
-    frame again and follow the first rank's plans. For a frame that is a whole step, under a memory
+    frame again and follow the first rank's plans. For a frame with a backward, under a memory
     budget, the first rank decides what forward hands to backward, once, where it parts the frame's
     graph. Where something is new ranks wait for each other, at the first time for ten minutes, or
     the group's timeout if that is longer. `gm` is changed.
@@ -131,7 +130,7 @@ def agreed_attempt(
     known = graphs.known_plans.setdefault(key, [])
     decider: _SharedDecider | None = None
     decides = settings.searches and settings.budget_bytes is not None
-    if decides and key not in graphs.handed and is_whole_step(params, example_inputs):
+    if decides and key not in graphs.handed and has_backward(example_inputs):
         keep = functools.partial(graphs.handed.__setitem__, key)
         decider = graphs.deciders.setdefault(key, _SharedDecider(name, mesh, keep))
     text = graphs.handed.get(key, "")
@@ -159,18 +158,6 @@ def agreed_attempt(
         new = (plan for plan in attempt.plans if plan.digest not in digests)
         known += [dataclasses.replace(plan, figures=None) for plan in new]
     return attempt
-
-
-def is_whole_step(params: Sequence[ShardedParam], example_inputs: Sequence[Any]) -> bool:
-    """Tell whether a frame has a backward, and reads all sharded parameters of its model.
-
-    It has one if gradients are enabled now, and an input requires one.
-    Otherwise what several frames keep for backward would add up, and no frame knows of the others.
-    params: the sharded parameters that the frame reads.
-    """
-    own = {id(param.param) for param in params}
-    sharded = (each for each in root_of(params[0]).parameters() if find(each) is not None)
-    return has_backward(example_inputs) and all(id(each) in own for each in sharded)
 
 
 class _SharedDecider(Decider):

@@ -109,7 +109,9 @@ def _compile(
         attempt, name = Attempt(gm, example_inputs, settings), code
     if attempt.reason is None:
         _warn_beyond_budget(attempt, code)
-        return call_of(attempt.compilation.frame, attempt.compiled, name, attempt.plans)
+        compilation = attempt.compilation
+        saved_bytes = compilation.handed.num_bytes
+        return call_of(compilation.frame, attempt.compiled, name, attempt.plans, saved_bytes)
     if settings.strict:
         failure = attempt.failure
         if failure is None or _torch.dynamo.breaks_graphs(failure):

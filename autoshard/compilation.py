@@ -30,11 +30,13 @@ from autoshard.passes.pipeline import copied
 from autoshard.passes.planner.update import STATES, HostStates, moved_states
 from autoshard.passes.plans.auto_buckets import PRICED, PricedGraph
 from autoshard.passes.plans.drafts import INNER
+from autoshard.passes.plans.liveness import handed_bytes
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.saved import movable
 from autoshard.passes.plans.values import hint_of
 from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame
+from autoshard.runtime.compiled.other_frames import others_of
 from autoshard.runtime.compiled.unit_graphs import graphs_of
 from autoshard.runtime.training.loaded_states import move_loaded
 from autoshard.runtime.training.optimizers import live_optimizers
@@ -136,16 +138,22 @@ class Compilation:
         """Return prices to plan with, from sizes, options and kind of device: alike on every rank.
 
         None if no topology is known. Their budget is what gradients of the frame's trained shards,
-        and two optimizer states where these live on the device, leave of the memory budget.
+        two optimizer states where these live on the device, and the model's other frames leave of
+        the memory budget. Once it is decided what this frame hands to backward, what others are
+        taken to save beside that is left out, too.
         """
         topology, budget = self.settings.topology, self.settings.budget_bytes
+        beside = 0.0
         if topology is None:
             return None
         if budget is not None:
             for param in self._trained():
                 states = 0 if param.states_offload else STATES
-                budget -= (1 + states) * _shard_bytes(param)
-        return Prices(topology, self.settings.lowering == "inductor", budget)
+                budget -= (1 + states) * param.shard_bytes
+            others = others_of(self.frame.params)
+            budget -= others.num_bytes + round(others.per_byte * self.handed.num_bytes)
+            beside = others.per_byte
+        return Prices(topology, self.settings.lowering == "inductor", budget, beside)
 
     def _trained(self) -> list[ShardedParam]:
         """List the frame's parameters that have gradients."""
@@ -159,7 +167,7 @@ class Compilation:
         if self.prices is None:
             return None
         near = [
-            _shard_bytes(param)
+            param.shard_bytes
             for param in self._trained()
             if param.states_offload is None and not param.unit.settings.is_offloaded
         ]
@@ -171,6 +179,7 @@ class Compilation:
         if handed.has_host_states:
             for param in self._trained():
                 param.has_planned_states = True
+        if self.prices is not None:
             self.prices = self._prices()
 
     def compile(self) -> Callable[..., Any]:
@@ -377,7 +386,8 @@ class Compilation:
 
         self._obey(decider.decide(parts, prices, self.host_states(), self._key))
         # Parts are the same wherever states live. There are none of another rank's decision.
-        return made.get(dataclasses.replace(self.handed, has_host_states=False)) or partition(gm)
+        key = dataclasses.replace(self.handed, has_host_states=False, num_bytes=0)
+        return made.get(key) or partition(gm)
 
     def priced_parts(self, joint: fx.GraphModule, partition: Partition, prices: Prices) -> Parts:
         """Part a joint graph, in place, as `handed` says, and price the parts."""
@@ -387,7 +397,9 @@ class Compilation:
             graph = passes.run(gm, passes.preparation(self.table)).graph
             parts.append(Part(graph, PricedGraph(graph, kind, prices)))
         forward, backward = parts
-        return Parts(joint.graph, self.table, forward, backward, made)
+        num_bytes = handed_bytes(forward.graph, backward.graph)
+        others = round(prices.beside * num_bytes)
+        return Parts(joint.graph, self.table, forward, backward, made, num_bytes, others)
 
     def _with_host(
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
@@ -468,7 +480,7 @@ class Compilation:
         """
         if not self.plans and plan.graph != "inference":
             moved = STATES * sum(
-                _shard_bytes(param) for param in self._trained() if param.states_offload
+                param.shard_bytes for param in self._trained() if param.states_offload
             )
             plan = dataclasses.replace(plan, saved=self.handed.blocks, host_state_bytes=moved)
         self.plans.append(plan)
@@ -559,8 +571,3 @@ def has_backward(inputs: Sequence[Any]) -> bool:
     """
     tensors = (value for value in inputs if isinstance(value, torch.Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _shard_bytes(param: ShardedParam) -> int:
-    """Bytes of the shard of `param` on the rank that has most."""
-    return param.member.chunk_numel(param.world) * param.member.dtype.itemsize

@@ -58,6 +58,7 @@ class Handed:
     moved: those of them that lie on the host from forward to backward.
     blocks: what that is by block, for people.
     has_host_states: whether optimizer states of what the frame trains live on the host.
+    num_bytes: in memory from forward to backward, shards left out; 0 if nothing was decided.
     """
 
     params: tuple[str, ...] = ()
@@ -65,6 +66,7 @@ class Handed:
     blocks: tuple[SavedBlock, ...] = ()
     moved: tuple[str, ...] = ()
     has_host_states: bool = False
+    num_bytes: int = 0
 
     @classmethod
     def of(cls, values: SavedValues, taken: Sequence[int]) -> Handed:
@@ -140,6 +142,8 @@ class Parts(NamedTuple):
     """Joint graph that was parted, the facts about its parameters, and its parts.
 
     made: these as they were made, for the compilation to go on with.
+    num_bytes: that forward hands to backward, shards left out.
+    others: bytes that the model's other frames have saved meanwhile, if they save like this one.
     """
 
     joint: fx.Graph
@@ -147,16 +151,27 @@ class Parts(NamedTuple):
     forward: Part
     backward: Part
     made: tuple[fx.GraphModule, fx.GraphModule]
+    num_bytes: int
+    others: int
 
     @property
     def problems(self) -> tuple[Problem, Problem]:
-        """Forward and backward as numbers."""
-        return self.forward.priced.problem, self.backward.priced.problem
+        """Forward and backward as numbers, with what other frames have saved."""
+        forward, backward = self.forward.priced.problem, self.backward.priced.problem
+        if not self.others:
+            return forward, backward
+        return _beside(forward, self.others), _beside(backward, self.others)
 
     @property
     def saved(self) -> frozenset[str]:
         """Names of the nodes that forward hands to backward."""
         return saved_names(self.joint, self.backward.graph)
+
+
+def _beside(problem: Problem, num_bytes: int) -> Problem:
+    """Return `problem` with `num_bytes` more in use at all ops."""
+    live = tuple(each + num_bytes for each in problem.live_bytes)
+    return dataclasses.replace(problem, live_bytes=live)
 
 
 class Run(NamedTuple):
@@ -219,7 +234,8 @@ def decide(
     nothing fits, the decision with the lowest peak is taken.
 
     part: makes the parts, given a decision; called up to 1 + `MADE` times.
-    prices: with a budget.
+    prices: with a budget. If other frames save beside this one (`beside`), each byte given up counts
+        for theirs, too.
     states: that go to the host if a step is faster so, by forecast: what they leave is for values.
     """
     budget_bytes = prices.budget_bytes
@@ -240,10 +256,13 @@ def decide(
 def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search) -> Handed:
     """Decide as `decide` does, wherever states live."""
     parts, budgets = search.parts, _limits(budget_bytes)
-    best, found = Handed(), search.without(budget_bytes)
+    best, found, num_bytes = Handed(), search.without(budget_bytes), parts.num_bytes
     if not found.over(budgets):
-        candidates = parts.forward.priced.candidates
-        return Handed(worth_keeping(*parts.problems, candidates, budget_bytes))
+        own_bytes = found.peak_bytes + (budget_bytes - found.peak_bytes) / search.counts
+        forward, backward = parts.problems
+        kept = worth_keeping(forward, backward, parts.forward.priced.candidates, own_bytes)
+        num_bytes += sum(item.num_bytes for item in forward.gathers if item.name in kept)
+        return Handed(kept, num_bytes=num_bytes)
     limits, seen = dict(budgets), {best}
     for number in range(MADE):
         new = (each for each in search.best(limits) if each.handed not in seen)
@@ -254,7 +273,8 @@ def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search)
         if not (found.over(budgets) or is_faster):
             break
         seen.add(chosen.handed)
-        run = Run.of(part(chosen.handed).problems, budget_bytes)
+        made = part(chosen.handed)
+        run = Run.of(made.problems, budget_bytes)
         log.info(
             "parts %d: given up for %.0f us; a step of %.0f us, forecast %.0f; beyond it by %s",
             number,
@@ -264,13 +284,13 @@ def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search)
             run.over(budgets) or "nothing",
         )
         if run.cost(budgets) < found.cost(budgets):
-            best, found = chosen.handed, run
+            best, found, num_bytes = chosen.handed, run, made.num_bytes
         for kind in KINDS:  # what parts need beyond their forecast is not there
             limits[kind] = budget_bytes - (run.peaks[kind][1] - chosen.run.peaks[kind][1])
     if log.isEnabledFor(logging.INFO):
         prices = dataclasses.replace(search.prices, budget_bytes=budget_bytes)
         log.info("a step of %.0f us, at least %.0f", found.time_us, bound_us(parts, prices))
-    return best
+    return dataclasses.replace(best, num_bytes=num_bytes)
 
 
 def _limits(budget_bytes: float) -> dict[str, float]:
@@ -294,8 +314,9 @@ def bound_us(parts: Parts, prices: Prices) -> float:
     host = prices.topology.host_link
     values = SavedValues(parts.joint, parts.saved, prices, parts.table, host=host)
     first = _first_of(parts, values)
+    counts = 1 + prices.beside
     needs = [
-        Need(_asked(kind, run.peaks[kind][0], first[kind], values), num_bytes)
+        Need(_asked(kind, run.peaks[kind][0], first[kind], values), num_bytes / counts)
         for kind, num_bytes in run.over(dict.fromkeys(KINDS, budget_bytes)).items()
     ]
     made_us = sum(lower_bound(problem).time_us for problem in problems)
@@ -303,14 +324,25 @@ def bound_us(parts: Parts, prices: Prices) -> float:
 
 
 class _Search:
-    """Search for choices of blocks by what they are forecast to do."""
+    """Search for choices of blocks by what they are forecast to do.
+
+    counts: how often a byte that is given up counts, as other frames give up as much.
+    """
 
     def __init__(self, parts: Parts, prices: Prices) -> None:
         """Begin with `parts` that were made without a decision."""
         self.parts, self.prices = parts, prices
         host = prices.topology.host_link
         self.hosts = list(dict.fromkeys((host, None)))
-        self.forecast = Forecast(parts.joint, parts.forward.priced, parts.backward.priced, host)
+        self.forecast = Forecast(
+            parts.joint,
+            parts.forward.priced,
+            parts.backward.priced,
+            host,
+            parts.num_bytes,
+            prices.beside,
+        )
+        self.counts = 1 + prices.beside
         gathers, _ = unit_buckets(parts.backward.priced.problem)
         self.room = max((bucket.num_bytes for bucket in gathers), default=0)
         self._values: dict[tuple[int, bool], SavedValues] = {}
@@ -372,12 +404,15 @@ class _Search:
         for _ in range(TRIES):
             for kind, num_bytes in now.run.over(limits).items():
                 blocks = _asked(kind, now.run.peaks[kind][0], first[kind], values)
-                wanted[blocks] = num_bytes + freed_bytes(values.curves, now.taken[:blocks])
+                wanted[blocks] = num_bytes / self.counts + freed_bytes(
+                    values.curves, now.taken[:blocks]
+                )
             if not now.run.over(limits):
                 freed = {
                     blocks: freed_bytes(values.curves, now.taken[:blocks]) for blocks in wanted
                 }
-                wanted = {blocks: num_bytes + self.room for blocks, num_bytes in freed.items()}
+                room = self.room / self.counts
+                wanted = {blocks: num_bytes + room for blocks, num_bytes in freed.items()}
             taken = allotted(values.curves, [Need(*each) for each in wanted.items()])
             if taken == now.taken:
                 break

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import _torch
-from autoshard.agreed_plan import is_whole_step
 from autoshard.artefacts import facts, guards, sources
 from autoshard.artefacts.entry import Entry, Signature, built, described, kinds_of
 from autoshard.artefacts.folder import Artefact, ArtefactError, given_options
 from autoshard.artefacts.graphs import CannotBeKept, outputs_of, written
-from autoshard.compilation import Compilation
+from autoshard.compilation import Compilation, has_backward
 from autoshard.handed import Decider
 from autoshard.options import CompileSettings
 from autoshard.runtime.compiled.frame import Frame, make_frame, sharded_parameters
@@ -240,7 +239,7 @@ class _Capture:
         if not self.settings.searches or self.settings.budget_bytes is None:
             return False
         params = sharded_parameters(example_inputs)
-        return bool(params) and is_whole_step(params, example_inputs)
+        return bool(params) and has_backward(example_inputs)
 
     def _planned(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> _Graphs:
         """Plan and lower the graphs of `gm`, which Dynamo has just traced. Raises CannotBeKept."""

@@ -35,13 +35,21 @@ class Forecast:
 
     forward, backward: these parts.
     host: link to the host, if values may lie there.
+    handed: bytes that forward hands to backward so. beside: as of `Prices`.
     """
 
     def __init__(
-        self, joint: fx.Graph, forward: PricedGraph, backward: PricedGraph, host: HostLink | None
+        self,
+        joint: fx.Graph,
+        forward: PricedGraph,
+        backward: PricedGraph,
+        host: HostLink | None,
+        handed: int = 0,
+        beside: float = 0.0,
     ) -> None:
         """Note where each value is made and read in both parts; they are only read."""
         self.forward, self.backward, self.host = forward, backward, host
+        self.handed, self.beside = handed, beside
         is_fused = forward.fusion is not None
         self._inlined = fuse(joint).absent if is_fused else frozenset()  # unless they are saved
         made = {node.name: at for node, at in forward.position.items()}
@@ -99,7 +107,10 @@ class Forecast:
             backward.holds_before(at, most)
         if moved and self.host is not None:
             self._move(moved, saved, forward, backward, self.host)
-        return forward.problem(), backward.problem()
+        more = sum(map(bytes_of, saved)) - sum(map(bytes_of, moved))
+        handed = self.handed + more - sum(map(bytes_of, values.saved))
+        others = round(self.beside * handed)
+        return forward.problem(others), backward.problem(others)
 
     def _needed(
         self, choice: Choice, block: Block, nodes: Sequence[fx.Node]
@@ -176,8 +187,9 @@ class _Changed:
         """Have the op at a position take longer."""
         self.op_us[min(at, self.end - 1)] += more_us
 
-    def problem(self) -> Problem:
-        live = np.array(self.was.live_bytes) + np.cumsum(self._change[:-1])
+    def problem(self, others: int) -> Problem:
+        """Return the problem as changed, with `others` bytes more in use at all ops."""
+        live = np.array(self.was.live_bytes) + np.cumsum(self._change[:-1]) + others
         return dataclasses.replace(
             self.was, op_us=tuple(self.op_us), live_bytes=tuple(live.tolist())
         )

@@ -126,6 +126,17 @@ def live_bytes(graph: fx.Graph, kind: str, fusion: Fusion | None = None) -> Live
     )
 
 
+def handed_bytes(forward: fx.Graph, backward: fx.Graph) -> int:
+    """Add up what a forward has in memory for its backward, on the device: no shards.
+
+    Inputs of the user's that backward reads are part of it. The graphs are those of one step.
+    """
+    given = {node.name for node in backward.find_nodes(op="placeholder")}
+    nodes = [node for node in forward.nodes if node.name in given and node.name != TABLE]
+    owners = dict.fromkeys(map(owner_of, nodes))
+    return sum(_num_bytes(node) for node in owners if not _is_parameter(node))
+
+
 def _unread_shards(graph: fx.Graph) -> int:
     """Bytes of shards whose gradients a backward reduces, though it does not gather them."""
     markers = [(node, PARAM.get(node)) for node in graph.nodes if is_marker(node)]

@@ -21,11 +21,14 @@ class Prices:
     is_fused: whether Inductor lowers the graph, and fuses pointwise ops.
     budget_bytes: for all memory that the graph uses, its inputs included. None: as much as the plan
         with one bucket a unit needs.
+    beside: bytes that the model's other frames are taken to save for backward, for each byte that
+        this one saves; 0 for a frame that is the whole model, or whose others are known.
     """
 
     topology: Topology
     is_fused: bool
     budget_bytes: int | None = None
+    beside: float = 0.0
 
     def links(self, kind: str, group: str) -> tuple[Link, ...]:
         """List the costs of a bucket's collectives over `group`, in the order in which they run.

@@ -39,7 +39,11 @@ from autoshard.runtime.unit.uses import Use
 
 
 def call_of(
-    frame: Frame, compiled: Callable[..., Any], name: str, plans: Sequence[Plan]
+    frame: Frame,
+    compiled: Callable[..., Any],
+    name: str,
+    plans: Sequence[Plan],
+    saved_bytes: int = 0,
 ) -> Callable[..., Any]:
     """Wrap `compiled`, over local shards, in a function with the signature of Dynamo's graph.
 
@@ -55,6 +59,7 @@ def call_of(
     frame: its fields are read now, not at calls.
     name: of the graph, the same on every rank.
     plans: of the graph and its backward, which `autoshard.plans` gives for each model they run.
+    saved_bytes: that it saves for backward, as far as a memory budget has decided that.
     """
     if not frame.params:
         return compiled
@@ -65,7 +70,7 @@ def call_of(
     numbers = [number_at.get(position) for position in positions]
     extended = [param.is_extended for param in frame.local.values()]
     stays = list(frame.stays)
-    tables = Tables(frame.params, plans)
+    tables = Tables(frame.params, plans, saved_bytes)
     compiled_for = listed(list(dict.fromkeys(param.unit.name for param in frame.params)))
 
     @in_one_piece

@@ -249,6 +249,11 @@ class ShardedParam:
         return self._withheld_in == task
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of its shard on the rank that has most."""
+        return self.member.chunk_numel(self.world) * self.member.dtype.itemsize
+
+    @property
     def states_offload(self) -> OptimizerOffloadPolicy | None:
         """Policy by which its optimizer states live on the host; None if they live with its shard.
 
