@@ -258,9 +258,9 @@ def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search)
     parts, budgets = search.parts, _limits(budget_bytes)
     best, found, num_bytes = Handed(), search.without(budget_bytes), parts.num_bytes
     if not found.over(budgets):
-        own_bytes = found.peak_bytes + (budget_bytes - found.peak_bytes) / search.counts
         forward, backward = parts.problems
-        kept = worth_keeping(forward, backward, parts.forward.priced.candidates, own_bytes)
+        candidates, beside = parts.forward.priced.candidates, search.prices.beside
+        kept = worth_keeping(forward, backward, candidates, budget_bytes, beside)
         num_bytes += sum(item.num_bytes for item in forward.gathers if item.name in kept)
         return Handed(kept, num_bytes=num_bytes)
     limits, seen = dict(budgets), {best}

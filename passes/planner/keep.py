@@ -19,7 +19,11 @@ GROWTH = 1.25  # from one number of units that is tried to the next
 
 
 def worth_keeping(
-    forward: Problem, backward: Problem, candidates: Collection[str], budget_bytes: float
+    forward: Problem,
+    backward: Problem,
+    candidates: Collection[str],
+    budget_bytes: float,
+    beside: float = 0.0,
 ) -> tuple[str, ...]:
     """Return the names of the parameters that are best kept unsharded from forward to backward.
 
@@ -31,16 +35,17 @@ def worth_keeping(
 
     candidates: names of parameters that may be kept.
     budget_bytes: for all memory of a graph: of forward, and of backward.
+    beside: bytes that other frames of the model keep for each byte that is kept here.
     """
     again = {item.name for item in backward.gathers} & set(candidates)
     units = dict.fromkeys(item.unit for item in reversed(forward.gathers) if item.name in again)
     best: tuple[str, ...] = ()
-    least = _cost(forward, backward, best, budget_bytes)
+    least = _cost(forward, backward, best, budget_bytes, beside)
     for count in _counts(len(units)):
         taken = set(itertools.islice(units, count))
         of_taken = (item.name for item in forward.gathers if item.unit in taken)
         names = tuple(name for name in of_taken if name in again)
-        cost = _cost(forward, backward, names, budget_bytes)
+        cost = _cost(forward, backward, names, budget_bytes, beside)
         if cost < least:
             best, least = names, cost
     return best
@@ -66,13 +71,19 @@ def _counts(most: int) -> Iterator[int]:
 
 
 def _cost(
-    forward: Problem, backward: Problem, names: Collection[str], budget_bytes: float
+    forward: Problem,
+    backward: Problem,
+    names: Collection[str],
+    budget_bytes: float,
+    beside: float,
 ) -> tuple[float, float]:
     """Bytes beyond the budget, and microseconds, of forward and backward with `names` kept.
 
-    Both are simulated with one bucket a unit, and added up.
+    Both are simulated with one bucket a unit, and added up. What other frames keep as well is left
+    out of the budget.
     """
     over, time_us = 0.0, 0.0
+    budget_bytes -= beside * sum(item.num_bytes for item in forward.gathers if item.name in names)
     for problem in (_kept_after(forward, names), _kept_before(backward, names)):
         timeline = unit_by_unit(problem, budget_bytes)
         over += max(0.0, timeline.peak_bytes - budget_bytes)

@@ -8,6 +8,7 @@ from support.programs import small
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.plans.auto_buckets import PricedGraph
 from autoshard.passes.plans.forecast import Forecast
+from autoshard.passes.plans.liveness import handed_bytes
 from autoshard.passes.plans.prices import Prices
 from autoshard.passes.plans.saved import SavedValues
 
@@ -74,3 +75,12 @@ def test_what_is_computed_where_it_is_read(is_fused: bool) -> None:
     # What is read to compute it again counts as there until the op that needs it has run.
     beside = 0 if is_fused else 256 * 256 * 2
     assert max(found.live_bytes) == max(want.live_bytes) + beside
+
+    handed = handed_bytes(forward.graph, backward.graph)
+    assert handed == 256 * 256 * (4 + 2)  # %wide and an input
+    shared = Forecast(joint, forward, backward, None, handed, beside=2.0)
+    for alone, together in zip(
+        forecast.problems(values, taken), shared.problems(values, taken), strict=True
+    ):
+        more = 2 * 256 * 256 * (2 + 2)  # twice what is handed on now, for other frames
+        assert together.live_bytes == tuple(each + more for each in alone.live_bytes)

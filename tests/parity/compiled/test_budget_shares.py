@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.memory import train_measured
 from support.models import Block
 from support.ranks import on_ranks
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.compilation import Compilation
 from autoshard.runtime.compiled.other_frames import others_of
 from autoshard.runtime.unit.param import ShardedParam, resolve
 
@@ -87,13 +89,38 @@ def own_bytes(model: Any) -> int:
 def test_frames_share_a_budget(rank: int, way: str) -> None:
     """Bit for bit, and all frames together keep to it; before, each took all of it for itself."""
     plain, want, most = trained(rank, way, bucketing="per_unit")
-    for share in (0.85, 0.7, 0.6):
+    for share in (1.12, 0.85, 0.7, 0.6):
         budget = int(share * most)
         model, got, measured = trained(rank, way, memory_budget=budget + own_bytes(plain))
         assert all(map(torch.equal, got, want))
         assert measured <= OVER * budget
         saved = [block for plan in autoshard.plans(model) for block in plan.saved]
-        assert sum(block.given_up_bytes for block in saved) > 0
+        assert (sum(block.given_up_bytes for block in saved) > 0) == (share < 1)
+        if share == 0.85:  # no more than it takes, in any block
+            assert all(block.num_bytes > 0 for block in saved)
+
+
+@on_ranks(2)
+def test_buckets_keep_to_a_share(rank: int) -> None:
+    """Gathers ahead of time have what other frames leave, and not what these save."""
+    found: dict[str, tuple[int | None, int]] = {}
+
+    def apply(self: Compilation, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
+        assert self.prices is not None
+        found.setdefault(graph, (self.prices.budget_bytes, self.handed.num_bytes))
+        return planned(self, gm, graph)
+
+    planned = Compilation.apply
+    fresh: Any = autoshard.shard(Tower(4))
+    read = params_of(fresh.embed) + params_of(fresh.layers[:4])
+    beside = others_of(read)
+    with mock.patch.object(Compilation, "apply", apply):
+        trained(rank, "breaks", memory_budget=2_600_000)
+    budget, saved = found["forward"]  # of the first frame
+    own = 3 * sum(param.shard_bytes for param in read)
+    assert saved > 0 < beside.per_byte
+    assert budget == 2_600_000 - own - beside.num_bytes - round(beside.per_byte * saved)
+    assert found["backward"] == (budget, saved)
 
 
 @on_ranks(2)
