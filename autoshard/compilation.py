@@ -162,9 +162,10 @@ class Compilation:
     def host_states(self) -> HostStates | None:
         """Return optimizer states that could live on the host; None if none could.
 
-        Those of parameters whose states, or shards, are there already, are not among them.
+        Those of parameters whose states, or shards, are there already, are not among them. There
+        are none for a frame that is a part of a model: others would have to move theirs, too.
         """
-        if self.prices is None:
+        if self.prices is None or others_of(self.frame.params).num_bytes:
             return None
         near = [
             param.shard_bytes

@@ -234,8 +234,8 @@ def decide(
     nothing fits, the decision with the lowest peak is taken.
 
     part: makes the parts, given a decision; called up to 1 + `MADE` times.
-    prices: with a budget. If other frames save beside this one (`beside`), each byte given up counts
-        for theirs, too.
+    prices: with a budget. If other frames save beside this one (`beside`), each byte given up
+        counts for theirs, too.
     states: that go to the host if a step is faster so, by forecast: what they leave is for values.
     """
     budget_bytes = prices.budget_bytes

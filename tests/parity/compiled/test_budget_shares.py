@@ -149,7 +149,8 @@ def test_what_others_have(rank: int) -> None:
     """Unread parameters, with gradients and states; what ran; and a share of what is to come."""
     model: Any = autoshard.shard(Tower())
     everything = params_of(model)
-    assert others_of(everything) == others_of([]) and not others_of(everything).num_bytes
+    assert others_of(everything) == others_of([])
+    assert not others_of(everything).num_bytes
     layer, head = params_of(model.layers[0]), params_of(model.head)
     unread = set(everything) - set(layer)
     beside = others_of(layer)
@@ -173,7 +174,8 @@ def test_what_others_have(rank: int) -> None:
     assert kept == ()  # all fits
     after = others_of(head)
     saved = after.num_bytes - before.num_bytes
-    assert saved % BLOCKS == 0 and saved // BLOCKS >= 8 * 64 * (32 + 128) * 4
+    assert saved % BLOCKS == 0
+    assert saved // BLOCKS >= 8 * 64 * (32 + 128) * 4
     assert after.per_byte == model.embed.weight.numel() / sum(sizes[param] for param in head)
 
 

@@ -122,15 +122,18 @@ def test_kept_for_backward_after_evaluation(rank: int) -> None:
     assert not [bucket for bucket in plans[-1].buckets if bucket.kind == "gather"]
 
 
+@pytest.mark.parametrize(("budget", "is_kept"), [(10**6, True), (4_600, False)])
 @on_ranks(2)
-def test_parts_of_a_model_keep_nothing(rank: int) -> None:
-    """None knows what the others keep: together that may be more than there is room for."""
+def test_parts_of_a_model_keep_what_all_have_room_for(
+    rank: int, budget: int, is_kept: bool
+) -> None:
+    """What the others keep counts: with the second budget there is room for one frame's alone."""
     model = autoshard.shard(Net())
-    options = {"lowering": "eager", "memory_budget": 10**6, "topology": "gloo", "strict": True}
+    options = {"lowering": "eager", "memory_budget": budget, "topology": "gloo", "strict": True}
     for layer in model.layers:
         layer.compile(backend="autoshard", options=options)
     net_loss(model, rank, 0).backward()
-    assert len(gathers_of(model)[1]) > 0
+    assert (not gathers_of(model)[1]) == is_kept
 
 
 @on_ranks(2)
