@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autoshard import _torch
 from autoshard.runtime.comm.mesh import mesh_device
@@ -93,10 +93,11 @@ class _Share:
         sum or maximum, and, for inf, 1 if there was a NaN, which the maximum leaves out; else 0.
         """
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
-        norms = [norm.to(found) for norm in _norms(self.grads, power)]
-        if norms:
-            stacked = torch.stack(norms)
-            found[0] = stacked.amax() if math.isinf(power) else stacked.pow(power).sum()
+        if self.grads:
+            # Stacked first: to cast each by itself would be a kernel each.
+            each_on = _by_device(_norms(self.grads, power)).values()
+            norms = torch.cat([torch.stack(norms).to(found) for norms in each_on])
+            found[0] = norms.amax() if math.isinf(power) else norms.pow(power).sum()
         if math.isinf(power):
             # Which of a NaN and a number is the larger depends on who compares them.
             found[1] = found[0].isnan()
@@ -116,12 +117,16 @@ def _shares(module: nn.Module) -> list[_Share]:
     out. Plain ones make a group without a mesh. Raises as `_sharding_axes` and `_check_reduced`.
     """
     shares: dict[_Layout, _Share] = {}
+    axes_of: dict[tuple[Placement, ...], tuple[int, ...]] = {}
     for name, param in access.named_sharded(module):
         _check_reduced(name, param)
         grad = param.grad
         laid_out = param if grad is None else grad
         if isinstance(laid_out, DTensor):
-            key: _Layout = laid_out.device_mesh, _sharding_axes(name, laid_out)
+            placements = laid_out.placements
+            if placements not in axes_of:
+                axes_of[placements] = _sharding_axes(name, laid_out)
+            key: _Layout = laid_out.device_mesh, axes_of[placements]
             device = mesh_device(laid_out.device_mesh)
         else:
             key, device = (None, ()), param.device

@@ -72,6 +72,8 @@ def refuse_inside(module: nn.Module, what: str) -> None:
 
     what: the method that was called, for the message.
     """
+    if not (access.unsharded_heads or _unsharded):
+        return
     for each in module.modules():
         if each in access.unsharded_heads:
             raise RuntimeError(
