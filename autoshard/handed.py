@@ -385,10 +385,14 @@ class _Search:
     def _values_of(self, pieces: int, host: HostLink | None) -> SavedValues:
         key = pieces, host is not None
         if key not in self._values:
-            parts = self.parts
-            self._values[key] = SavedValues(
-                parts.joint, parts.saved, self.prices, parts.table, pieces, host
-            )
+            if host is not None:
+                found = self._values_of(pieces, None).near(host)
+            elif pieces > 1:
+                found = self._values_of(1, None).in_pieces(pieces)
+            else:
+                parts = self.parts
+                found = SavedValues(parts.joint, parts.saved, self.prices, parts.table)
+            self._values[key] = found
         return self._values[key]
 
     def _search(self, values: SavedValues, limits: Mapping[str, float]) -> _Chosen:

@@ -16,6 +16,7 @@ Source: Inductor's `ir.py` (`StorageBox.should_realize_on_reuse`, `realize_hint`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -265,7 +266,11 @@ def is_fusible(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Tell whether `node` is a pointwise op, or a view of one."""
-    target = base_of(node).target
+    return _is_pointwise_op(base_of(node).target)
+
+
+@functools.cache
+def _is_pointwise_op(target: object) -> bool:
     return isinstance(target, _torch.ops.OpOverload) and (
         torch.Tag.pointwise in target.tags or target.namespace == "prims"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections import Counter
@@ -114,36 +115,60 @@ class SavedValues:
             computed again at a time, but what one piece hands to the next has to be saved.
         host: link to a host, on which values may lie meanwhile; None if none may.
         """
-        forward = [node for node in forward_part(graph) if node.op == "call_function"]
-        self._name = {node: name for name, node in numbered(forward).items()}
-        runs = _in_pieces(_blocks(forward, table), pieces, frozenset(forward))
-        self._block_of = {node: at for at, (_, nodes) in enumerate(runs) for node in nodes}
-        self.blocks = tuple(name for name, _ in runs)
-        nodes = [node for node in forward if not is_recomputed(node)]
-        owners = [node for node in nodes if _owns(node) and not is_unshard(node)]
-        self._owners = frozenset(owners)
+        self._table, self._prices = table, prices
+        self._forward = [node for node in forward_part(graph) if node.op == "call_function"]
+        self._name = {node: name for name, node in numbered(self._forward).items()}
+        nodes = [node for node in self._forward if not is_recomputed(node)]
+        self._owners = dict.fromkeys(each for each in nodes if _owns(each) and not is_unshard(each))
         # A view may be one that backward makes, of what forward does.
         owners_of_saved = {owner_of(node) for node in graph.nodes if node.name in saved}
-        self.saved = owners_of_saved & self._owners
+        self.saved = frozenset(owners_of_saved & self._owners.keys())
         self._outputs = _owned_by_users(graph.output_node().all_input_nodes)
-        fusion = fuse(graph, set(map(op_of, self.saved))) if prices.is_fused else None
-        ops = dict.fromkeys(map(op_of, owners))
-        microseconds = {op: prices.op_us(op, fusion) for op in ops}
+        ops = frozenset(map(op_of, self.saved))
+        self._fusion = fuse(graph, ops) if prices.is_fused else None
+        self._us = {op: prices.op_us(op, self._fusion) for op in map(op_of, self._owners)}
+        self._cut(pieces)
+        if host is not None:
+            self._give(host)
+
+    def in_pieces(self, most: int) -> SavedValues:
+        """Return the same values, with each block in up to `most` pieces, and no host."""
+        found = copy.copy(self)
+        found._cut(most)
+        return found
+
+    def near(self, host: HostLink) -> SavedValues:
+        """Return the same blocks, whose values may lie on a host; there has to be none yet."""
+        found = copy.copy(self)
+        found._give(host)
+        return found
+
+    def _cut(self, pieces: int) -> None:
+        """Find the blocks, in so many pieces, and their curves."""
+        runs = _in_pieces(_blocks(self._forward, self._table), pieces, frozenset(self._forward))
+        self._runs = runs
+        self._block_of = {node: at for at, (_, nodes) in enumerate(runs) for node in nodes}
+        self.blocks = tuple(name for name, _ in runs)
         own: list[list[fx.Node]] = [[] for _ in self.blocks]
-        for node in owners:
+        for node in self._owners:
             own[self._block_of[node]].append(node)
-        made = [self._values(at, nodes, microseconds) for at, nodes in enumerate(own)]
+        made = [self._values(at, nodes) for at, nodes in enumerate(own)]
         self._nodes = [nodes for nodes, _ in made]
         self._block_values = [block for _, block in made]
         self.curves = tuple(_choices(block) for _, block in made)
-        if host is not None:
-            own_us = [sum(prices.op_us(node, fusion) for node in nodes) for _, nodes in runs]
-            left_us = [sum(own_us[number + 1 :]) for number in range(len(own_us))]
-            hidden_us = map(min, own_us, left_us)  # while the block itself, or what is left, runs
-            self.curves = tuple(
-                with_host(block, curve, host, most_us)
-                for (_, block), curve, most_us in zip(made, self.curves, hidden_us, strict=True)
+
+    def _give(self, host: HostLink) -> None:
+        """Add choices that have values on a host to the blocks' curves."""
+        op_us = self._prices.op_us
+        own_us = [sum(op_us(node, self._fusion) for node in nodes) for _, nodes in self._runs]
+        left_us = [sum(own_us[number + 1 :]) for number in range(len(own_us))]
+        hidden_us = map(min, own_us, left_us)  # while the block itself, or what is left, runs
+        self.curves = tuple(
+            with_host(block, curve, host, most_us)
+            for block, curve, most_us in zip(
+                self._block_values, self.curves, hidden_us, strict=True
             )
+        )
 
     def names(self, taken: Sequence[int]) -> frozenset[str]:
         """Return the nodes to save, by the names that `numbered` gives them.
@@ -195,9 +220,7 @@ class SavedValues:
         known = {node.name: number for node, number in self._block_of.items()}
         return {node: known[node.name] for node in part.nodes if node.name in known}
 
-    def _values(
-        self, block: int, own: Sequence[fx.Node], microseconds: Mapping[fx.Node, float]
-    ) -> tuple[list[fx.Node], Block]:
+    def _values(self, block: int, own: Sequence[fx.Node]) -> tuple[list[fx.Node], Block]:
         """List the nodes and values of `block`: its `own`, and those of others that it reads.
 
         Of a value of another block that is not saved yet, each block that reads it bears a part.
@@ -225,7 +248,7 @@ class SavedValues:
             values.append(
                 Value(
                     num_bytes,
-                    microseconds[op] if first == number[node] else 0.0,
+                    self._us[op] if first == number[node] else 0.0,
                     tuple(sorted(number[each] for each in sources if each in number)),
                     op=first,
                     is_read=node in self.saved,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import Counter
@@ -20,11 +21,15 @@ def is_view(node: fx.Node) -> bool:
 
     The op's schema tells a view: all of its results alias inputs, and none is written to.
     """
-    if is_result(node):
-        return True
-    if not isinstance(node.target, _torch.ops.OpOverload):
+    return is_result(node) or _makes_views(node.target)
+
+
+@functools.cache  # asked of each node many times
+def _makes_views(target: object) -> bool:
+    """Tell whether an op, or whatever a node calls, gives views of its inputs alone."""
+    if not isinstance(target, _torch.ops.OpOverload):
         return False
-    returns = _torch.ops.schema_of(node.target).returns
+    returns = _torch.ops.schema_of(target).returns
     return bool(returns) and all(
         each.alias_info is not None and not each.alias_info.is_write for each in returns
     )
@@ -115,7 +120,8 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 def numel_of(tensor: Tensor) -> int:
     """Elements of `tensor`; a symbolic size counts as its hint."""
-    return math.prod(map(hint_of, tensor.shape))
+    numel = tensor.numel()
+    return numel if type(numel) is int else math.prod(map(hint_of, tensor.shape))
 
 
 def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +132,11 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def name_of(node: fx.Node) -> str:
     """Name of torch's op that `node` calls, "mm"; "" if it calls none."""
-    target = node.target
+    return _name_of_op(node.target)
+
+
+@functools.cache
+def _name_of_op(target: object) -> str:
     if not isinstance(target, _torch.ops.OpOverload) or target.namespace != "aten":
         return ""
     return str(target.overloadpacket.__name__)
