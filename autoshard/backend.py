@@ -110,8 +110,8 @@ def _compile(
     if attempt.reason is None:
         _warn_beyond_budget(attempt, code)
         compilation = attempt.compilation
-        saved_bytes = compilation.handed.num_bytes
-        return call_of(compilation.frame, attempt.compiled, name, attempt.plans, saved_bytes)
+        planned = compilation.planned_bytes()
+        return call_of(compilation.frame, attempt.compiled, name, attempt.plans, planned)
     if settings.strict:
         failure = attempt.failure
         if failure is None or _torch.dynamo.breaks_graphs(failure):
@@ -144,6 +144,9 @@ def _warn_beyond_budget(attempt: Attempt, code: str) -> None:
         if plan.graph in compilation.priced:
             name, num_bytes = compilation.priced[plan.graph].most_at_peak(prices.budget_bytes)
             most = f", where {name} are most ({show_bytes(num_bytes)})"
+        others = compilation.others.num_bytes
+        if others:
+            most += f", beside {show_bytes(others)} of the model's other frames"
         _warn_once(
             f"a graph of {code} is predicted to need more memory than option 'memory_budget' "
             f"allows, by {show_bytes(beyond)} at the {plan.graph}'s peak{most}: take a larger "

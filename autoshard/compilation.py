@@ -36,7 +36,7 @@ from autoshard.passes.plans.saved import movable
 from autoshard.passes.plans.values import hint_of
 from autoshard.progress import progress
 from autoshard.runtime.compiled.frame import Frame
-from autoshard.runtime.compiled.other_frames import others_of
+from autoshard.runtime.compiled.other_frames import Others, PlannedBytes, others_of
 from autoshard.runtime.compiled.unit_graphs import graphs_of
 from autoshard.runtime.training.loaded_states import move_loaded
 from autoshard.runtime.training.optimizers import live_optimizers
@@ -129,6 +129,8 @@ class Compilation:
         self.axes |= {param.reduce_group: info.reduce_axis for param, info in pairs}
         smaller = (param.unit.settings.smaller for param in frame.params)
         self.axes |= {axes.shard_group: INNER for axes in smaller if axes is not None}
+        # Of now: where graphs are parted nobody can tell whether the frame is in a checkpoint.
+        self.others = others_of(frame.params) if settings.budget_bytes is not None else Others()
         self.prices = self._prices()
         self.plans: list[Plan] = []  # filled as graphs are compiled
         self.priced: dict[str, PricedGraph] = {}  # likewise, by kind
@@ -150,10 +152,20 @@ class Compilation:
             for param in self._trained():
                 states = 0 if param.states_offload else STATES
                 budget -= (1 + states) * param.shard_bytes
-            others = others_of(self.frame.params)
-            budget -= others.num_bytes + round(others.per_byte * self.handed.num_bytes)
-            beside = others.per_byte
+            beside = self.others.per_byte
+            budget -= self.others.num_bytes + round(beside * self.handed.num_bytes)
         return Prices(topology, self.settings.lowering == "inductor", budget, beside)
+
+    def planned_bytes(self) -> PlannedBytes | None:
+        """Return the memory that the compiled frame is planned to use.
+
+        None without a budget, or if what it saves could not be decided.
+        """
+        budget, saved = self.settings.budget_bytes, self.handed.num_bytes
+        if budget is None or (not saved and self._num_graphs() > 1):
+            return None
+        peaks = [plan.peak_bytes for plan in self.plans if plan.figures is not None]
+        return PlannedBytes(saved, max(peaks, default=0), budget)
 
     def _trained(self) -> list[ShardedParam]:
         """List the frame's parameters that have gradients."""
@@ -165,7 +177,7 @@ class Compilation:
         Those of parameters whose states, or shards, are there already, are not among them. There
         are none for a frame that is a part of a model: others would have to move theirs, too.
         """
-        if self.prices is None or others_of(self.frame.params).num_bytes:
+        if self.prices is None or not self.others.is_alone:
             return None
         near = [
             param.shard_bytes
@@ -398,7 +410,9 @@ class Compilation:
             graph = passes.run(gm, passes.preparation(self.table)).graph
             parts.append(Part(graph, PricedGraph(graph, kind, prices)))
         forward, backward = parts
-        num_bytes = handed_bytes(forward.graph, backward.graph)
+        inputs = joint.graph.find_nodes(op="placeholder")
+        shards = {inputs[at].name for at in self.frame.local}
+        num_bytes = handed_bytes(forward.graph, backward.graph, shards)
         others = round(prices.beside * num_bytes)
         return Parts(joint.graph, self.table, forward, backward, made, num_bytes, others)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -126,15 +126,16 @@ def live_bytes(graph: fx.Graph, kind: str, fusion: Fusion | None = None) -> Live
     )
 
 
-def handed_bytes(forward: fx.Graph, backward: fx.Graph) -> int:
-    """Add up what a forward has in memory for its backward, on the device: no shards.
+def handed_bytes(forward: fx.Graph, backward: fx.Graph, shards: Collection[str]) -> int:
+    """Add up what a forward has in memory for its backward, on the device.
 
-    Inputs of the user's that backward reads are part of it. The graphs are those of one step.
+    Inputs of the user's that backward reads are part of it, but not `shards`, by their names. The
+    graphs are those of one step.
     """
     given = {node.name for node in backward.find_nodes(op="placeholder")}
     nodes = [node for node in forward.nodes if node.name in given and node.name != TABLE]
     owners = dict.fromkeys(map(owner_of, nodes))
-    return sum(_num_bytes(node) for node in owners if not _is_parameter(node))
+    return sum(_num_bytes(node) for node in owners if node.name not in shards)
 
 
 def _unread_shards(graph: fx.Graph) -> int:

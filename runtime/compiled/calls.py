@@ -23,6 +23,7 @@ from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.comm import threads
 from autoshard.runtime.compiled import extensions
 from autoshard.runtime.compiled.frame import Frame
+from autoshard.runtime.compiled.other_frames import PlannedBytes, note_run
 from autoshard.runtime.compiled.planned import node_of
 from autoshard.runtime.compiled.tables import Table, Tables
 from autoshard.runtime.eager import outside, unmanaged, unordered
@@ -43,7 +44,7 @@ def call_of(
     compiled: Callable[..., Any],
     name: str,
     plans: Sequence[Plan],
-    saved_bytes: int = 0,
+    planned: PlannedBytes | None = None,
 ) -> Callable[..., Any]:
     """Wrap `compiled`, over local shards, in a function with the signature of Dynamo's graph.
 
@@ -59,7 +60,7 @@ def call_of(
     frame: its fields are read now, not at calls.
     name: of the graph, the same on every rank.
     plans: of the graph and its backward, which `autoshard.plans` gives for each model they run.
-    saved_bytes: that it saves for backward, as far as a memory budget has decided that.
+    planned: memory of the graph and its backward, if there is a memory budget.
     """
     if not frame.params:
         return compiled
@@ -70,7 +71,7 @@ def call_of(
     numbers = [number_at.get(position) for position in positions]
     extended = [param.is_extended for param in frame.local.values()]
     stays = list(frame.stays)
-    tables = Tables(frame.params, plans, saved_bytes)
+    tables = Tables(frame.params, plans)
     compiled_for = listed(list(dict.fromkeys(param.unit.name for param in frame.params)))
 
     @in_one_piece
@@ -111,6 +112,8 @@ def call_of(
         # What autograd saves of parameters kept unsharded is for the step's hooks.
         with contextlib.nullcontext() if stays else without_hooks() as step:
             results = compiled(*values, *kept, table.tensor)
+        if planned is not None and torch.is_grad_enabled():
+            note_run(table, planned, step)
         _watch_backward(results, table, step)
         return results
 

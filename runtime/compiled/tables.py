@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from autoshard.passes.ir.plan import Plan
-from autoshard.runtime.compiled.other_frames import note_saved
 from autoshard.runtime.compiled.plans import record
 from autoshard.runtime.unit.param import ShardedParam, resolve
 from autoshard.runtime.unit.unit import Unit, listed, root_unit
@@ -111,15 +110,12 @@ class Tables:
 
     compiled_for: the parameters with which the graph was compiled.
     plans: of the graph and its backward, recorded for each model when it runs them first.
-    saved_bytes: that one run of the graph saves for backward, noted for each block.
     """
 
-    def __init__(
-        self, compiled_for: Sequence[ShardedParam], plans: Sequence[Plan], saved_bytes: int = 0
-    ) -> None:
+    def __init__(self, compiled_for: Sequence[ShardedParam], plans: Sequence[Plan]) -> None:
         self._by_ids: dict[tuple[int, ...], Table] = {}
         self._layouts = [param.layout for param in compiled_for]
-        self._plans, self._saved_bytes = plans, saved_bytes
+        self._plans = plans
         self._recorded_for: weakref.WeakSet[Unit] = weakref.WeakSet()  # units of models
 
     def of(self, params: Sequence[Tensor]) -> Table:
@@ -136,7 +132,6 @@ class Tables:
         table = self._by_ids.get(key)
         if table is None or not table.is_of(params):  # ids are used again
             table = self._by_ids[key] = Table(self._resolved(params))
-            note_saved(table.root, table.params(), self._saved_bytes)
             if table.root not in self._recorded_for:
                 self._recorded_for.add(table.root)
                 record(table.units, self._plans)

@@ -172,7 +172,8 @@ def train_measured(
 ) -> tuple[list[Tensor], int]:
     """Train a compiled model with the plain lowering: losses and state, and the last step's peak.
 
-    loss: of the next batch. The first call compiles.
+    loss: of the next batch. The first call compiles: what an earlier test has compiled is not
+        looked into, so that a test of this asks for `on_ranks(..., compiles=True)`.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory, values = PeakOfGraphs(counts_backend=False), []
@@ -186,6 +187,7 @@ def train_measured(
             values.append(found.detach())
             optimizer.step()
             optimizer.zero_grad()
+    assert memory.mode.at_peak, "what ran was compiled before"
     state = model.state_dict().values()
     values += [each.to_local() if isinstance(each, DTensor) else each for each in state]
     return values, sum(memory.mode.at_peak.values())

@@ -76,7 +76,7 @@ def test_what_is_computed_where_it_is_read(is_fused: bool) -> None:
     beside = 0 if is_fused else 256 * 256 * 2
     assert max(found.live_bytes) == max(want.live_bytes) + beside
 
-    handed = handed_bytes(forward.graph, backward.graph)
+    handed = handed_bytes(forward.graph, backward.graph, [])
     assert handed == 256 * 256 * (4 + 2)  # %wide and an input
     shared = Forecast(joint, forward, backward, None, handed, beside=2.0)
     for alone, together in zip(

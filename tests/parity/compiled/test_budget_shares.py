@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from support.memory import train_measured
 from support.models import Block
 from support.ranks import on_ranks
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
@@ -85,7 +87,7 @@ def own_bytes(model: Any) -> int:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
+@on_ranks(2, compiles=True)
 def test_frames_share_a_budget(rank: int, way: str) -> None:
     """Bit for bit, and all frames together keep to it; before, each took all of it for itself."""
     plain, want, most = trained(rank, way, bucketing="per_unit")
@@ -100,7 +102,7 @@ def test_frames_share_a_budget(rank: int, way: str) -> None:
             assert all(block.num_bytes > 0 for block in saved)
 
 
-@on_ranks(2)
+@on_ranks(2, compiles=True)
 def test_buckets_keep_to_a_share(rank: int) -> None:
     """Gathers ahead of time have what other frames leave, and not what these save."""
     found: dict[str, tuple[int | None, int]] = {}
@@ -123,15 +125,37 @@ def test_buckets_keep_to_a_share(rank: int) -> None:
     assert found["backward"] == (budget, saved)
 
 
-@on_ranks(2)
+@on_ranks(2, compiles=True)
 def test_with_inductor(rank: int) -> None:
-    _, want, _ = trained(rank, "blocks", lowering="inductor")
+    want = trained_unmeasured(autoshard.shard(seeded()), lowering="inductor")
     for _ in range(2):  # the second time from torch's caches
-        model, got, _ = trained(rank, "blocks", lowering="inductor", memory_budget=2_000_000)
+        torch._dynamo.reset()
+        model: Any = autoshard.shard(seeded())
+        got = trained_unmeasured(model, lowering="inductor", memory_budget=2_000_000)
         assert all(map(torch.allclose, got, want))  # Inductor may round otherwise
         (block,) = autoshard.plans(model)[0].saved
         assert block.given_up_bytes > 0
         assert others_of(params_of(model.head)).num_bytes > others_of(params_of(plain())).num_bytes
+
+
+def seeded() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def trained_unmeasured(model: Any, **options: Any) -> list[Tensor]:
+    """Train for two steps, compiled by blocks: losses and shards."""
+    by_blocks(model, **options)
+    ids = torch.arange(8 * 64).view(8, 64) % 64
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = []
+    for _ in range(2):
+        loss = model(ids)
+        loss.backward()
+        values.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return values + [param.to_local().detach() for param in model.parameters()]
 
 
 def plain() -> Any:
@@ -177,6 +201,156 @@ def test_what_others_have(rank: int) -> None:
     assert saved % BLOCKS == 0
     assert saved // BLOCKS >= 8 * 64 * (32 + 128) * 4
     assert after.per_byte == model.embed.weight.numel() / sum(sizes[param] for param in head)
+
+
+class Repeated(Tower):
+    """Tower whose first layer runs as often as there are layers, or is in a checkpoint each time.
+
+    uses: of the first layers, which are in checkpoints, or run again; see `is_checkpointed`.
+    """
+
+    def __init__(self, uses: int, *, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.uses, self.is_checkpointed = uses, is_checkpointed
+
+    def first(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            if self.is_checkpointed and number < self.uses:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        for _ in range(0 if self.is_checkpointed else self.uses - 1):
+            x = self.layers[0](x)
+        return x
+
+
+def run_once(model: Any, **options: Any) -> int:
+    """Train for three steps, compiled by blocks, and return the peak of the last one."""
+    by_blocks(model, **options)
+    ids = torch.arange(8 * 64).view(8, 64) % 64
+    _, peak = train_measured(model, lambda: model(ids))
+    return peak
+
+
+BEYOND = "and others of its model need more memory than option 'memory_budget' allows"
+
+
+@on_ranks(2, compiles=True)
+def test_checkpointed_blocks(rank: int) -> None:
+    """They save nothing, which is neither held against them nor against others."""
+    torch._dynamo.reset()
+    model: Any = autoshard.shard(Repeated(BLOCKS, is_checkpointed=True))
+    peak = run_once(model, bucketing="per_unit")
+    torch._dynamo.reset()
+    model = autoshard.shard(Repeated(BLOCKS, is_checkpointed=True))
+    assert run_once(model, memory_budget=peak + own_bytes(model)) <= OVER * peak
+    assert not autoshard.plans(model)[0].saved  # no warning, either
+    gc.collect()
+    assert others_of(params_of(model.head)).num_bytes == 4 * sum(
+        param.shard_bytes for part in (model.embed, model.layers) for param in params_of(part)
+    )
+
+
+@on_ranks(2, compiles=True)
+def test_only_some_are_checkpointed(rank: int) -> None:
+    """What is decided in a checkpoint runs outside of it, too: that is said."""
+    torch._dynamo.reset()
+    model: Any = autoshard.shard(Repeated(BLOCKS - 4, is_checkpointed=True))
+    with pytest.warns(RuntimeWarning, match=BEYOND):
+        run_once(model, memory_budget=1_500_000 + own_bytes(model))
+
+
+@on_ranks(2, compiles=True)
+def test_a_block_that_is_used_again(rank: int) -> None:
+    """What it saves counts as often as it runs in a forward; that is known once it has run."""
+    torch._dynamo.reset()
+    model: Any = autoshard.shard(Repeated(BLOCKS, is_checkpointed=False))
+    head = params_of(model.head)
+    before = others_of(head).num_bytes
+    with pytest.warns(RuntimeWarning, match=BEYOND):
+        trained_unmeasured(model, memory_budget=2_600_000)
+    saved = (others_of(head).num_bytes - before) / (2 * BLOCKS - 1)
+    assert saved == int(saved) > 0
+
+
+@on_ranks(2, compiles=True)
+def test_a_graph_of_another_model(rank: int) -> None:
+    """Dynamo runs what it has for blocks that are alike: planned for two of them, run for six."""
+    torch._dynamo.reset()
+    small: Any = autoshard.shard(Tower())
+    small.layers = small.layers[:2]
+    budget = 2_000_000
+    trained_unmeasured(small, memory_budget=budget)
+    model: Any = autoshard.shard(Tower())
+    with pytest.warns(RuntimeWarning, match=BEYOND):
+        trained_unmeasured(model, memory_budget=budget)
+    torch._dynamo.reset()
+    gc.collect()
+    assert run_once(autoshard.shard(Tower()), memory_budget=budget) <= budget
+
+
+@on_ranks(2, compiles=True)
+def test_frames_are_forgotten_with_their_graphs(rank: int) -> None:
+    torch._dynamo.reset()
+    model: Any = autoshard.shard(Tower())
+    head = params_of(model.head)
+    before = others_of(head)
+    run_once(model, memory_budget=1 << 30)
+    assert others_of(head).num_bytes > before.num_bytes
+    for layer in model.layers:
+        layer._compiled_call_impl = None
+    torch._dynamo.reset()
+    gc.collect()
+    assert others_of(head) == before
+
+
+@on_ranks(2)
+def test_frozen_blocks_save_nothing(rank: int) -> None:
+    torch._dynamo.reset()
+    model: Any = autoshard.shard(Tower())
+    for part in (model.embed, *model.layers[:4]):
+        part.requires_grad_(False)
+    by_blocks(model, memory_budget=1 << 30)
+    ids = torch.arange(8 * 64).view(8, 64) % 64
+    model(ids).backward()
+    numel = sum(param.numel() for param in model.head.parameters())
+    assert others_of(params_of(model.head)).per_byte == model.embed.weight.numel() / numel
+
+
+@on_ranks(2)
+def test_tied_to_another_frame(rank: int) -> None:
+    """A parameter that both read makes them no one frame."""
+    torch._dynamo.reset()
+    tower = Tower(breaks_after=BLOCKS)
+    tower.head.weight = tower.embed.weight
+    model: Any = autoshard.shard(tower)
+    head = params_of(model.head)
+    before = others_of(head)
+    by_breaks(model, memory_budget=1 << 30)
+    model(torch.arange(8 * 64).view(8, 64) % 64).backward()
+    after = others_of(head)
+    assert after.per_byte == 0 < before.per_byte
+    assert after.num_bytes - before.num_bytes > BLOCKS * 8 * 64 * 128 * 4
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "hybrid"])
+@on_ranks(2, compiles=True)
+def test_parameters_that_no_rank_shares(rank: int, strategy: str) -> None:
+    """Gathered over one rank, they are no values that forward saves."""
+    torch._dynamo.reset()
+    if strategy == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        model: Any = autoshard.shard(Tower(), strategy="hybrid_shard", mesh=mesh)
+    else:
+        model = autoshard.shard(Tower(), strategy="no_shard")
+    head = params_of(model.head)
+    before = others_of(head)
+    run_once(model, memory_budget=1 << 30)
+    saved = (others_of(head).num_bytes - before.num_bytes) // BLOCKS
+    made = 8 * 64 * (2 * 32 + 2 * 128) * 4
+    weights = sum(param.shard_bytes for param in params_of(model.layers[0]))
+    assert saved <= made + weights // 8
 
 
 @on_ranks(2)
