@@ -70,7 +70,7 @@ WAYS: dict[str, tuple[Callable[..., None], int | None]] = {
 }
 
 
-def trained(rank: int, way: str, **options: Any) -> tuple[Any, list[Tensor], int]:
+def trained(rank: int, way: str, **options: Any) -> tuple[Any, list[Tensor], float]:
     """Train for three steps: the model, losses and parameters, and the peak of the last step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -225,7 +225,7 @@ class Repeated(Tower):
         return x
 
 
-def run_once(model: Any, **options: Any) -> int:
+def run_once(model: Any, **options: Any) -> float:
     """Train for three steps, compiled by blocks, and return the peak of the last one."""
     by_blocks(model, **options)
     ids = torch.arange(8 * 64).view(8, 64) % 64
@@ -244,7 +244,7 @@ def test_checkpointed_blocks(rank: int) -> None:
     peak = run_once(model, bucketing="per_unit")
     torch._dynamo.reset()
     model = autoshard.shard(Repeated(BLOCKS, is_checkpointed=True))
-    assert run_once(model, memory_budget=peak + own_bytes(model)) <= OVER * peak
+    assert run_once(model, memory_budget=int(peak) + own_bytes(model)) <= OVER * peak
     assert not autoshard.plans(model)[0].saved  # no warning, either
     gc.collect()
     assert others_of(params_of(model.head)).num_bytes == 4 * sum(

@@ -92,7 +92,7 @@ BUDGET = 1_697_000  # half of the peak of a tower
 CHECKPOINTED = ("layers.1", "layers.3")
 
 
-def trained(rank: int, build: Callable[[], Any], **options: Any) -> tuple[Any, list[Tensor], int]:
+def trained(rank: int, build: Callable[[], Any], **options: Any) -> tuple[Any, list[Tensor], float]:
     """Train for three steps: the model, losses and parameters, and the peak of the last step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -399,12 +399,12 @@ def test_users_get_nothing_from_the_host(rank: int) -> None:
         return values, [param.grad.to_local() for param in model.parameters()], model
 
     want, grads, _ = trained()
-    copied: list[int] = []
+    copied: list[Tensor] = []  # held, as memory that is let go of is given out again
     launch = copies.launch_store
 
     def launch_store(values: list[Tensor]) -> Any:
         begun = launch(values)
-        copied.extend(each.data_ptr() for each in begun.results)
+        copied.extend(begun.results)
         return begun
 
     with where_the_host_is_near() as topology, warnings.catch_warnings():
@@ -415,7 +415,7 @@ def test_users_get_nothing_from_the_host(rank: int) -> None:
             got, found, model = trained(topology=topology, memory_budget=230_000)
     assert sum(block.host_bytes for block in autoshard.plans(model)[0].saved) > 0
     assert copied
-    assert not {each.data_ptr() for each in got} & set(copied)
+    assert not {each.data_ptr() for each in got} & {each.data_ptr() for each in copied}
     assert all(map(torch.equal, [*got, *found], [*want, *grads]))
 
 
