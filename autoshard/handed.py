@@ -1,9 +1,9 @@
 """Decide what forward hands to backward: values, on the device or the host, and whole parameters.
 
     joint graph --> parts, as the partitioner makes them --> peak under the budget?
-        yes: parameters stay unsharded, where there is room for them and time to win
-        no:  values lie on the host meanwhile, as far as copies are hidden, or are computed again,
-             until there is room
+        no:   values lie on the host meanwhile, as far as copies are hidden, or are computed again,
+              until there is room
+        then: parameters stay unsharded, where there is room left for them and time to win
 
 What a decision does is forecast from parts that were made without one, and simulated; of the best,
 parts are made.
@@ -27,7 +27,7 @@ from autoshard.passes.ir.meta import ParamInfo
 from autoshard.passes.ir.plan import SavedBlock
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import HostLink
-from autoshard.passes.planner.keep import unit_by_unit, worth_keeping
+from autoshard.passes.planner.keep import unit_by_unit, with_kept, worth_keeping
 from autoshard.passes.planner.per_unit import unit_buckets
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.save import Need, allotted, freed_bytes, least_us
@@ -227,11 +227,11 @@ def decide(
 ) -> Handed:
     """Decide what forward hands to backward, so that a step is fastest within the budget.
 
-    If a step as the partitioner makes it is within it, parameters are kept unsharded where there is
-    room. Else as few bytes of what is saved are given up as it takes, in the least time: they go to
-    the host, or values are computed again. What that does is forecast, then parts are made; by how
-    much they need more or less than forecast is left out of the budget of the next choice. If
-    nothing fits, the decision with the lowest peak is taken.
+    If a step as the partitioner makes it is not within it, as few bytes of what is saved are given
+    up as it takes, in the least time: they go to the host, or values are computed again. What that
+    does is forecast, then parts are made; by how much they need more or less than forecast is left
+    out of the budget of the next choice. If nothing fits, the decision with the lowest peak is
+    taken. At last parameters are kept unsharded where there is room left.
 
     part: makes the parts, given a decision; called up to 1 + `MADE` times.
     prices: with a budget. If other frames save beside this one (`beside`), each byte given up
@@ -255,16 +255,10 @@ def decide(
 
 def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search) -> Handed:
     """Decide as `decide` does, wherever states live."""
-    parts, budgets = search.parts, _limits(budget_bytes)
-    best, found, num_bytes = Handed(), search.without(budget_bytes), parts.num_bytes
-    if not found.over(budgets):
-        forward, backward = parts.problems
-        candidates, beside = parts.forward.priced.candidates, search.prices.beside
-        kept = worth_keeping(forward, backward, candidates, budget_bytes, beside)
-        num_bytes += sum(item.num_bytes for item in forward.gathers if item.name in kept)
-        return Handed(kept, num_bytes=num_bytes)
+    budgets, best_parts = _limits(budget_bytes), search.parts
+    best, found = Handed(), search.without(budget_bytes)
     limits, seen = dict(budgets), {best}
-    for number in range(MADE):
+    for number in range(MADE if found.over(budgets) else 0):
         new = (each for each in search.best(limits) if each.handed not in seen)
         chosen = next(new, None)
         if chosen is None:
@@ -284,13 +278,32 @@ def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search)
             run.over(budgets) or "nothing",
         )
         if run.cost(budgets) < found.cost(budgets):
-            best, found, num_bytes = chosen.handed, run, made.num_bytes
+            best, found, best_parts = chosen.handed, run, made
         for kind in KINDS:  # what parts need beyond their forecast is not there
             limits[kind] = budget_bytes - (run.peaks[kind][1] - chosen.run.peaks[kind][1])
-    if log.isEnabledFor(logging.INFO):
+    if log.isEnabledFor(logging.INFO) and best != Handed():
         prices = dataclasses.replace(search.prices, budget_bytes=budget_bytes)
-        log.info("a step of %.0f us, at least %.0f", found.time_us, bound_us(parts, prices))
-    return dataclasses.replace(best, num_bytes=num_bytes)
+        log.info("a step of %.0f us, at least %.0f", found.time_us, bound_us(search.parts, prices))
+    return _with_kept(best, best_parts, found, budget_bytes, search.prices.beside)
+
+
+def _with_kept(
+    decided: Handed, parts: Parts, found: Run, budget_bytes: int, beside: float
+) -> Handed:
+    """Add to a decision on values the parameters that are kept in the room that it leaves.
+
+    parts, found: as the decision has them made, and simulated.
+    """
+    forward, backward = parts.problems
+    candidates = parts.forward.priced.candidates
+    kept = worth_keeping(forward, backward, candidates, budget_bytes, beside)
+    if decided != Handed():  # parts are made again: that has to be worth it
+        run = Run.of(with_kept(forward, backward, kept), budget_bytes)
+        if not run.time_us < WORTH * found.time_us:
+            kept = ()
+    num_bytes = parts.num_bytes
+    num_bytes += sum(item.num_bytes for item in forward.gathers if item.name in kept)
+    return dataclasses.replace(decided, params=kept, num_bytes=num_bytes)
 
 
 def _limits(budget_bytes: float) -> dict[str, float]:
@@ -301,9 +314,10 @@ def _limits(budget_bytes: float) -> dict[str, float]:
 def bound_us(parts: Parts, prices: Prices) -> float:
     """Microseconds of a step that no choice for its blocks beats within the budget.
 
-    They are the bounds of forward and backward, of compute and links, and that of what blocks have
-    to give up: as much as the step is beyond the budget with one bucket a unit. Choices are those
-    of `SavedValues`: no block computes another one's values again, and copies are hidden.
+    They are the bounds of forward and backward, of compute and links, though parameters be kept,
+    and that of what blocks have to give up: as much as the step is beyond the budget with one
+    bucket a unit. Choices are those of `SavedValues`: no block computes another one's values again,
+    and copies are hidden.
 
     parts: that were made without a decision. prices: with a budget.
     """
@@ -319,7 +333,8 @@ def bound_us(parts: Parts, prices: Prices) -> float:
         Need(_asked(kind, run.peaks[kind][0], first[kind], values), num_bytes / counts)
         for kind, num_bytes in run.over(dict.fromkeys(KINDS, budget_bytes)).items()
     ]
-    made_us = sum(lower_bound(problem).time_us for problem in problems)
+    kept = with_kept(*problems, parts.forward.priced.candidates)
+    made_us = sum(lower_bound(problem).time_us for problem in kept)
     return made_us + least_us(values.curves, needs)
 
 

@@ -51,6 +51,13 @@ def worth_keeping(
     return best
 
 
+def with_kept(
+    forward: Problem, backward: Problem, names: Collection[str]
+) -> tuple[Problem, Problem]:
+    """Return both problems with the parameters `names` unsharded from one to the other."""
+    return _kept_after(forward, names), _kept_before(backward, names)
+
+
 def unit_by_unit(problem: Problem, budget_bytes: float) -> Timeline:
     """Simulate one bucket a unit, gathered ahead as far as a budget for all memory allows."""
     gathers, reduces = unit_buckets(problem)
@@ -84,7 +91,7 @@ def _cost(
     """
     over, time_us = 0.0, 0.0
     budget_bytes -= beside * sum(item.num_bytes for item in forward.gathers if item.name in names)
-    for problem in (_kept_after(forward, names), _kept_before(backward, names)):
+    for problem in with_kept(forward, backward, names):
         timeline = unit_by_unit(problem, budget_bytes)
         over += max(0.0, timeline.peak_bytes - budget_bytes)
         time_us += timeline.time_us

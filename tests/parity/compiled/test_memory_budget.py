@@ -134,6 +134,29 @@ def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
             assert {block.given_up_bytes for block in saved if block.name in CHECKPOINTED} == {0}
 
 
+@pytest.mark.parametrize("name", ["tower", "stages"])
+@on_ranks(2)
+def test_room_that_is_left_keeps_parameters(rank: int, name: str) -> None:
+    """Values are given up as it takes; what that leaves is for parameters, on a slow link."""
+    plain, want, _ = trained(rank, BUILDS[name], lowering="eager", bucketing="per_unit")
+    peak, beside = needs_of(plain)
+    budget = int(0.85 * peak)
+    model, got, measured = trained(
+        rank, BUILDS[name], lowering="eager", topology="gloo", memory_budget=budget + beside
+    )
+    assert all(map(torch.equal, got, want))
+    assert measured <= OVER * budget
+    forward, backward = autoshard.plans(model)
+    assert sum(block.given_up_bytes for block in forward.saved) > 0
+    assert forward.peak_bytes <= budget
+    assert backward.peak_bytes <= budget
+    first, again = (
+        {name for bucket in plan.buckets if bucket.kind == "gather" for name in bucket.names}
+        for plan in (forward, backward)
+    )
+    assert len(again) < len(first) - 2
+
+
 @pytest.mark.parametrize("name", BUILDS)
 @on_ranks(2)
 def test_a_part_lies_on_the_host(rank: int, name: str) -> None:
