@@ -45,6 +45,8 @@ WORTH = 0.995  # a choice is worth trying if it takes no more than this share of
 MADE = 5  # decisions whose parts are made, at most
 PIECES = (1, 2, 4, 8, 16)  # of a block, in turn
 ENOUGH = 2  # pieces, beyond which more are tried only as long as they help
+FOR_KEPT = (0.25, 0.5, 1.0)  # of what backward gathers: given up for parameters that are kept
+MADE_FOR_KEPT = 2  # decisions with parameters kept whose parts are made, at most
 TRIES = 20  # forecasts, at most, for blocks in as many pieces
 
 
@@ -233,7 +235,7 @@ def decide(
     out of the budget of the next choice. If nothing fits, the decision with the lowest peak is
     taken. At last parameters are kept unsharded where there is room left.
 
-    part: makes the parts, given a decision; called up to 1 + `MADE` times.
+    part: makes the parts, given a decision; called up to 1 + `MADE` + `MADE_FOR_KEPT` times.
     prices: with a budget. If other frames save beside this one (`beside`), each byte given up
         counts for theirs, too.
     states: that go to the host if a step is faster so, by forecast: what they leave is for values.
@@ -284,26 +286,58 @@ def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search)
     if log.isEnabledFor(logging.INFO) and best != Handed():
         prices = dataclasses.replace(search.prices, budget_bytes=budget_bytes)
         log.info("a step of %.0f us, at least %.0f", found.time_us, bound_us(search.parts, prices))
-    return _with_kept(best, best_parts, found, budget_bytes, search.prices.beside)
+    return _with_kept(best, best_parts, found, part, search, limits, budget_bytes)
 
 
 def _with_kept(
-    decided: Handed, parts: Parts, found: Run, budget_bytes: int, beside: float
+    decided: Handed,
+    parts: Parts,
+    found: Run,
+    part: Callable[[Handed], Parts],
+    search: _Search,
+    limits: Mapping[str, float],
+    budget_bytes: float,
 ) -> Handed:
-    """Add to a decision on values the parameters that are kept in the room that it leaves.
+    """Add to a decision on values the parameters that are kept, or give up more for them.
 
     parts, found: as the decision has them made, and simulated.
+    part: as of `decide`. limits: of forecasts, so that parts keep to the budget.
     """
-    forward, backward = parts.problems
-    candidates = parts.forward.priced.candidates
-    kept = worth_keeping(forward, backward, candidates, budget_bytes, beside)
-    if decided != Handed():  # parts are made again: that has to be worth it
-        run = Run.of(with_kept(forward, backward, kept), budget_bytes)
-        if not run.time_us < WORTH * found.time_us:
-            kept = ()
-    num_bytes = parts.num_bytes
-    num_bytes += sum(item.num_bytes for item in forward.gathers if item.name in kept)
-    return dataclasses.replace(decided, params=kept, num_bytes=num_bytes)
+    tries = [search.keeping(decided, parts.problems, budget_bytes)]
+    gathers, least_us = search.without_gathers(parts.problems)
+    if least_us < WORTH * tries[0].run.time_us:
+        for share in FOR_KEPT:
+            more = share * gathers * search.counts
+            chosen = search.best({kind: limit - more for kind, limit in limits.items()})[0]
+            if chosen.run.over(limits):
+                break
+            problems = search.forecast.problems(chosen.values, chosen.taken)
+            tries.append(search.keeping(chosen.handed, problems, budget_bytes))
+    budgets = _limits(budget_bytes)
+    for handed, forecast in sorted(tries, key=lambda each: each.run.cost(budgets))[:MADE_FOR_KEPT]:
+        is_worth_it = decided == Handed() or forecast.time_us < WORTH * found.time_us
+        if not (handed.params and is_worth_it):
+            break
+        made = part(handed)
+        run = Run.of(made.problems, budget_bytes)
+        log.info(
+            "%d parameters kept: a step of %.0f us, forecast %.0f, without %.0f; beyond it by %s",
+            len(handed.params),
+            run.time_us,
+            forecast.time_us,
+            found.time_us,
+            run.over(budgets) or "nothing",
+        )
+        if run.cost(budgets) < found.cost(budgets):
+            return dataclasses.replace(handed, num_bytes=made.num_bytes)
+    return dataclasses.replace(decided, num_bytes=parts.num_bytes)
+
+
+class _Kept(NamedTuple):
+    """Decision that keeps parameters, and how it is forecast to run."""
+
+    handed: Handed
+    run: Run
 
 
 def _limits(budget_bytes: float) -> dict[str, float]:
@@ -342,6 +376,7 @@ class _Search:
     """Search for choices of blocks by what they are forecast to do.
 
     counts: how often a byte that is given up counts, as other frames give up as much.
+    candidates: names of parameters that may be kept.
     """
 
     def __init__(self, parts: Parts, prices: Prices) -> None:
@@ -358,6 +393,7 @@ class _Search:
             prices.beside,
         )
         self.counts = 1 + prices.beside
+        self.candidates = parts.forward.priced.candidates
         gathers, _ = unit_buckets(parts.backward.priced.problem)
         self.room = max((bucket.num_bytes for bucket in gathers), default=0)
         self._values: dict[tuple[int, bool], SavedValues] = {}
@@ -369,6 +405,28 @@ class _Search:
         if budget_bytes not in self._runs:
             self._runs[budget_bytes] = Run.of(self.parts.problems, budget_bytes)
         return self._runs[budget_bytes]
+
+    def keeping(
+        self, decided: Handed, problems: tuple[Problem, Problem], budget_bytes: float
+    ) -> _Kept:
+        """Add to a decision, of these problems, the parameters that are best kept.
+
+        Those of a unit are kept together: what is computed again may need more of them than
+        backward does itself, which no forecast says.
+        """
+        forward, _ = problems
+        taken = {*worth_keeping(*problems, self.candidates, budget_bytes, self.prices.beside)}
+        run = Run.of(with_kept(*problems, taken), budget_bytes)
+        units = {item.unit for item in forward.gathers if item.name in taken}
+        of_units = (item.name for item in forward.gathers if item.unit in units)
+        kept = tuple(name for name in of_units if name in self.candidates)
+        return _Kept(dataclasses.replace(decided, params=kept), run)
+
+    def without_gathers(self, problems: tuple[Problem, Problem]) -> tuple[int, float]:
+        """Bytes that backward gathers and need not, and the time of a step that keeps them all."""
+        again = [item for item in problems[1].gathers if item.name in self.candidates]
+        run = Run.of(with_kept(*problems, self.candidates), math.inf)
+        return sum(item.num_bytes for item in again), run.time_us
 
     def cost(self, budget_bytes: float) -> tuple[float, float]:
         """Forecast how far a step is beyond a budget, and its microseconds; see `Run.cost`."""
