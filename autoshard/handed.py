@@ -283,10 +283,11 @@ def _within(budget_bytes: int, part: Callable[[Handed], Parts], search: _Search)
             best, found, best_parts = chosen.handed, run, made
         for kind in KINDS:  # what parts need beyond their forecast is not there
             limits[kind] = budget_bytes - (run.peaks[kind][1] - chosen.run.peaks[kind][1])
-    if log.isEnabledFor(logging.INFO) and best != Handed():
+    decided, run = _with_kept(best, best_parts, found, part, search, limits, budget_bytes)
+    if log.isEnabledFor(logging.INFO) and decided.saved is not None:
         prices = dataclasses.replace(search.prices, budget_bytes=budget_bytes)
-        log.info("a step of %.0f us, at least %.0f", found.time_us, bound_us(search.parts, prices))
-    return _with_kept(best, best_parts, found, part, search, limits, budget_bytes)
+        log.info("a step of %.0f us, at least %.0f", run.time_us, bound_us(search.parts, prices))
+    return decided
 
 
 def _with_kept(
@@ -297,10 +298,10 @@ def _with_kept(
     search: _Search,
     limits: Mapping[str, float],
     budget_bytes: float,
-) -> Handed:
+) -> tuple[Handed, Run]:
     """Add to a decision on values the parameters that are kept, or give up more for them.
 
-    parts, found: as the decision has them made, and simulated.
+    Returns it, and how it runs. parts, found: as the decision has them made, and simulated.
     part: as of `decide`. limits: of forecasts, so that parts keep to the budget.
     """
     tries = [search.keeping(decided, parts.problems, budget_bytes)]
@@ -329,8 +330,8 @@ def _with_kept(
             run.over(budgets) or "nothing",
         )
         if run.cost(budgets) < found.cost(budgets):
-            return dataclasses.replace(handed, num_bytes=made.num_bytes)
-    return dataclasses.replace(decided, num_bytes=parts.num_bytes)
+            return dataclasses.replace(handed, num_bytes=made.num_bytes), run
+    return dataclasses.replace(decided, num_bytes=parts.num_bytes), found
 
 
 class _Kept(NamedTuple):

@@ -97,7 +97,7 @@ def test_frames_share_a_budget(rank: int, way: str) -> None:
         assert all(map(torch.equal, got, want))
         assert measured <= OVER * budget
         saved = [block for plan in autoshard.plans(model) for block in plan.saved]
-        assert (sum(block.given_up_bytes for block in saved) > 0) == (share < 1)
+        assert share > 1 or sum(block.given_up_bytes for block in saved) > 0
         if share == 0.85:  # no more than it takes, in any block
             assert all(block.num_bytes > 0 for block in saved)
 

@@ -490,12 +490,16 @@ def test_what_is_made(rank: int) -> None:
     finally:
         log.removeHandler(tries)
         log.setLevel(logging.NOTSET)
-    *made, (decided_us, bound_us) = tries.found
+    *made, (kept, kept_us, kept_forecast_us, without_us, kept_beyond), (decided_us, bound_us) = (
+        tries.found
+    )
     assert 1 <= len(made) <= 2
     _, _, time_us, forecast_us, beyond = made[-1]
-    assert bound_us <= decided_us == time_us
-    assert beyond == "nothing"
-    assert time_us == pytest.approx(forecast_us, rel=0.02)
+    assert beyond == kept_beyond == "nothing"
+    assert time_us == without_us == pytest.approx(forecast_us, rel=0.02)
+    assert kept > 0
+    assert kept_us == pytest.approx(kept_forecast_us, rel=0.002)
+    assert bound_us <= decided_us == kept_us < without_us
 
 
 @pytest.mark.parametrize(
