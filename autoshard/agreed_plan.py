@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import _torch, plan_cache
 from autoshard.compilation import Compilation, has_backward
-from autoshard.handed import Decider, Handed, Parts
+from autoshard.deciding import Decider
+from autoshard.handed import Handed, Parts
 from autoshard.options import CompileSettings
 from autoshard.passes.ir.plan import Plan
 from autoshard.passes.planner.update import HostStates

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import fx
 
 from autoshard import _torch, passes, plan_cache
-from autoshard.handed import Decider, Handed, Part, Parts
+from autoshard.deciding import Decider
+from autoshard.handed import Handed, Part, Parts
 from autoshard.options import CompileSettings
 from autoshard.passes.dump import Dump
 from autoshard.passes.ir import groups

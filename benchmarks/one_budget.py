@@ -10,7 +10,7 @@ unit, by hand each gathered one ahead: without checkpoints; with one around each
 each second; with products and attention saved ("ops"); and by torch's partitioner with
 `activation_memory_budget`, the largest that fits. The budget of a row is what one of the ways by
 hand needs at its peak. "planned" is what `memory_budget` decides with it, once with values on the
-host, and once without. The bound is that of `handed.bound_us`. "states, too" is with optimizer
+host, and once without. The bound is that of `deciding.bound_us`. "states, too" is with optimizer
 states on the host, where that is faster: what they leave is for values then, and the update takes
 longer. Seconds are of the search, and of each time that torch's partitioner ran for it.
 """
@@ -28,9 +28,9 @@ import torch
 from published_models import Shape
 from torch import fx
 
-from autoshard import handed
+from autoshard import deciding
 from autoshard.compilation import DryCompilation, Partition
-from autoshard.handed import Handed, Parts, Run
+from autoshard.handed import KINDS, Handed, Parts, Run
 from autoshard.options import CompileOptions
 from autoshard.passes.pipeline import copied
 from autoshard.passes.planner.per_unit import per_unit
@@ -123,7 +123,7 @@ class Ways:
             return found
 
         began = time.perf_counter()
-        decided = handed.decide(parts, prices, states)
+        decided = deciding.decide(parts, prices, states)
         search_s = time.perf_counter() - began - sum(parting_s)
         budget_bytes += states.num_bytes if states and decided.has_host_states else 0
         step = Run.of(parts(decided).problems, budget_bytes)
@@ -140,7 +140,7 @@ def one_ahead(parts: Parts) -> Run:
     timelines = [per_unit(problem) for problem in parts.problems]
     peaks = {
         kind: (timeline.peak.position, timeline.peak_bytes)
-        for kind, timeline in zip(handed.KINDS, timelines, strict=True)
+        for kind, timeline in zip(KINDS, timelines, strict=True)
     }
     return Run(peaks, sum(timeline.time_us for timeline in timelines))
 
@@ -169,7 +169,7 @@ def show(ways: Ways, topology: Topology, states: HostStates | None, budgets: Seq
         with_states = ways.planned(budget, topology, states)
         parting = " + ".join(f"{seconds:.1f}" for seconds in found[1].parting_s)
         prices = dataclasses.replace(ways.prices, topology=topology, budget_bytes=budget)
-        bound = handed.bound_us(hand["none"], prices)
+        bound = deciding.bound_us(hand["none"], prices)
         on_host = sum(block.host_bytes for block in found[1].decided.blocks) / 2**30
         print(
             f"| {way}'s, {budget / 2**30:.2f} GiB | {best / 1000:.1f} ms | {rivals / best:.3f} "

@@ -22,7 +22,7 @@ from autoshard.artefacts.entry import Entry, Signature, built, described, kinds_
 from autoshard.artefacts.folder import Artefact, ArtefactError, given_options
 from autoshard.artefacts.graphs import CannotBeKept, outputs_of, written
 from autoshard.compilation import Compilation, has_backward
-from autoshard.handed import Decider
+from autoshard.deciding import Decider
 from autoshard.options import CompileSettings
 from autoshard.runtime.compiled.frame import Frame, make_frame, sharded_parameters
 from autoshard.runtime.eager.access import named_sharded

@@ -35,6 +35,8 @@ ROOMS = (
     "autoshard.plan_cache",
     "autoshard.progress",
     "autoshard.handed",
+    "autoshard.search_handed",
+    "autoshard.deciding",
     "autoshard.compilation",
     "autoshard.agreed_plan",
     "autoshard.artefacts",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
-from autoshard import handed
+from autoshard import deciding, handed
 from autoshard.passes.plans.forecast import Forecast
 from autoshard.passes.plans.saved import SavedValues
 from autoshard.runtime.comm import copies
@@ -197,7 +197,7 @@ def test_a_host_with_inductor(rank: int) -> None:
         options = {"topology": topology, "memory_budget": int(0.8 * peak) + beside}
         model, got, _ = trained(rank, Stages, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(handed, "decide", None)  # it is not asked
+            patch.setattr(deciding, "decide", None)  # it is not asked
             for hits in (0, 1):
                 torch._dynamo.utils.counters.clear()
                 cached, again, _ = trained(rank, Stages, **options)
@@ -234,8 +234,8 @@ def test_optimizer_states_live_on_the_host(rank: int, lowering: str) -> None:
     with where_the_host_is_near(for_states=True) as topology, fresh_graphs():
         budget = peak + beside - states // 4
         for calls in (1, 0):
-            decide = mock.Mock(wraps=handed.decide)
-            with mock.patch.object(handed, "decide", decide):
+            decide = mock.Mock(wraps=deciding.decide)
+            with mock.patch.object(deciding, "decide", decide):
                 got, model = stepped(rank, lowering, topology=topology, memory_budget=budget)
             assert decide.call_count == (calls if lowering == "inductor" else 1)
             assert all(map(torch.equal, got, want))
@@ -449,13 +449,13 @@ def test_a_decision_that_fails_says_so(rank: int) -> None:
     def decide(*args: Any) -> Any:
         raise ValueError("no decision")
 
-    log, tries = logging.getLogger("autoshard.handed"), Tries()
+    log, tries = logging.getLogger("autoshard.deciding"), Tries()
     log.addHandler(tries)
     _, want, _ = trained(rank, Stages, lowering="eager")
     try:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*memory_budget")
-            patch.setattr(handed, "decide", decide)
+            patch.setattr(deciding, "decide", decide)
             model, got, _ = trained(rank, Stages, lowering="eager", memory_budget=200_000)
     finally:
         log.removeHandler(tries)
@@ -482,7 +482,7 @@ def test_what_is_made(rank: int) -> None:
     """Few parts are, as forecasts are near them."""
     _, want, _ = trained(rank, Tower, lowering="eager", bucketing="per_unit")
     beside = 3 * sum(each.nbytes for each in want[3:])
-    log, tries = logging.getLogger("autoshard.handed"), Tries()
+    log, tries = logging.getLogger("autoshard.deciding"), Tries()
     log.addHandler(tries)
     log.setLevel(logging.INFO)
     try:
@@ -512,7 +512,7 @@ def test_forecasts_are_near(rank: int, lowering: str, name: str, has_host: bool)
 
     Forward may need less, as values that are computed to be saved alone are read late.
     """
-    decide, found = handed.decide, []
+    decide, found = deciding.decide, []
 
     def compared(part: Any, prices: Any, states: Any) -> Any:
         parts = part(handed.Handed())
@@ -527,7 +527,7 @@ def test_forecasts_are_near(rank: int, lowering: str, name: str, has_host: bool)
 
     near_host, patches = where_the_host_is_near(), pytest.MonkeyPatch.context()
     with patches as patch, near_host as near, fresh_graphs():  # where no decision is kept
-        patch.setattr(handed, "decide", compared)
+        patch.setattr(deciding, "decide", compared)
         topology = near if has_host else "h100"
         options = {"lowering": lowering, "topology": topology, "memory_budget": 10**9}
         trained(rank, BUILDS[name], **options)

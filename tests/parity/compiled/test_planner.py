@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
-from autoshard import handed
+from autoshard import deciding
 from autoshard.compilation import Compilation
 from autoshard.passes.planner.topology import Topology
 from autoshard.runtime.comm import transport
@@ -140,7 +140,7 @@ def test_parts_of_a_model_keep_what_all_have_room_for(
 def test_one_rank_can_not_tell_what_to_keep(rank: int) -> None:
     """The first one says for all."""
     want, want_losses = replicated(Net, net_loss)
-    broken = mock.patch.object(handed, "decide", side_effect=ValueError("no draft"))
+    broken = mock.patch.object(deciding, "decide", side_effect=ValueError("no draft"))
     with broken if rank == 1 else contextlib.nullcontext():
         got, losses = compiled(Net, net_loss, memory_budget=10**6, topology="gloo")
     assert losses == want_losses
