@@ -388,7 +388,11 @@ class Compilation:
 
         decider, self._decider = self._decider, None
         if decider is None:
-            return partition(gm)
+            forward, backward = partition(gm)
+            if self.handed.num_bytes and self.prices is not None:  # for this batch
+                num_bytes = handed_bytes(forward.graph, backward.graph, self._shards_of(gm.graph))
+                self._obey(dataclasses.replace(self.handed, num_bytes=num_bytes))
+            return forward, backward
         assert self.prices is not None
         prices, made = self.prices, {}
 
@@ -411,11 +415,15 @@ class Compilation:
             graph = passes.run(gm, passes.preparation(self.table)).graph
             parts.append(Part(graph, PricedGraph(graph, kind, prices)))
         forward, backward = parts
-        inputs = joint.graph.find_nodes(op="placeholder")
-        shards = {inputs[at].name for at in self.frame.local}
+        shards = self._shards_of(joint.graph)
         num_bytes = handed_bytes(forward.graph, backward.graph, shards)
         others = round(prices.beside * num_bytes)
         return Parts(joint.graph, self.table, forward, backward, made, num_bytes, others)
+
+    def _shards_of(self, joint: fx.Graph) -> set[str]:
+        """Names of the inputs of a joint graph that are shards."""
+        inputs = joint.find_nodes(op="placeholder")
+        return {inputs[at].name for at in self.frame.local}
 
     def _with_host(
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int

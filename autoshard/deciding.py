@@ -167,7 +167,7 @@ def _with_kept(
     for handed, forecast in sorted(tries, key=lambda each: each.run.cost(budgets))[:MADE_FOR_KEPT]:
         is_worth_it = decided == Handed() or forecast.time_us < WORTH * found.time_us
         if not (handed.params and is_worth_it):
-            break
+            continue
         made = part(handed)
         run = Run.of(made.problems, budget_bytes)
         log.info(

@@ -92,7 +92,7 @@ class Parts(NamedTuple):
         forward, backward = self.forward.priced.problem, self.backward.priced.problem
         if not self.others:
             return forward, backward
-        return _beside(forward, self.others), _beside(backward, self.others)
+        return beside(forward, self.others), beside(backward, self.others)
 
     @property
     def saved(self) -> frozenset[str]:
@@ -100,7 +100,7 @@ class Parts(NamedTuple):
         return saved_names(self.joint, self.backward.graph)
 
 
-def _beside(problem: Problem, num_bytes: int) -> Problem:
+def beside(problem: Problem, num_bytes: int) -> Problem:
     """Return `problem` with `num_bytes` more in use at all ops."""
     live = tuple(each + num_bytes for each in problem.live_bytes)
     return dataclasses.replace(problem, live_bytes=live)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autoshard.handed import KINDS, Handed, Parts, Run
+from autoshard.handed import KINDS, Handed, Parts, Run, beside
 from autoshard.passes.ir.match import is_compute
 from autoshard.passes.planner.costs import HostLink
 from autoshard.passes.planner.keep import with_kept, worth_keeping
@@ -96,7 +96,10 @@ class Search:
         """
         forward, _ = problems
         taken = {*worth_keeping(*problems, self.candidates, budget_bytes, self.prices.beside)}
-        run = Run.of(with_kept(*problems, taken), budget_bytes)
+        others = sum(item.num_bytes for item in forward.gathers if item.name in taken)
+        others = round(self.prices.beside * others)  # that other frames keep
+        after, before = with_kept(*problems, taken)
+        run = Run.of((beside(after, others), beside(before, others)), budget_bytes)
         units = {item.unit for item in forward.gathers if item.name in taken}
         of_units = (item.name for item in forward.gathers if item.unit in units)
         kept = tuple(name for name in of_units if name in self.candidates)

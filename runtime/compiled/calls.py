@@ -23,7 +23,7 @@ from autoshard.passes.ir.plan import Plan
 from autoshard.runtime.comm import threads
 from autoshard.runtime.compiled import extensions
 from autoshard.runtime.compiled.frame import Frame
-from autoshard.runtime.compiled.other_frames import PlannedBytes, note_run
+from autoshard.runtime.compiled.other_frames import PlannedBytes, note_backward, note_run
 from autoshard.runtime.compiled.planned import node_of
 from autoshard.runtime.compiled.tables import Table, Tables
 from autoshard.runtime.eager import outside, unmanaged, unordered
@@ -113,7 +113,7 @@ def call_of(
         with contextlib.nullcontext() if stays else without_hooks() as step:
             results = compiled(*values, *kept, table.tensor)
         if planned is not None and torch.is_grad_enabled():
-            note_run(table, planned, step)
+            note_run(table, planned)
         _watch_backward(results, table, step)
         return results
 
@@ -148,6 +148,7 @@ def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) 
             step.begin_backward()
         for grad in grads if not has_dtensors else ():
             outside.refuse_dtensor(grad)
+        note_backward(table.root)
         unused = (number for number, at in enumerate(positions) if grads[at] is None)
         table.unused_outputs = frozenset(unused)
 

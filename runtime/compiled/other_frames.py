@@ -3,7 +3,7 @@
 Where a model is compiled in several frames, by blocks or because graphs break, what all of them
 save for backward is in memory together, and they share one budget:
 
-    frames that have run        what they were planned to save, as often as they ran in a step
+    frames that have run        what they were planned to save, as often as they ran in this forward
     frames that are to come     as much as this one for each parameter: 32 blocks that are alike
                                 share by 32, whichever of them is compiled first
 
@@ -20,13 +20,13 @@ import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from autoshard import _torch
 from autoshard.passes.ir.plan import show_bytes
 from autoshard.passes.planner.update import STATES
 from autoshard.runtime.compiled.tables import Table
 from autoshard.runtime.eager.saved import in_checkpoint
-from autoshard.runtime.eager.step import Step
 from autoshard.runtime.unit.param import ShardedParam, find
-from autoshard.runtime.unit.unit import root_of, root_unit
+from autoshard.runtime.unit.unit import Unit, root_of, root_unit
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Others:
     """Memory in use while a frame runs that is not the frame's own.
 
     num_bytes: of parameters that it does not read, their gradients and two optimizer states; and of
-        what frames that have run save for backward.
+        what frames that have run in this forward save for backward.
     per_byte: bytes that frames to come are taken to save for each byte that this one saves.
     is_alone: whether the frame reads all of the model's parameters.
     """
@@ -60,42 +60,42 @@ class PlannedBytes:
 
 @dataclass(eq=False)
 class _Frames:
-    """Frames of a model that have run: the tables that their graphs run with.
+    """Frames of a model that have run.
 
+    runs: of each, by the table that its graph ran with.
+    number: of the forward, which a backward ends: what ran since is in memory together.
     is_told: whether there was a warning that they need more than the budget.
     """
 
     runs: weakref.WeakKeyDictionary[Table, _Runs] = field(default_factory=weakref.WeakKeyDictionary)
+    number: int = 0
     is_told: bool = False
+
+    def of_this_forward(self) -> dict[Table, _Runs]:
+        return {table: runs for table, runs in self.runs.items() if runs.forward == self.number}
 
 
 @dataclass(eq=False)
 class _Runs:
-    """Runs of a frame whose values are in memory at once.
-
-    planned: of one run. names: of the parameters that it reads.
-    step: the forward of the model that it ran in last; now, most: how often, and at most in one.
-    """
+    """Runs of a frame in a forward: its number, and how often; `most` is of all forwards."""
 
     planned: PlannedBytes
     names: frozenset[str]
-    step: weakref.ref[Step] | None = None
-    now: int = 0
+    forward: int = -1
+    count: int = 0
     most: int = 0
 
     @property
     def saved_bytes(self) -> int:
         """Bytes that they save together."""
-        return self.most * self.planned.saved
+        return self.count * self.planned.saved
 
 
-def note_run(table: Table, planned: PlannedBytes, step: Step | None) -> None:
+def note_run(table: Table, planned: PlannedBytes) -> None:
     """Note that a frame runs with gradients, for the parameters of `table`.
 
     In a checkpoint of the user's it saves nothing, and is not noted. Warns once for a model whose
     frames are found to need more than the budget.
-
-    step: the forward of the model that it runs in, if there is one.
     """
     if in_checkpoint():
         return
@@ -104,21 +104,25 @@ def note_run(table: Table, planned: PlannedBytes, step: Step | None) -> None:
     if runs is None:
         names = frozenset(param.name for param in table.params())
         runs = frames.runs[table] = _Runs(planned, names)
-    is_same = step is not None and runs.step is not None and runs.step() is step
-    runs.now = runs.now + 1 if is_same else 1
-    if step is not None and not is_same:
-        runs.step = weakref.ref(step)
-    if runs.now > runs.most:
-        runs.most = runs.now
+    runs.count = runs.count + 1 if runs.forward == frames.number else 1
+    runs.forward = frames.number
+    if runs.count > runs.most:
+        runs.most = runs.count
         if not frames.is_told:
-            frames.is_told = _is_beyond(table, runs)
+            frames.is_told = _is_beyond(table, frames)
+
+
+def note_backward(root: Unit) -> None:
+    """Note that a backward of the model begins: what its frames save from now on is another's."""
+    root.state(_Frames).number += 1
 
 
 def others_of(params: Collection[ShardedParam]) -> Others:
-    """Tell what is in memory beside a frame that reads `params`, all of one model.
+    """Tell what is in memory beside a frame that reads `params`, all of one model, and runs next.
 
-    There is nothing if these are all of its sharded parameters. In a checkpoint of the user's,
-    frames to come are taken to be in one, too, and to save nothing.
+    There is nothing if these are all of its sharded parameters. Frames to come are counted by their
+    parameters, or by their units, if that is less. In a checkpoint of the user's they are taken to
+    be in one, too, and to save nothing.
     """
     if not params:
         return Others()
@@ -128,26 +132,31 @@ def others_of(params: Collection[ShardedParam]) -> Others:
     unread = [param for param in found if param is not None and param.name not in read]
     if not unread:
         return Others()
-    num_bytes = sum(map(_bytes_with_states, unread))
-    known: dict[frozenset[str], int] = {}
-    for runs in root_unit(first.unit).state(_Frames).runs.values():
-        if not (runs.names <= read or runs.names >= read):  # else it is this one, or of its kind
-            known[runs.names] = max(runs.saved_bytes, known.get(runs.names, 0))
-    names = set().union(*known)
-    to_come = sum(math.prod(param.member.size) for param in unread if param.name not in names)
-    own = sum(math.prod(param.member.size) for param in params)
-    per_byte = 0.0 if in_checkpoint() else to_come / max(own, 1)
-    return Others(num_bytes + sum(known.values()), per_byte, is_alone=False)
+    known = root_unit(first.unit).state(_Frames).of_this_forward().values()
+    num_bytes = sum(map(_bytes_with_states, unread)) + sum(runs.saved_bytes for runs in known)
+    if in_checkpoint() or _torch.autograd.in_backward():  # the latter: one that is reentrant
+        return Others(num_bytes, is_alone=False)
+    have_run = set().union(*(runs.names for runs in known))
+    to_come = [param for param in unread if param.name not in have_run]
+    own_units = {param.unit for param in params}
+    by_units = len({param.unit for param in to_come} - own_units) / len(own_units)
+    by_numel = sum(map(_numel, to_come)) / max(sum(map(_numel, params)), 1)
+    return Others(num_bytes, min(by_units, by_numel), is_alone=False)
 
 
-def _is_beyond(table: Table, runs: _Runs) -> bool:
-    """Warn if frames that have run need more than the budget together; tell whether they do."""
-    planned, params = runs.planned, table.params()
-    own = sum(_bytes_with_states(param) - param.shard_bytes for param in params)
-    again = (runs.most - 1) * planned.saved
-    others = others_of(params).num_bytes
-    beyond = others + max(own, 0) + planned.peak + again - planned.budget
-    if beyond <= 0 or not (others or again):  # a frame alone has a warning of its own
+def _is_beyond(table: Table, frames: _Frames) -> bool:
+    """Warn if the frames of a forward need more than the budget; tell whether they do.
+
+    table: of the one that runs now, with what it needs itself.
+    """
+    now = frames.of_this_forward()
+    planned, params = now[table].planned, table.params()
+    every = (find(each) for each in root_of(params[0]).parameters())
+    shards = sum(param.shard_bytes for param in params)  # they are part of what it needs
+    own = sum(_bytes_with_states(param) for param in every if param is not None) - shards
+    others = sum(runs.saved_bytes for runs in now.values()) - planned.saved
+    beyond = others + own + planned.peak - planned.budget
+    if beyond <= 0 or not others:  # a frame alone has a warning of its own
         return False
     warnings.warn(
         f"the frames of {table.where} and others of its model need more memory than option "
@@ -158,6 +167,10 @@ def _is_beyond(table: Table, runs: _Runs) -> bool:
         stacklevel=3,
     )
     return True
+
+
+def _numel(param: ShardedParam) -> int:
+    return math.prod(param.member.size)
 
 
 def _bytes_with_states(param: ShardedParam) -> int:
