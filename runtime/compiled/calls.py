@@ -112,27 +112,27 @@ def call_of(
         # What autograd saves of parameters kept unsharded is for the step's hooks.
         with contextlib.nullcontext() if stays else without_hooks() as step:
             results = compiled(*values, *kept, table.tensor)
+        node = _watch_backward(results, table, step)
         if planned is not None and torch.is_grad_enabled():
-            note_run(table, planned)
-        _watch_backward(results, table, step)
+            note_run(table, planned, node)
         return results
 
     return call
 
 
-def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) -> None:
+def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) -> Any:
     """Have the backward of `results` tell `table`, as it begins, which of them have no gradient.
 
-    It tells `step`, too, that backward begins, which may launch gathers. Results without a compiled
-    backward are left alone. Backward raises RuntimeError for a gradient that is a DTensor, unless
-    one of the results is a DTensor.
+    It tells `step`, too, that backward begins, which may launch gathers. Returns autograd's node;
+    None, and does nothing, for results without a compiled backward. Backward raises RuntimeError
+    for a gradient that is a DTensor, unless one of the results is a DTensor.
     """
     if not isinstance(results, (list, tuple)):
-        return
+        return None
     planned = node_of(results)
     node, positions = planned or (_torch.aot.compiled_node(results), [])
     if node is None:
-        return
+        return None
     if planned is None:
         _torch.aot.keep_in_one_piece(node)
         positions = _torch.aot.tangent_positions(node)
@@ -153,6 +153,7 @@ def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) 
         table.unused_outputs = frozenset(unused)
 
     node.register_prehook(note)
+    return node
 
 
 def _kept_unsharded(params: list[ShardedParam]) -> list[Tensor]:

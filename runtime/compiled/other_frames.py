@@ -77,25 +77,31 @@ class _Frames:
 
 @dataclass(eq=False)
 class _Runs:
-    """Runs of a frame in a forward: its number, and how often; `most` is of all forwards."""
+    """Runs of a frame in a forward.
+
+    forward: its number. nodes: of autograd, one a run: it lives as long as what the run has saved.
+    most: runs at once, of all forwards.
+    """
 
     planned: PlannedBytes
     names: frozenset[str]
     forward: int = -1
-    count: int = 0
+    nodes: list[weakref.ref[object]] = field(default_factory=list)
     most: int = 0
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that they save together."""
-        return self.count * self.planned.saved
+        """Bytes that they have in memory together."""
+        return sum(node() is not None for node in self.nodes) * self.planned.saved
 
 
-def note_run(table: Table, planned: PlannedBytes) -> None:
-    """Note that a frame runs with gradients, for the parameters of `table`.
+def note_run(table: Table, planned: PlannedBytes, node: object | None) -> None:
+    """Note that a frame has run with gradients, for the parameters of `table`.
 
     In a checkpoint of the user's it saves nothing, and is not noted. Warns once for a model whose
     frames are found to need more than the budget.
+
+    node: of autograd, for its backward; None if it has none.
     """
     if in_checkpoint():
         return
@@ -104,10 +110,13 @@ def note_run(table: Table, planned: PlannedBytes) -> None:
     if runs is None:
         names = frozenset(param.name for param in table.params())
         runs = frames.runs[table] = _Runs(planned, names)
-    runs.count = runs.count + 1 if runs.forward == frames.number else 1
+    before = runs.nodes if runs.forward == frames.number else []
+    runs.nodes = [known for known in before if known() is not None]
+    if node is not None:
+        runs.nodes.append(weakref.ref(node))
     runs.forward = frames.number
-    if runs.count > runs.most:
-        runs.most = runs.count
+    if len(runs.nodes) > runs.most:
+        runs.most = len(runs.nodes)
         if not frames.is_told:
             frames.is_told = _is_beyond(table, frames)
 
@@ -136,7 +145,8 @@ def others_of(params: Collection[ShardedParam]) -> Others:
     num_bytes = sum(map(_bytes_with_states, unread)) + sum(runs.saved_bytes for runs in known)
     if in_checkpoint() or _torch.autograd.in_backward():  # the latter: one that is reentrant
         return Others(num_bytes, is_alone=False)
-    have_run = set().union(*(runs.names for runs in known))
+    alive = (runs for runs in known if runs.saved_bytes or not runs.planned.saved)
+    have_run = set().union(*(runs.names for runs in alive))
     to_come = [param for param in unread if param.name not in have_run]
     own_units = {param.unit for param in params}
     by_units = len({param.unit for param in to_come} - own_units) / len(own_units)
@@ -151,13 +161,14 @@ def _is_beyond(table: Table, frames: _Frames) -> bool:
     """
     now = frames.of_this_forward()
     planned, params = now[table].planned, table.params()
-    every = (find(each) for each in root_of(params[0]).parameters())
+    found = (find(each) for each in root_of(params[0]).parameters())
+    every = [param for param in found if param is not None]
     shards = sum(param.shard_bytes for param in params)  # they are part of what it needs
-    own = sum(_bytes_with_states(param) for param in every if param is not None) - shards
+    own = sum(map(_bytes_with_states, every)) - shards
     others = sum(runs.saved_bytes for runs in now.values()) - planned.saved
     beyond = others + own + planned.peak - planned.budget
-    if beyond <= 0 or not others:  # a frame alone has a warning of its own
-        return False
+    if beyond <= 0 or not others or len(every) == len(params):
+        return False  # of a frame that is a model, two forwards at once are the user's
     warnings.warn(
         f"the frames of {table.where} and others of its model need more memory than option "
         f"'memory_budget' allows, by {show_bytes(beyond)}: one was compiled for another model, in "

@@ -135,7 +135,7 @@ def test_with_inductor(rank: int) -> None:
         assert all(map(torch.allclose, got, want))  # Inductor may round otherwise
         (block,) = autoshard.plans(model)[0].saved
         assert block.given_up_bytes > 0
-        model(torch.arange(8 * 64).view(8, 64) % 64)
+        _loss = model(torch.arange(8 * 64).view(8, 64) % 64)
         assert others_of(params_of(model.head)).num_bytes > others_of(params_of(plain())).num_bytes
 
 
@@ -194,7 +194,7 @@ def test_what_others_have(rank: int) -> None:
     with torch.no_grad():
         model(ids)
     assert others_of(head) == before  # nothing was saved
-    model(ids)
+    _loss = model(ids)
     (kept,) = {plan.saved for plan in autoshard.plans(model) if plan.graph == "forward"}
     assert kept == ()  # all fits
     after = others_of(head)
@@ -247,7 +247,7 @@ def test_checkpointed_blocks(rank: int) -> None:
     model = autoshard.shard(Repeated(BLOCKS, is_checkpointed=True))
     assert run_once(model, memory_budget=int(peak) + own_bytes(model)) <= OVER * peak
     assert not autoshard.plans(model)[0].saved  # no warning, either
-    model(torch.arange(8 * 64).view(8, 64) % 64)
+    _loss = model(torch.arange(8 * 64).view(8, 64) % 64)
     assert others_of(params_of(model.head)).num_bytes == 4 * sum(
         param.shard_bytes for part in (model.embed, model.layers) for param in params_of(part)
     )
@@ -272,7 +272,7 @@ def test_a_block_that_is_used_again(rank: int) -> None:
     with pytest.warns(RuntimeWarning, match=BEYOND):
         trained_unmeasured(model, memory_budget=2_600_000)
     assert others_of(head).num_bytes == before  # backward has let go of it
-    model(torch.arange(8 * 64).view(8, 64) % 64)
+    _loss = model(torch.arange(8 * 64).view(8, 64) % 64)
     saved = (others_of(head).num_bytes - before) / (2 * BLOCKS - 1)
     assert saved == int(saved) > 0
 
@@ -358,9 +358,9 @@ def test_another_batch_is_counted_anew(rank: int) -> None:
     before = others_of(head).num_bytes
     saved = []
     for rows in (2, 8):
-        model(torch.arange(rows * 64).view(rows, 64) % 64)
+        loss = model(torch.arange(rows * 64).view(rows, 64) % 64)
         saved.append(others_of(head).num_bytes - before)
-        model(torch.arange(rows * 64).view(rows, 64) % 64).backward()
+        loss.backward()
     assert 0 < saved[0] < saved[1] / 3
 
 
@@ -387,7 +387,7 @@ def test_tied_to_another_frame(rank: int) -> None:
     head = params_of(model.head)
     before = others_of(head)
     by_breaks(model, memory_budget=1 << 30)
-    model(torch.arange(8 * 64).view(8, 64) % 64)
+    _loss = model(torch.arange(8 * 64).view(8, 64) % 64)
     after = others_of(head)
     assert after.per_byte == 0 < before.per_byte
     assert after.num_bytes - before.num_bytes > BLOCKS * 8 * 64 * 128 * 4
@@ -406,7 +406,7 @@ def test_parameters_that_no_rank_shares(rank: int, strategy: str) -> None:
     head = params_of(model.head)
     before = others_of(head)
     by_blocks(model, memory_budget=1 << 30)
-    model(torch.arange(8 * 64).view(8, 64) % 64)
+    _loss = model(torch.arange(8 * 64).view(8, 64) % 64)
     saved = (others_of(head).num_bytes - before.num_bytes) // BLOCKS
     made = 8 * 64 * (2 * 32 + 2 * 128) * 4
     weights = sum(param.shard_bytes for param in params_of(model.layers[0]))
