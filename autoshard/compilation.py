@@ -292,7 +292,8 @@ class Compilation:
 
             return _watched(gm, graph, compiled, lower)
 
-        parts_itself = self._decider is not None or bool(self.handed.moved)
+        is_part = self.handed.num_bytes > 0 and not self.others.is_alone  # and counts its bytes
+        parts_itself = self._decider is not None or bool(self.handed.moved) or is_part
         call, names = _torch.inductor.compile_frame(
             self.frame.gm,
             self.frame.inputs,

@@ -198,12 +198,12 @@ def bound_us(parts: Parts, prices: Prices) -> float:
     problems = parts.problems
     run = Run.of(problems, budget_bytes)
     host = prices.topology.host_link
-    values = SavedValues(parts.joint, parts.saved, prices, parts.table, host=host)
+    values = SavedValues(parts.joint, parts.saved, prices, parts.table).near(host)
     first = first_of(parts, values)
     counts = 1 + prices.beside
     needs = [
         Need(asked(kind, run.peaks[kind][0], first[kind], values), num_bytes / counts)
-        for kind, num_bytes in run.over(dict.fromkeys(KINDS, budget_bytes)).items()
+        for kind, num_bytes in run.over(limits_of(budget_bytes)).items()
     ]
     kept = with_kept(*problems, parts.forward.priced.candidates)
     made_us = sum(lower_bound(problem).time_us for problem in kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Mapping
@@ -80,6 +81,11 @@ class Search:
         self._runs: dict[float, Run] = {}
         self._best: dict[tuple[float, ...], list[Chosen]] = {}
 
+    @functools.cached_property
+    def _whole(self) -> SavedValues:
+        """Blocks as a whole: of no use, and not made, where a step fits and gathers are hidden."""
+        return SavedValues(self.parts.joint, self.parts.saved, self.prices, self.parts.table)
+
     def without(self, budget_bytes: float) -> Run:
         """Simulate the parts that were made without a decision."""
         if budget_bytes not in self._runs:
@@ -143,11 +149,8 @@ class Search:
         if key not in self._values:
             if host is not None:
                 found = self._values_of(pieces, None).near(host)
-            elif pieces > 1:
-                found = self._values_of(1, None).in_pieces(pieces)
             else:
-                parts = self.parts
-                found = SavedValues(parts.joint, parts.saved, self.prices, parts.table)
+                found = self._whole.in_pieces(pieces)
             self._values[key] = found
         return self._values[key]
 

@@ -102,18 +102,15 @@ class SavedValues:
         saved: Collection[str],
         prices: Prices,
         table: Sequence[ParamInfo],
-        pieces: int = 1,
-        host: HostLink | None = None,
     ) -> None:
         """Price the ops of `graph`'s forward, of which the nodes `saved` are saved.
 
         What is tagged to be computed again is there in backward anyway, as inputs and gathered
         parameters are; what is tagged to be saved stays so.
 
+        Blocks are whole, and no value lies on a host; see `in_pieces` and `near`.
+
         table: facts about parameters; a block begins where a unit's first one is read.
-        pieces: most that a block is cut into, each of which is then a block of its own: less is
-            computed again at a time, but what one piece hands to the next has to be saved.
-        host: link to a host, on which values may lie meanwhile; None if none may.
         """
         self._table, self._prices = table, prices
         self._forward = [node for node in forward_part(graph) if node.op == "call_function"]
@@ -127,20 +124,33 @@ class SavedValues:
         ops = frozenset(map(op_of, self.saved))
         self._fusion = fuse(graph, ops) if prices.is_fused else None
         self._us = {op: prices.op_us(op, self._fusion) for op in map(op_of, self._owners)}
-        self._cut(pieces)
-        if host is not None:
-            self._give(host)
+        self._cut(1)
 
     def in_pieces(self, most: int) -> SavedValues:
-        """Return the same values, with each block in up to `most` pieces, and no host."""
+        """Return the same values, with each block in up to `most` pieces, and without a host.
+
+        A piece is a block of its own: less is computed again at a time, but what one piece hands to
+        the next has to be saved.
+        """
         found = copy.copy(self)
         found._cut(most)
         return found
 
-    def near(self, host: HostLink) -> SavedValues:
-        """Return the same blocks, whose values may lie on a host; there has to be none yet."""
+    def near(self, host: HostLink | None) -> SavedValues:
+        """Return the same blocks, whose values may lie on a host meanwhile; None: on none."""
         found = copy.copy(self)
-        found._give(host)
+        found.curves = tuple(map(_choices, self._block_values))
+        if host is not None:
+            op_us = self._prices.op_us
+            own_us = [sum(op_us(node, self._fusion) for node in nodes) for _, nodes in self._runs]
+            left_us = [sum(own_us[number + 1 :]) for number in range(len(own_us))]
+            hidden_us = map(min, own_us, left_us)  # while the block itself, or what is left, runs
+            found.curves = tuple(
+                with_host(block, curve, host, most_us)
+                for block, curve, most_us in zip(
+                    self._block_values, found.curves, hidden_us, strict=True
+                )
+            )
         return found
 
     def _cut(self, pieces: int) -> None:
@@ -155,20 +165,7 @@ class SavedValues:
         made = [self._values(at, nodes) for at, nodes in enumerate(own)]
         self._nodes = [nodes for nodes, _ in made]
         self._block_values = [block for _, block in made]
-        self.curves = tuple(_choices(block) for _, block in made)
-
-    def _give(self, host: HostLink) -> None:
-        """Add choices that have values on a host to the blocks' curves."""
-        op_us = self._prices.op_us
-        own_us = [sum(op_us(node, self._fusion) for node in nodes) for _, nodes in self._runs]
-        left_us = [sum(own_us[number + 1 :]) for number in range(len(own_us))]
-        hidden_us = map(min, own_us, left_us)  # while the block itself, or what is left, runs
-        self.curves = tuple(
-            with_host(block, curve, host, most_us)
-            for block, curve, most_us in zip(
-                self._block_values, self.curves, hidden_us, strict=True
-            )
-        )
+        self.curves = tuple(map(_choices, self._block_values))
 
     def names(self, taken: Sequence[int]) -> frozenset[str]:
         """Return the nodes to save, by the names that `numbered` gives them.

@@ -112,7 +112,7 @@ def call_of(
         # What autograd saves of parameters kept unsharded is for the step's hooks.
         with contextlib.nullcontext() if stays else without_hooks() as step:
             results = compiled(*values, *kept, table.tensor)
-        node = _watch_backward(results, table, step)
+        node = _watch_backward(results, table, step, is_counted=planned is not None)
         if planned is not None and torch.is_grad_enabled():
             note_run(table, planned, node)
         return results
@@ -120,12 +120,16 @@ def call_of(
     return call
 
 
-def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) -> Any:
+def _watch_backward(
+    results: Any, table: Table, step: steps.Step | None = None, *, is_counted: bool = False
+) -> Any:
     """Have the backward of `results` tell `table`, as it begins, which of them have no gradient.
 
     It tells `step`, too, that backward begins, which may launch gathers. Returns autograd's node;
     None, and does nothing, for results without a compiled backward. Backward raises RuntimeError
     for a gradient that is a DTensor, unless one of the results is a DTensor.
+
+    is_counted: whether frames are counted that run before the backward; see `note_backward`.
     """
     if not isinstance(results, (list, tuple)):
         return None
@@ -148,7 +152,8 @@ def _watch_backward(results: Any, table: Table, step: steps.Step | None = None) 
             step.begin_backward()
         for grad in grads if not has_dtensors else ():
             outside.refuse_dtensor(grad)
-        note_backward(table.root)
+        if is_counted:
+            note_backward(table.root)
         unused = (number for number, at in enumerate(positions) if grads[at] is None)
         table.unused_outputs = frozenset(unused)
 

@@ -4,11 +4,12 @@ Where a model is compiled in several frames, by blocks or because graphs break, 
 save for backward is in memory together, and they share one budget:
 
     frames that have run        what they were planned to save, as often as they ran in this forward
-    frames that are to come     as much as this one for each parameter: 32 blocks that are alike
-                                share by 32, whichever of them is compiled first
+    frames that are to come     as much as this one for each parameter, or, if that is less, for each
+                                unit: 32 blocks that are alike share by 32
 
-Numbers are those of the largest shards and of the first rank's decisions, so that they are the same
-on all ranks. One graph may run for blocks of several models, or more often than was known when it
+Shards count as the largest ones, and decisions are the first rank's. Where batches differ by rank,
+so does what frames save; ranks follow the first one's plans then, as ever (`agreed_plan.py`). One
+graph may run for blocks of several models, or more often than was known when it
 was planned: what is then in memory is added up as it runs, and beyond the budget it is a warning.
 """
 

@@ -33,7 +33,7 @@ def node(graph: fx.Graph, name: str) -> fx.Node:
 
 def saved_values(text: str, *names: str, pieces: int = 1, units: int = 0) -> SavedValues:
     table = [ParamInfo(f"w{at}", f"layers.{at}", "shard", "shard") for at in range(units)]
-    return SavedValues(small(text).graph, names, PRICES, table, pieces)
+    return SavedValues(small(text).graph, names, PRICES, table).in_pieces(pieces)
 
 
 def test_names_stay_when_a_node_is_gone() -> None:
@@ -141,11 +141,11 @@ def test_what_may_lie_on_the_host() -> None:
     gm = small(text)
     node(gm.graph, "a").meta["val"] = node(gm.graph, "a").meta["val"].new_empty((8, 16))[:4, :8]
     near = HostLink(alpha_us=0.0, us_per_byte=0.001, call_us=0.001)
-    block = SavedValues(gm.graph, ["a", "b", "c"], PRICES, [], host=near)
+    block = SavedValues(gm.graph, ["a", "b", "c"], PRICES, []).near(near)
     assert block.blocks == ("start",)
     (curve,) = block.curves
     assert not any(choice.moved for choice in curve)  # of the last block nothing is hidden
-    two = SavedValues(gm.graph, ["a", "b", "c"], PRICES, [], 2, host=near)
+    two = SavedValues(gm.graph, ["a", "b", "c"], PRICES, []).in_pieces(2).near(near)
     found = {two.moved((*at, 0)) for at in itertools.product(range(len(two.curves[0])))}
     assert set().union(*found) == {"cos:0"}
 

@@ -88,7 +88,7 @@ def trace(
                 none = graphs.get("none") or prepared(tagged(joint, "none"))
                 saved = saved_names(joint.graph, none["backward"].graph)
                 host = prices.topology.host_link
-                values = SavedValues(joint.graph, saved, prices, compilation.table, host=host)
+                values = SavedValues(joint.graph, saved, prices, compilation.table).near(host)
                 graphs.update((way, prepared(*saving(joint, values, way))) for way in by_values)
 
         compilation.partition(take)

@@ -349,12 +349,13 @@ def test_by_units_where_the_first_frame_is_small(rank: int) -> None:
     assert others_of(norm).per_byte == units
 
 
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2)
-def test_another_batch_is_counted_anew(rank: int) -> None:
+def test_another_batch_is_counted_anew(rank: int, lowering: str) -> None:
     torch._dynamo.reset()
     model: Any = autoshard.shard(Tower())
     head = params_of(model.head)
-    by_blocks(model, memory_budget=1 << 30)
+    by_blocks(model, memory_budget=1 << 30, lowering=lowering)
     before = others_of(head).num_bytes
     saved = []
     for rows in (2, 8):

@@ -137,7 +137,7 @@ def test_bit_for_bit_within_the_budget(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["tower", "stages"])
 @on_ranks(2)
 def test_room_that_is_left_keeps_parameters(rank: int, name: str) -> None:
-    """Values are given up as it takes; what that leaves is for parameters, on a slow link."""
+    """What values leave is for parameters, and on a slow link more are given up for them."""
     plain, want, _ = trained(rank, BUILDS[name], lowering="eager", bucketing="per_unit")
     peak, beside = needs_of(plain)
     budget = int(0.85 * peak)
@@ -155,6 +155,13 @@ def test_room_that_is_left_keeps_parameters(rank: int, name: str) -> None:
         for plan in (forward, backward)
     )
     assert len(again) < len(first) - 2
+    if name == "tower":
+        assert not again
+        with mock.patch.object(deciding, "FOR_KEPT", ()):
+            without, _, _ = trained(
+                rank, BUILDS[name], lowering="eager", topology="gloo", memory_budget=budget + beside
+            )
+        assert sum(len(b.names) for b in autoshard.plans(without)[1].buckets if b.kind == "gather")
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -517,7 +524,7 @@ def test_forecasts_are_near(rank: int, lowering: str, name: str, has_host: bool)
     def compared(part: Any, prices: Any, states: Any) -> Any:
         parts = part(handed.Handed())
         host = prices.topology.host_link
-        values = SavedValues(parts.joint, parts.saved, prices, parts.table, host=host)
+        values = SavedValues(parts.joint, parts.saved, prices, parts.table).near(host)
         taken = [min(1, len(curve) - 1) for curve in values.curves]
         forecast = Forecast(parts.joint, parts.forward.priced, parts.backward.priced, host)
         made = part(handed.Handed.of(values, taken))
