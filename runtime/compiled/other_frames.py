@@ -3,9 +3,9 @@
 Where a model is compiled in several frames, by blocks or because graphs break, what all of them
 save for backward is in memory together, and they share one budget:
 
-    frames that have run        what they were planned to save, as often as they ran in this forward
-    frames that are to come     as much as this one for each parameter, or, if that is less, for each
-                                unit: 32 blocks that are alike share by 32
+    frames that have run        what they were planned to save, for each run in this forward
+    frames that are to come     as much as this one for each parameter, or for each unit if that is
+                                less: 32 blocks that are alike share by 32
 
 Shards count as the largest ones, and decisions are the first rank's. Where batches differ by rank,
 so does what frames save; ranks follow the first one's plans then, as ever (`agreed_plan.py`). One
