@@ -160,6 +160,8 @@ class _SavedSubclass(_Regathered):
 class _SavedOther:
     """Tensor that is no gathered parameter's, and the version that it had.
 
+    It is detached: the result of an op that is saved for the op's own backward would otherwise hold
+    what holds it, and a forward without a backward would never be freed.
     `unpack` raises RuntimeError if it was written to since.
     """
 
@@ -240,7 +242,7 @@ def push_hooks(step: Step) -> bool:
         packed = _pack(step, tensor)
         if isinstance(packed, _Regathered):
             return packed
-        return _SavedOther(tensor, tensor._version) if outer is None else outer[0](tensor)
+        return _SavedOther(tensor.detach(), tensor._version) if outer is None else outer[0](tensor)
 
     def unpack(saved: Any) -> Tensor:
         """Return the tensor that `pack` was given. The first call begins the backward of `step`.

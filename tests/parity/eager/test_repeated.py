@@ -1,4 +1,7 @@
-"""Several forwards before one backward: gradients are summed whole, and reduced once."""
+"""Several forwards before one backward: gradients are summed whole, and reduced once.
+
+And forwards without a backward.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from support.training import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import autoshard
 
@@ -221,3 +225,31 @@ def test_two_losses_over_one_forward(rank: int, form: str, retains_later: bool) 
         in_form(model, "compiled", lowering="eager" if form == "compiled" else "inductor")
     trained(model, is_replicated=False)
     assert_same(model, want, rtol=1e-5 if form == "inductor" else 0.0)
+
+
+class Saturating(nn.Module):
+    """Layers between which ops save their own results for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.made: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, op in zip(self.layers, (torch.relu, torch.tanh, torch.exp), strict=True):
+            x = op(layer(x))
+            self.made.append(StorageWeakRef(x.untyped_storage()))
+        return x.softmax(-1)
+
+
+@on_ranks(2)
+def test_a_forward_without_a_backward_is_freed(rank: int) -> None:
+    """With its result, as without sharding: what autograd has saved does not hold itself."""
+    model: Any = Saturating()
+    for layer in model.layers:
+        autoshard.fully_shard(layer)
+    autoshard.fully_shard(model)
+    loss = model(torch.ones(2, 8)).sum()
+    assert not any(made.expired() for made in model.made)
+    del loss
+    assert all(made.expired() for made in model.made)
