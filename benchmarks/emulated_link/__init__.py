@@ -22,9 +22,11 @@ import os
 import re
 import shutil
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
@@ -109,13 +111,22 @@ def _built() -> Any:
         raise RuntimeError(f"the emulated link is built from C++, which needs {lacking}")
     libraries = Path(torch.__file__).parent / "lib"
     has_cuda = torch.version.cuda is not None
-    return cpp_extension.load(
-        re.sub(r"\W", "_", f"{NAME}_{torch.__version__}"),  # versions share a cache
-        [str(SOURCE)],
-        extra_cflags=["-O1", *(["-DEMULATED_LINK_CUDA"] if has_cuda else [])],
-        extra_ldflags=[f"-L{libraries}", "-lc10_cuda", "-ltorch_cuda"] if has_cuda else [],
-        with_cuda=False,  # it would want a whole CUDA toolkit
-    )
+    version = f"{torch.__version__}_{sys.implementation.cache_tag}"  # they share a cache
+    name = re.sub(r"\W", "_", f"{NAME}_{version}")
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", cpp_extension.get_default_build_root()))
+    folder = folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder / "held"):
+        # torch's own lock outlives a process that is killed, and all later ones would wait for it.
+        (folder / "lock").unlink(missing_ok=True)
+        return cpp_extension.load(
+            name,
+            [str(SOURCE)],
+            extra_cflags=["-O1", *(["-DEMULATED_LINK_CUDA"] if has_cuda else [])],
+            extra_ldflags=[f"-L{libraries}", "-lc10_cuda", "-ltorch_cuda"] if has_cuda else [],
+            build_directory=str(folder),
+            with_cuda=False,  # it would want a whole CUDA toolkit
+        )
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import emulated_link
 import pytest
@@ -143,3 +144,11 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert emulated_link.missing() == "a C++ compiler: there is no no-such-compiler"
     with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler"):
         emulated_link._built.__wrapped__()
+
+
+def test_a_killed_build() -> None:
+    """Leaves a lock of torch's, for which later processes would wait for ever."""
+    lock = Path(emulated_link._built().__file__).parent / "lock"
+    lock.touch()
+    assert emulated_link._built.__wrapped__().make_link
+    assert not lock.exists()
