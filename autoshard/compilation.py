@@ -267,6 +267,7 @@ class Compilation:
         compilation then does without that cache, and later ones with it again.
         """
         is_lowered = False
+        is_part = self.handed.num_bytes > 0 and not self.others.is_alone  # and counts its bytes
 
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             """Plan `gm` by our passes, and lower it, in place of Inductor's compiler of graphs.
@@ -283,6 +284,8 @@ class Compilation:
             name = _torch.inductor.cached_as(compiled)
             if name is not None:
                 plan_cache.save(name, PLAN.get(gm))
+                if is_part and graph == "forward":  # the bytes that it saves of this batch
+                    plan_cache.save_decision(_handed_key(name), self.handed.to_json())
 
             def lower(part: fx.GraphModule) -> Lowered:
                 """Lower `part`, a part of `gm` with its inputs, also after this compilation."""
@@ -292,7 +295,6 @@ class Compilation:
 
             return _watched(gm, graph, compiled, lower)
 
-        is_part = self.handed.num_bytes > 0 and not self.others.is_alone  # and counts its bytes
         parts_itself = self._decider is not None or bool(self.handed.moved) or is_part
         call, names = _torch.inductor.compile_frame(
             self.frame.gm,
@@ -305,9 +307,11 @@ class Compilation:
         )
         if not is_lowered:
             plans = plan_cache.load(names)
-            if plans is None:
+            handed = _handed_beside(names) if is_part else self.handed
+            if plans is None or handed is None:
                 graphs_of(self.frame.params[0].unit).misses_plans = True
                 raise _torch.dynamo.TraceAgain(restart_reason="plans of cached graphs are gone")
+            self._obey(handed)
             for plan in plans:
                 self._tell(plan, None)
         if self.frame.params:
@@ -576,6 +580,23 @@ def _hints(value: object) -> list[int]:
     if isinstance(value, torch.Tensor):
         return list(map(hint_of, value.shape))
     return [hint_of(value)] if isinstance(value, torch.SymInt) else []
+
+
+def _handed_key(graph_key: str) -> str:
+    """Name what is stored of a decision beside a forward of the key `graph_key`."""
+    return f"{graph_key}.handed"
+
+
+def _handed_beside(graph_keys: Sequence[str]) -> Handed | None:
+    """Load what is stored of a decision beside the forward among graphs; None if it is gone."""
+    for graph_key in graph_keys:
+        text = plan_cache.load_decision(_handed_key(graph_key))
+        if text is not None:
+            try:
+                return Handed.from_json(text)
+            except ValueError:  # a file that is none of ours
+                return None
+    return None
 
 
 def _looks(value: object) -> list[object]:

@@ -354,17 +354,19 @@ def test_by_units_where_the_first_frame_is_small(rank: int) -> None:
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2)
 def test_another_batch_is_counted_anew(rank: int, lowering: str) -> None:
-    torch._dynamo.reset()
-    model: Any = autoshard.shard(Tower())
-    head = params_of(model.head)
-    by_blocks(model, memory_budget=1 << 30, lowering=lowering)
-    before = others_of(head).num_bytes
-    saved = []
-    for rows in (2, 8):
-        loss = model(torch.arange(rows * 64).view(rows, 64) % 64)
-        saved.append(others_of(head).num_bytes - before)
-        loss.backward()
-    assert 0 < saved[0] < saved[1] / 3
+    """Also where torch's caches have its graphs, as the second and the third time."""
+    for _ in range(3):
+        torch._dynamo.reset()
+        model: Any = autoshard.shard(Tower())
+        head = params_of(model.head)
+        by_blocks(model, memory_budget=1 << 30, lowering=lowering)
+        before = others_of(head).num_bytes
+        saved = []
+        for rows in (2, 8):
+            loss = model(torch.arange(rows * 64).view(rows, 64) % 64)
+            saved.append(others_of(head).num_bytes - before)
+            loss.backward()
+        assert 0 < saved[0] < saved[1] / 3
 
 
 @on_ranks(2)
@@ -376,7 +378,7 @@ def test_frozen_blocks_save_nothing(rank: int) -> None:
     before = others_of(params_of(model.head))
     by_blocks(model, memory_budget=1 << 30)
     ids = torch.arange(8 * 64).view(8, 64) % 64
-    model(ids)
+    _loss = model(ids)  # what it saves counts as long
     assert others_of(params_of(model.head)).per_byte == 0 < before.per_byte
 
 
@@ -416,18 +418,20 @@ def test_parameters_that_no_rank_shares(rank: int, strategy: str) -> None:
 
 
 @on_ranks(2)
-def test_a_forward_without_a_backward(rank: int) -> None:
-    """What it saved is gone with its result, and its frames are to come again."""
+def test_forwards_without_a_backward(rank: int) -> None:
+    """What one has saved is gone when the next one begins, and its frames are to come again."""
     torch._dynamo.reset()
     model: Any = autoshard.shard(Tower())
     head, layer = params_of(model.head), params_of(model.layers[0])
-    before = others_of(head), others_of(layer)
+    at_first, at_last = [], []
+    model.embed.register_forward_hook(lambda *_: at_first.append(others_of(layer)))
+    model.head.register_forward_pre_hook(lambda *_: at_last.append(others_of(head)))
     by_blocks(model, memory_budget=1 << 30)
-    loss = model(torch.arange(8 * 64).view(8, 64) % 64)
-    assert others_of(head).num_bytes > before[0].num_bytes
-    assert others_of(layer).per_byte < before[1].per_byte
-    del loss
-    assert (others_of(head), others_of(layer)) == before
+    for _ in range(3):
+        model(torch.arange(8 * 64).view(8, 64) % 64)
+    assert len(set(at_first)) == len(set(at_last)) == 1
+    assert at_first[0].per_byte > 0 == at_last[0].per_byte
+    assert at_last[0].num_bytes > at_first[0].num_bytes
 
 
 @on_ranks(2)
