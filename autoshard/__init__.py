@@ -25,6 +25,7 @@ _PLACES = {
     "PendingCheckpoint": "runtime.training.checkpoint.pending",
     "Plan": "passes.ir.plan",
     "ShardedModule": "runtime.sharding.sharded_module",
+    "as_planned": "runtime.training.as_planned",
     "fully_shard": "runtime.sharding.shard",
     "full_state_dict": "runtime.weights.full_state",
     "hybrid_mesh": "runtime.comm.mesh",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.sharding.sharded_module import ShardedModule as ShardedModule
     from autoshard.runtime.sharding.sharded_module import share_comm_ctx as share_comm_ctx
     from autoshard.runtime.sharding.wrap_policies import ModuleWrapPolicy as ModuleWrapPolicy
+    from autoshard.runtime.training.as_planned import as_planned as as_planned
     from autoshard.runtime.training.checkpoint.on_ranks import CheckpointError as CheckpointError
     from autoshard.runtime.training.checkpoint.pending import PendingCheckpoint as PendingCheckpoint
     from autoshard.runtime.training.checkpoint.save_and_load import (

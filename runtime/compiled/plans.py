@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from autoshard.passes.ir.plan import Plan
-from autoshard.runtime.unit.unit import Unit
+from autoshard.runtime.unit.unit import Unit, root_unit, unit_of
 
 _plans: weakref.WeakKeyDictionary[nn.Module, list[Plan]] = weakref.WeakKeyDictionary()
 
@@ -19,6 +19,16 @@ def plans(model: nn.Module) -> list[Plan]:
     model: sharded, or what torch.compile made of it. Empty before the first call.
     """
     return [plan for module in model.modules() for plan in _plans.get(module, [])]
+
+
+def plans_by_root(model: nn.Module) -> dict[nn.Module, list[Plan]]:
+    """Return the same plans by the outermost sharded module, from which their names count."""
+    found: dict[nn.Module, list[Plan]] = {}
+    for module in model.modules():
+        unit = unit_of(module)
+        if module in _plans and unit is not None:
+            found.setdefault(root_unit(unit).modules[0], []).extend(_plans[module])
+    return found
 
 
 def record(units: Iterable[Unit], found: Iterable[Plan]) -> None:

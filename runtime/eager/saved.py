@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
+from autoshard.runtime.eager import decided
 from autoshard.runtime.eager.unit_steps import steps_of
 from autoshard.runtime.unit.param import ShardedParam, Stamp
 
@@ -201,7 +202,7 @@ def _pack(step: Step, tensor: Tensor) -> Any:
     if source is None:
         return tensor
     held = None
-    if source.param.unit.reshards:
+    if source.param.unit.reshards and not decided.is_kept(source.param):
         step.needs_again(source.param.unit)
     else:
         held = step.hold(source)
@@ -242,7 +243,9 @@ def push_hooks(step: Step) -> bool:
         packed = _pack(step, tensor)
         if isinstance(packed, _Regathered):
             return packed
-        return _SavedOther(tensor.detach(), tensor._version) if outer is None else outer[0](tensor)
+        if outer is not None:
+            return outer[0](tensor)
+        return decided.moved(tensor) or _SavedOther(tensor.detach(), tensor._version)
 
     def unpack(saved: Any) -> Tensor:
         """Return the tensor that `pack` was given. The first call begins the backward of `step`.

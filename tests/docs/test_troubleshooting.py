@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,8 +34,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
 from autoshard import backend, compilation
+from autoshard.passes.ir.plan import SavedBlock
 from autoshard.runtime.comm import mesh as meshes
+from autoshard.runtime.compiled import plans
 from autoshard.runtime.sharding import first_call
+from autoshard.runtime.training import as_planned
 from autoshard.runtime.unit.param import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -540,6 +543,19 @@ def over_budget(folder: Path) -> None:
     one_line(bucketing="auto", memory_budget=1)
 
 
+def not_compiled(folder: Path) -> None:
+    autoshard.as_planned(autoshard.shard(Model())).__enter__()
+
+
+def renamed(folder: Path) -> None:
+    model = one_line(lowering="eager", topology="h100", memory_budget=2**30)
+    block = SavedBlock("layers.99", 0, 1, 1.0)
+    found = plans.plans_by_root(model)
+    found = {root: [replace(made[0], saved=(block,))] for root, made in found.items()}
+    with mock.patch.object(as_planned, "plans_by_root", return_value=found):
+        autoshard.as_planned(model).__enter__()
+
+
 def saved(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = autoshard.shard(Model())
@@ -756,6 +772,8 @@ PROVOKED: dict[str, Mistake] = {
     "The server socket has failed to listen on any local network address": port_taken,
     "torchrun may start these ranks again ... times, over one store": restarts,
     "is predicted to need more memory than option 'memory_budget' allows": over_budget,
+    "has no plans to follow: compile it with a memory_budget": not_compiled,
+    "is no module of it any more: compile it again": renamed,
     "could not be written to": no_room,
     "can't be loaded as complete checkpoints, and there is no other one": broken,
     "and this version of autoshard reads": too_new,

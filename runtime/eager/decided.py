@@ -1,0 +1,133 @@
+"""What a plan has decided on tensors that autograd saves, for the eager runtime to follow.
+
+Decisions are made for compiled code. Hooks on saved tensors (`saved.py`) act on them in uncompiled
+forwards, inside of `follow` and `values_on_host`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autoshard.runtime.unit.param import ShardedParam
+
+
+class _Now(threading.local):
+    """What this thread follows: parameters that are kept, and the room on the host."""
+
+    kept: Collection[ShardedParam] = frozenset()
+    room: _Room | None = None
+
+
+_now = _Now()
+
+
+@contextlib.contextmanager
+def follow(kept: Collection[ShardedParam]) -> Iterator[None]:
+    """Hold what forwards in this context save of `kept` until backward, though units reshard."""
+    before, _now.kept = _now.kept, kept
+    try:
+        yield
+    finally:
+        _now.kept = before
+
+
+def is_kept(param: ShardedParam) -> bool:
+    """Tell whether memory of `param` that is saved now stays until backward."""
+    return param in _now.kept
+
+
+@contextlib.contextmanager
+def values_on_host(num_bytes: int, leaves: Collection[Tensor]) -> Iterator[None]:
+    """Move what is saved in this context to the host, the first `num_bytes` of it or a little more.
+
+    leaves: tensors that stay, as something else has them in memory, and what views them.
+    """
+    before, _now.room = _now.room, _Room(num_bytes, leaves)
+    try:
+        yield
+    finally:
+        _now.room = before
+
+
+def moved(tensor: Tensor) -> SavedOnHost | None:
+    """Copy a tensor that is saved now to the host, if there is room; else return None."""
+    return None if _now.room is None else _now.room.move(tensor)
+
+
+class _Room:
+    """Room on the host for what a block saves, and what is there already."""
+
+    def __init__(self, num_bytes: int, leaves: Collection[Tensor]) -> None:
+        self._left = num_bytes
+        self._stay = {StorageWeakRef(each.untyped_storage()) for each in leaves}
+        self._moved: dict[tuple[StorageWeakRef, int], _HostMemory] = {}
+
+    def move(self, tensor: Tensor) -> SavedOnHost | None:
+        """Copy the memory of `tensor`, all of it and once; None if it stays, or nothing is left.
+
+        A parameter stays, and so does what is on the host.
+        """
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return None
+        storage = StorageWeakRef(tensor.untyped_storage())
+        found = self._moved.get((storage, tensor._version))
+        if found is None:
+            if self._left <= 0 or storage in self._stay:
+                return None
+            found = self._moved[storage, tensor._version] = _HostMemory(tensor)
+            self._left -= found.num_bytes
+        return SavedOnHost(found, tensor)
+
+
+class _HostMemory:
+    """Copy of a tensor's whole memory, on the host: pinned if it comes from a device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        whole = _bytes_of(tensor)
+        self._host = torch.empty_like(
+            whole, device="cpu", pin_memory=self._device.type != "cpu"
+        ).copy_(whole, non_blocking=True)
+        self._back: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory."""
+        return self._host.nbytes
+
+    def back(self) -> Tensor:
+        """Return the memory on its device again, as bytes.
+
+        It stays there until autograd lets go of all tensors that it was saved for.
+        """
+        if self._back is None:
+            self._back = self._host.to(self._device, non_blocking=True, copy=True)
+        return self._back
+
+
+class SavedOnHost:
+    """Tensor whose memory lies on the host from forward to backward."""
+
+    def __init__(self, memory: _HostMemory, tensor: Tensor) -> None:
+        self._memory = memory
+        self._like = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, of memory on its device."""
+        dtype, size, stride, offset = self._like
+        whole = self._memory.back()
+        made = torch.empty(0, dtype=dtype, device=whole.device)
+        return made.set_(whole.untyped_storage(), offset, size, stride)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the whole memory that `tensor` is a view of, as bytes."""
+    storage = tensor.untyped_storage()
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return made.set_(storage, 0, (storage.nbytes(),), (1,))

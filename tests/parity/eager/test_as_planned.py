@@ -1,0 +1,247 @@
+"""Eager steps that save what a memory budget has decided for compiled ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from parity.compiled.test_memory_budget import BUILDS, HOSTED, SHARES, Tower, needs_of
+from support.memory import PeakMemory
+from support.models import Block
+from support.ranks import on_ranks
+from support.topologies import where_the_host_is_near
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard.runtime.eager import decided
+from autoshard.runtime.eager.step import Step
+from autoshard.runtime.unit.unit import Unit
+
+BLOCK = (32 + 1 + 1 + 32 + 128) * 8 * 64 * 4  # bytes that a block of a tower saves, without plans
+
+
+def built(build: Callable[[], Any], **options: Any) -> tuple[Any, Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = build()
+    batch = plain.batch(torch.distributed.get_rank())
+    model: Any = autoshard.shard(plain)
+    options = {"strict": True, "topology": "h100", "lowering": "eager", **options}
+    model.compile(backend="autoshard", options=options)
+    return model, batch
+
+
+def within(build: Callable[[], Any], share: float, **options: Any) -> tuple[Any, Tensor]:
+    """Build a model, compiled with a share of what a step needs without a budget."""
+    model, batch = built(build, bucketing="per_unit")
+    model(batch)
+    peak, beside = needs_of(model)
+    return built(build, memory_budget=int(share * peak) + beside, **options)
+
+
+def trained(model: Any, batch: Tensor) -> list[Tensor]:
+    """Train for three steps: losses and state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(7)
+    losses = []
+    for _ in range(3):
+        loss = model(batch)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict().values()
+    return losses + [each.to_local() if isinstance(each, DTensor) else each for each in state]
+
+
+def left_by(model: Any, batch: Tensor) -> tuple[int, int]:
+    """Bytes that a forward leaves in memory, and on the host."""
+    memory, on_host = PeakMemory(), []
+
+    class Noted(decided._HostMemory):
+        """The host is the device here."""
+
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__(tensor)
+            memory.roles[memory.number(self._host)] = "host"
+            on_host.append(self.num_bytes)
+
+    with mock.patch.object(decided, "_HostMemory", Noted), memory:
+        loss = model(batch)
+    left = sum(memory.alive().values())
+    loss.backward()
+    model.zero_grad()
+    return left, sum(on_host)
+
+
+def state_of(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("where", ["again", "host"])
+@pytest.mark.parametrize("name", BUILDS)
+@on_ranks(2)
+def test_bit_for_bit_with_less_memory(rank: int, name: str, where: str) -> None:
+    share = (SHARES if where == "again" else HOSTED)[name][0]
+    with where_the_host_is_near() as near:
+        options = {"topology": near} if where == "host" else {}
+        model, batch = within(BUILDS[name], share, **options)
+        first = state_of(model)
+        want = trained(model, batch)
+    model.load_state_dict(first)
+    with autoshard.as_planned(model):
+        got = trained(model, batch)
+    assert all(map(torch.equal, got, want))
+
+    with torch.compiler.set_stance("force_eager"):
+        most, _ = left_by(model, batch)
+    with autoshard.as_planned(model):
+        left, on_host = left_by(model, batch)
+    saved = autoshard.plans(model)[0].saved
+    given_up = [block for block in saved if block.given_up_bytes]
+    assert left <= most - 0.6 * sum(block.given_up_bytes for block in given_up)
+    if name != "stages":
+        num_bytes = len(given_up) * BLOCK
+        inputs = len(given_up) * 8 * 64 * 32 * 4 if where == "again" else 0
+        assert on_host == (0 if where == "again" else num_bytes)
+        kept = sum(4 * param.numel() for param in _kept(model))
+        assert left <= most - num_bytes + inputs + kept
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def _kept(model: Any) -> list[nn.Parameter]:
+    """Parameters that compiled code keeps from forward to backward, or does not need there."""
+    first, again = (
+        {name for bucket in plan.buckets if bucket.kind == "gather" for name in bucket.names}
+        for plan in autoshard.plans(model)
+    )
+    return [model.get_parameter(name) for name in first - again]
+
+
+@on_ranks(2)
+def test_parameters_that_stay(rank: int) -> None:
+    """Backward does not gather them again."""
+    model, batch = within(BUILDS["tower"], 1.5, topology="gloo")
+    first = state_of(model)
+    want = trained(model, batch)
+    assert not autoshard.plans(model)[0].saved
+    model.load_state_dict(first)
+    asked = []
+    needs_again = Step.needs_again
+
+    def noted(step: Step, unit: Unit) -> None:
+        asked.append(unit.name)
+        needs_again(step, unit)
+
+    with mock.patch.object(Step, "needs_again", noted):
+        with autoshard.as_planned(model):
+            got = trained(model, batch)
+        assert not asked
+        with torch.compiler.set_stance("force_eager"):
+            model(batch).backward()
+        assert {*asked} == {f"layers.{number}" for number in range(5)}
+    assert all(map(torch.equal, got, want))
+
+
+class Counting(Block):
+    """Block with dropout, and with a buffer that it writes, and that its result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 128)
+        self.register_buffer("runs", torch.zeros(()))
+        self.runs: Tensor
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.drop(super().forward(x)) * torch.sigmoid(self.runs)
+
+
+class CountingTower(Tower):
+    """Tower of blocks that count, the third in a checkpoint of its own, and the last run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting() for _ in range(5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number in (0, 1, 2, 3, 4, 4):
+            x = self.layers[number](x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@on_ranks(2)
+def test_what_a_block_runs_again(rank: int) -> None:
+    """Once in backward, with the same random numbers, and buffers as forward has left them."""
+    model, batch = within(CountingTower, 0.7)
+    first = state_of(model)
+    with torch.compiler.set_stance("force_eager"):
+        want = trained(model, batch)
+    trained(model, batch)
+    given_up = {block.name for block in autoshard.plans(model)[0].saved if block.given_up_bytes}
+    assert "layers.0" in given_up
+    model.load_state_dict(first)
+    runs: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.register_forward_hook(lambda *_, name=name: runs.update([name]))
+    with autoshard.as_planned(model):
+        got = trained(model, batch)
+    assert all(map(torch.equal, got, want))
+    for number in range(5):
+        calls = 2 if number == 4 else 1
+        is_again = any(name.startswith(f"layers.{number}") for name in given_up)
+        assert runs[f"layers.{number}.norm"] == 3 * calls * (1 + is_again)
+
+
+@on_ranks(2)
+def test_only_in_the_context(rank: int) -> None:
+    model, batch = within(BUILDS["tower"], 0.6)
+    with pytest.raises(ValueError, match=r"Tower has no plans to follow: compile it with"):
+        autoshard.as_planned(model).__enter__()
+    model(batch).backward()
+    model.zero_grad()
+    with torch.compiler.set_stance("force_eager"):
+        most, _ = left_by(model, batch)
+    with autoshard.as_planned(model):
+        with torch.no_grad():
+            model(batch)
+        with pytest.raises(ZeroDivisionError), autoshard.as_planned(model):
+            raise ZeroDivisionError
+        assert left_by(model, batch)[0] < 0.8 * most
+    with torch.compiler.set_stance("force_eager"):
+        assert left_by(model, batch) == (most, 0)
+    del model.layers[4]
+    with pytest.raises(ValueError, match=r"plans of Tower are of layers\.4, which is no module"):
+        autoshard.as_planned(model).__enter__()
+
+
+@on_ranks(2)
+def test_blocks_that_are_compiled_one_by_one(rank: int) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = autoshard.shard(Tower())
+    batch = model.batch(rank)
+    options = {"strict": True, "topology": "h100", "lowering": "eager", "memory_budget": 2_000_000}
+    for layer in model.layers:
+        layer.compile(backend="autoshard", options=options)
+    first = state_of(model)
+    want = trained(model, batch)
+    saved = [block for plan in autoshard.plans(model) for block in plan.saved]
+    given_up = [block for block in saved if block.given_up_bytes]
+    assert given_up
+    model.load_state_dict(first)
+    with torch.compiler.set_stance("force_eager"):
+        most, _ = left_by(model, batch)
+    with autoshard.as_planned(model):
+        left, _ = left_by(model, batch)
+        model.load_state_dict(first)
+        got = trained(model, batch)
+    assert all(map(torch.equal, got, want))
+    assert left <= most - sum(block.given_up_bytes for block in given_up)
