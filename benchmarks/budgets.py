@@ -19,6 +19,7 @@ each; of these the numbers are compared, and what is given up is counted.
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.architectures import ARCHITECTURES, architecture
+from support.architectures import ARCHITECTURES
 from support.dit import DiT
 from support.memory import train_measured
 from support.pieces import Piece, Pieces
@@ -38,8 +39,9 @@ import autoshard
 OVER = 1.02  # of a budget, at most
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.35)
 TOPOLOGY = "gloo"  # of what they run on
-ROWS, LENGTH = 4, 64
+ROWS, LENGTH = 16, 64
 """Samples of a rank's batch, and tokens in each."""
+STEPS = 24  # tokens of recurrent models, of which each is traced
 
 Loss = Callable[[Any, torch.Generator], Tensor]
 
@@ -57,12 +59,12 @@ class Workload:
 
 
 class Recurrent(nn.Module):
-    """Language model of two LSTMs, one behind the other."""
+    """Language model of six LSTMs, one behind the other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(97, 32)
-        self.layers = nn.ModuleList(nn.LSTM(32, 32, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(nn.LSTM(32, 32, batch_first=True) for _ in range(6))
         self.head = nn.Linear(32, 97)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -76,11 +78,12 @@ def known(name: str, **config: Any) -> Callable[[], nn.Module]:
     """Return what builds the architecture `name`, with other sizes than in the tests."""
 
     def build() -> nn.Module:
-        import transformers
-
         line = ARCHITECTURES[name]
-        model: Any = getattr(transformers, line.model)
-        return model(model.config_class(**{**line.config, **config})).train()
+        model: Any = getattr(importlib.import_module(line.library), line.model)
+        given = {**line.config, **config}
+        if line.library == "transformers":
+            return model(model.config_class(**given)).train()
+        return model(**given).train()
 
     return build
 
@@ -115,16 +118,20 @@ def of_noise(model: Any, random: torch.Generator) -> Tensor:
     return model(images, torch.full((ROWS,), 5)).sample.square().mean()
 
 
-LAYERS = {"num_hidden_layers": 4}
+LAYERS = {"num_hidden_layers": 6}
 WORKLOADS = {
     "llama": Workload(known("llama", **LAYERS), of_text),
     "gpt2": Workload(known("gpt2", **LAYERS), of_text),
-    "t5": Workload(known("t5", num_layers=3), of_text),
+    "t5": Workload(known("t5", num_layers=4), of_text),
     "vit": Workload(known("vit", **LAYERS, patch_size=4), of_images),
     "mixtral": Workload(known("mixtral", **LAYERS), of_text),
-    "dit": Workload(DiT, of_labelled_noise),
-    "unet": Workload(lambda: architecture("unet_2d"), of_noise),
-    "lstm": Workload(Recurrent, lambda model, random: model(ids(random))),
+    "dit": Workload(lambda: DiT(layers=6), of_labelled_noise),
+    "unet": Workload(known("unet_2d", layers_per_block=2), of_noise),
+    "lstm": Workload(
+        Recurrent,
+        lambda model, random: model(ids(random)[:, :STEPS]),
+        autoshard.ModuleWrapPolicy({nn.LSTM}),
+    ),
 }
 
 
