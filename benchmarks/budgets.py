@@ -127,11 +127,7 @@ WORKLOADS = {
     "mixtral": Workload(known("mixtral", **LAYERS), of_text),
     "dit": Workload(lambda: DiT(layers=6), of_labelled_noise),
     "unet": Workload(known("unet_2d", layers_per_block=2), of_noise),
-    "lstm": Workload(
-        Recurrent,
-        lambda model, random: model(ids(random)[:, :STEPS]),
-        autoshard.ModuleWrapPolicy({nn.LSTM}),
-    ),
+    "lstm": Workload(Recurrent, lambda model, random: model(ids(random)[:, :STEPS])),
 }
 
 

@@ -267,15 +267,15 @@ def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
     """Find blocks of one class that are, twice or more, direct children of one container.
 
     A container is a ModuleList, ModuleDict or Sequential. A block is a module with children,
-    other than a ModuleList or ModuleDict. Blocks inside such a block (experts, heads) are not
-    found: they stay in its unit.
+    other than a ModuleList or ModuleDict, or an RNN, GRU or LSTM. Blocks inside such a block
+    (experts, heads) are not found: they stay in its unit.
     """
     found: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
         """Add the repeated blocks among `module`'s children to `found`; visit other children."""
         children = list(module.children())
-        counts = Counter(type(child) for child in children if list(child.children()))
+        counts = Counter(type(child) for child in children if _has_layers(child))
         repeated = set()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             repeated = {cls for cls, count in counts.items() if count > 1 and _is_block(cls)}
@@ -287,6 +287,10 @@ def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
 
     visit(model)
     return found
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) or bool(list(module.children()))
 
 
 def _is_block(cls: type) -> bool:

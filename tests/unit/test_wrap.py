@@ -88,6 +88,12 @@ def test_repeated_in_a_dict() -> None:
     ]
 
 
+def test_recurrent_layers() -> None:
+    """One alone, behind another kind of module, is no block."""
+    layers = nn.ModuleList([nn.LSTM(2, 2), nn.Linear(2, 2), nn.LSTM(2, 2), nn.GRU(2, 2)])
+    assert found(Model(layers=layers)) == ["layers.0", "layers.2"]
+
+
 def test_two_stacks() -> None:
     model = Model(encoder=blocks(2), decoder=blocks(3, SmallBlock))
     assert found(model) == [
