@@ -7,22 +7,26 @@
 
 A joint graph is traced once, and parted as each way says, all with the same costs and one bucket a
 unit, by hand each gathered one ahead: without checkpoints; with one around each block, or around
-each second; with products and attention saved ("ops"); and by torch's partitioner with
-`activation_memory_budget`, the largest that fits. The budget of a row is what one of the ways by
-hand needs at its peak. "planned" is what `memory_budget` decides with it, once with values on the
-host, and once without. The bound is that of `deciding.bound_us`. "states, too" is with optimizer
-states on the host, where that is faster: what they leave is for values then, and the update takes
-longer. Seconds are of the search, and of each time that torch's partitioner ran for it.
+each second; with products and attention saved ("ops"); by torch's partitioner with
+`activation_memory_budget`, the largest that fits; and by the integer programme of
+`torch.distributed._tools` with our values and times (which takes pulp; "-" without it). The budget
+of a row is what one of the ways by hand needs at its peak. "planned" is what `memory_budget`
+decides with it, once with values on the host, and once without. The bound is that of
+`deciding.bound_us`. "states, too" is with optimizer states on the host, where that is faster: what
+they leave is for values then, and the update takes longer. Seconds are of the search, and of each
+time that torch's partitioner ran for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
+import itertools
 import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from published_models import Shape
@@ -34,9 +38,11 @@ from autoshard.handed import KINDS, Handed, Parts, Run
 from autoshard.options import CompileOptions
 from autoshard.passes.pipeline import copied
 from autoshard.passes.planner.per_unit import per_unit
+from autoshard.passes.planner.save import Choice
 from autoshard.passes.planner.topology import Topology
 from autoshard.passes.planner.update import HostStates, moved_states
 from autoshard.passes.plans.prices import Prices
+from autoshard.passes.plans.saved import SavedValues
 from autoshard.runtime.compiled.frame import Frame
 from autoshard.runtime.sharding.find_units import find_units
 from autoshard.runtime.unit.policies import OptimizerOffloadPolicy
@@ -52,6 +58,8 @@ MODELS = {
 BUDGETS = ("full", "layers:2", "ops")
 BY_HAND = ("none", *BUDGETS)
 STEPS = 5  # of activation_memory_budget, from 0 to 1
+ASKED = 8  # times, at most, that the programme is asked for less memory
+HAS_PULP = importlib.util.find_spec("pulp") is not None
 
 
 class Planned(NamedTuple):
@@ -130,9 +138,99 @@ class Ways:
         more_us = states.more_us if states and decided.has_host_states else 0.0
         return Planned(decided, step, step.time_us + more_us, budget_bytes, parting_s, search_s)
 
+    def by_programme(self, without: Parts, budget_bytes: int) -> Run | None:
+        """Part it as torch's integer programme says; None if it finds nothing that fits.
+
+        It is asked for less and less memory until the simulated step keeps to the budget.
+
+        without: parts without a decision.
+        """
+        values = SavedValues(without.joint, without.saved, self.prices, without.table)
+        most = one_ahead(without).peak_bytes
+        asked = float(budget_bytes)
+        for _ in range(ASKED):
+            taken = discarded(values, most, asked)
+            if taken is None:
+                return None
+            self.compilation.handed = Handed.of(values, taken)
+            found = one_ahead(
+                self.compilation.priced_parts(copied(self.joint), self.partition, self.prices)
+            )
+            if found.peak_bytes <= budget_bytes:
+                return found
+            asked -= found.peak_bytes - budget_bytes
+        return None
+
     def _parts(self, gm: fx.GraphModule) -> Parts:
         self.compilation.handed = Handed()
         return self.compilation.priced_parts(gm, self.partition, self.prices)
+
+
+def discarded(values: SavedValues, most: float, budget_bytes: float) -> list[int] | None:
+    """Return a choice for each block, as the programme decides; None if nothing fits.
+
+    A block is a module there, without others in it. It discards a share of what it saves, and
+    takes a share of its time for it, between the choices that it has.
+
+    most: bytes at the peak without a decision.
+    """
+    from torch.distributed._tools.ilp_utils import Graph
+    from torch.distributed._tools.sac_ilp import sac_milp
+
+    sizes = [curve[0].num_bytes for curve in values.curves]
+    saved = list(itertools.accumulate(sizes))
+    graph = Graph(len(sizes))
+    names = [f"block{number}" for number in range(len(sizes))]
+    graph.fw_post_order = names
+    for number, curve in enumerate(values.curves):
+        curve_s = {1 - each.num_bytes / max(sizes[number], 1): each.again_us for each in curve}
+        longest = max(curve_s.values())
+        lines = _hull(sorted((share, us / (longest or 1)) for share, us in curve_s.items()))
+        node: Any = {
+            "fqn": names[number],
+            "index": number,
+            "pos_fw_post_order": number,
+            "is_leaf": longest == 0,
+            "sac_runtime": longest / 1000,
+            "sac_memory": sizes[number],
+            "act_fw_per_module": sizes[number],
+            "act_total": saved[number],
+            "act_grad_per_module": most - saved[-1],
+            "param_per_module": 0,
+            "grad_total": 0,
+            "n_segments": len(lines),
+            "slopes": [slope for slope, _ in lines],
+            "intercepts": [at for _, at in lines],
+        }
+        graph.add_node(node)
+    shares, _, peak_bytes = sac_milp(graph, budget_bytes / 2**30)
+    if peak_bytes < 0:
+        return None
+    return [
+        _nearest(curve, 1 - shares.get(name, 0.0))
+        for name, curve in zip(names, values.curves, strict=True)
+    ]
+
+
+def _hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the lines (slope, value at 0) of the convex hull below points in order."""
+    hull: list[tuple[float, float]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (x1, y1), (x2, y2) = hull[-2:]
+            if (y2 - y1) * (x - x1) < (y - y1) * (x2 - x1):
+                break
+            hull.pop()
+        hull.append((x, y))
+    slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.pairwise(hull)]
+    return [(slope, y - slope * x) for slope, (x, y) in zip(slopes, hull, strict=False)]
+
+
+def _nearest(curve: Sequence[Choice], share: float) -> int:
+    """Return the number of the choice that saves most, of those that save at most `share`."""
+    most = curve[0].num_bytes * share + 1
+    fit = [number for number, each in enumerate(curve) if each.num_bytes <= most]
+    return max(fit, key=lambda number: curve[number].num_bytes, default=len(curve) - 1)
 
 
 def one_ahead(parts: Parts) -> Run:
@@ -154,16 +252,18 @@ def show(ways: Ways, topology: Topology, states: HostStates | None, budgets: Seq
     for way, step in steps.items():
         print(f"{way}: {step.time_us / 1000:.1f} ms, {step.peak_bytes / 2**30:.2f} GiB", flush=True)
     print(
-        "| budget | best by hand | torch's | planned, no host | planned | over bound | on host "
-        "| states, too | search s | parting s |"
+        "| budget | best by hand | torch's | its programme | planned, no host | planned "
+        "| over bound | on host | states, too | search s | parting s |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     without = dataclasses.replace(topology, host_gb_per_s=0.0)
     for way in budgets:
         budget = int(steps[way].peak_bytes)
         best = min(each.time_us for each in steps.values() if each.peak_bytes <= budget)
         fit = [each.time_us for each in torchs if each.peak_bytes <= budget]
         rivals = min(fit, default=math.inf)
+        programme = ways.by_programme(hand["none"], budget) if HAS_PULP else None
+        found_by_it = "-" if programme is None else f"{programme.time_us / best:.3f}"
         found = ways.planned(budget, without), ways.planned(budget, topology)
         cells = [each.cell(best) for each in found]
         with_states = ways.planned(budget, topology, states)
@@ -173,7 +273,8 @@ def show(ways: Ways, topology: Topology, states: HostStates | None, budgets: Seq
         on_host = sum(block.host_bytes for block in found[1].decided.blocks) / 2**30
         print(
             f"| {way}'s, {budget / 2**30:.2f} GiB | {best / 1000:.1f} ms | {rivals / best:.3f} "
-            f"| {' | '.join(cells)} | {found[1].time_us / bound:.3f} | {on_host:.1f} GiB "
+            f"| {found_by_it} | {' | '.join(cells)} | {found[1].time_us / bound:.3f} "
+            f"| {on_host:.1f} GiB "
             f"| {with_states.cell(best)}{'' if with_states.decided.has_host_states else ', stay'} "
             f"| {found[1].search_s:.1f} | {parting} |",
             flush=True,
