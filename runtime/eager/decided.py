@@ -16,12 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.runtime.unit.param import ShardedParam
 
+PARTS = 4  # of a memory, as queries, keys and values that a product makes at once; others stay
+
 
 class _Now(threading.local):
     """What this thread follows: parameters that are kept, and the room on the host."""
 
     kept: Collection[ShardedParam] = frozenset()
-    room: _Room | None = None
+    room: Room | None = None
 
 
 _now = _Now()
@@ -43,16 +45,14 @@ def is_kept(param: ShardedParam) -> bool:
 
 
 @contextlib.contextmanager
-def values_on_host(num_bytes: int, leaves: Collection[Tensor]) -> Iterator[None]:
-    """Move what is saved in this context to the host, the first `num_bytes` of it or a little more.
-
-    leaves: tensors that stay, as something else has them in memory, and what views them.
-    """
-    before, _now.room = _now.room, _Room(num_bytes, leaves)
+def values_on_host(room: Room) -> Iterator[None]:
+    """Move what is saved in this context to the host, as far as there is room."""
+    before, _now.room = _now.room, room
     try:
         yield
     finally:
         _now.room = before
+        room.close()
 
 
 def moved(tensor: Tensor) -> SavedOnHost | None:
@@ -60,25 +60,42 @@ def moved(tensor: Tensor) -> SavedOnHost | None:
     return None if _now.room is None else _now.room.move(tensor)
 
 
-class _Room:
-    """Room on the host for what a block saves, and what is there already."""
+class Room:
+    """Room on the host for what a block saves in a forward, one tensor more at most."""
 
-    def __init__(self, num_bytes: int, leaves: Collection[Tensor]) -> None:
-        self._left = num_bytes
-        self._stay = {StorageWeakRef(each.untyped_storage()) for each in leaves}
+    def __init__(self, num_bytes: int, stay: Collection[Tensor]) -> None:
+        """Make room for `num_bytes`; nothing is there.
+
+        stay: tensors that are in memory whatever a block saves, and so are not moved.
+        """
+        self._num_bytes = self._left = num_bytes
+        self._stay = {StorageWeakRef(each.untyped_storage()) for each in stay}
         self._moved: dict[tuple[StorageWeakRef, int], _HostMemory] = {}
+
+    def empty(self) -> None:
+        """Begin anew, as the block does: what is there is another forward's."""
+        self._left = self._num_bytes
+
+    def close(self) -> None:
+        """Let go of what is there, which autograd holds."""
+        self._moved.clear()
 
     def move(self, tensor: Tensor) -> SavedOnHost | None:
         """Copy the memory of `tensor`, all of it and once; None if it stays, or nothing is left.
 
-        A parameter stays, and so does what is on the host.
+        Nor is a small part of a large memory moved, which others may hold, or a view that
+        conjugates or negates.
         """
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return None
-        storage = StorageWeakRef(tensor.untyped_storage())
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        memory = tensor.untyped_storage()
+        storage = StorageWeakRef(memory)
         found = self._moved.get((storage, tensor._version))
         if found is None:
-            if self._left <= 0 or storage in self._stay:
+            is_part = memory.nbytes() > PARTS * tensor.nbytes
+            if self._left <= 0 or is_part or storage in self._stay:
                 return None
             found = self._moved[storage, tensor._version] = _HostMemory(tensor)
             self._left -= found.num_bytes

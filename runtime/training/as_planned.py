@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from autoshard import _torch
 from autoshard.passes.ir.plan import Plan, SavedBlock
 from autoshard.runtime.compiled.plans import plans_by_root
 from autoshard.runtime.eager import access
-from autoshard.runtime.eager.decided import follow, values_on_host
+from autoshard.runtime.eager.decided import Room, follow, values_on_host
 from autoshard.runtime.eager.saved import in_checkpoint
 from autoshard.runtime.unit.param import ShardedParam
 from autoshard.runtime.unit.unit import ROOT_NAME, listed
@@ -34,11 +36,16 @@ def as_planned(model: nn.Module) -> Iterator[None]:
     has run. All ranks enter, as all compile.
 
     Forwards in this context run on the eager runtime, and so does all compiled code of the process.
-    A block of which the plan gives values up is run again in backward, all of it. Of a block with
-    values on the host, as many bytes of what it saves go there. Parameters that compiled code keeps
-    from forward to backward stay. So blocks save as much as the plan says, or less, and the numbers
-    are those of any eager step, bit for bit. What is done between blocks saves what it always does.
-    Backward may run after the context.
+    A block of which the plan gives values up is run again in backward, all of it, by torch's
+    checkpoint. Of a block with values on the host, as many bytes of what it saves go there. Of
+    other blocks, parameters that compiled code keeps from forward to backward stay. Backward may
+    run after the context.
+
+    Blocks are followed where their modules are called: what is done between them, or by another
+    method than forward, saves what it always does. Where a block is run again, it finds the buffers
+    that it has written as they were, in copies that are kept for that. As with any checkpoint, it
+    must not write to its arguments, or depend on attributes that it writes, and modules stay in
+    their modes until backward is over. Then the numbers are those of any eager step, bit for bit.
 
     It is a reference: to find out whether numbers, or memory, come from the compiler. Copies to the
     host and back are not hidden.
@@ -62,9 +69,13 @@ def as_planned(model: nn.Module) -> Iterator[None]:
                     f"plans of {type(root).__name__} are of {listed(missing)}, which is no module "
                     "of it any more: compile it again"
                 )
+            stay = [*map(_local, root.parameters()), *map(_local, root.buffers())]
             for name, block in blocks.items():
-                for module in _own_modules(root, name, blocks):
-                    stack.enter_context(_forward_of(module, block))
+                modules = list(_own_modules(root, name, blocks))
+                room = Room(block.host_bytes, stay)
+                for module in modules:
+                    is_first = module is modules[0]
+                    stack.enter_context(_forward_of(module, block, room, is_first=is_first))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(follow(kept))
         yield
@@ -100,10 +111,17 @@ def _decisions(plans: Sequence[Plan]) -> dict[str, SavedBlock]:
 
 def _module(root: nn.Module, name: str) -> nn.Module | None:
     """Return the module of the block `name`; that of what stands before all blocks is the root."""
+    if name in (ROOT_NAME, "start"):
+        return root
     try:
         return root.get_submodule(name)
     except AttributeError:
-        return root if name in (ROOT_NAME, "start") else None
+        return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return _torch.dtensor.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _own_modules(root: nn.Module, name: str, blocks: Collection[str]) -> Iterator[nn.Module]:
@@ -129,13 +147,18 @@ def _is_container(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _forward_of(module: nn.Module, block: SavedBlock) -> Iterator[None]:
-    """Have the forward of `module` save what is decided for `block`, in this context."""
+def _forward_of(
+    module: nn.Module, block: SavedBlock, room: Room, *, is_first: bool
+) -> Iterator[None]:
+    """Have the forward of `module` save what is decided for `block`, in this context.
+
+    room: of the block, on the host. is_first: whether the block begins with the module.
+    """
     forward = module.forward
     if block.given_up_bytes > block.host_bytes:
         run = _run_again(module, forward)
     elif block.host_bytes:
-        run = _on_host(module, forward, block.host_bytes)
+        run = _on_host(forward, room, is_first=is_first)
     else:
         yield
         return
@@ -155,65 +178,98 @@ def _run_again(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or in_checkpoint():  # of the user's, around it
+        is_again = in_checkpoint()  # or will be, in a checkpoint of the user's
+        if is_again or not torch.is_grad_enabled() or _torch.autograd.in_functorch():
             return forward(*args, **kwargs)
+        # Of arguments given by name, a checkpoint would not see that they are written to.
+        given, spec = _torch.tensors.tree_flatten((args, kwargs))
+
+        def call(*given: Any) -> Any:
+            args, kwargs = _torch.tensors.tree_unflatten(list(given), spec)
+            return forward(*args, **kwargs)
+
         buffers = _Buffers(module)
-        return checkpoint(
-            forward,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (buffers.looked_at(), buffers.as_before()),
-            **kwargs,
-        )
+        contexts = _Looking(buffers), _AsBefore(buffers)
+        return checkpoint(call, *given, use_reentrant=False, context_fn=lambda: contexts)
 
     return run
 
 
-def _on_host(module: nn.Module, forward: Callable[..., Any], num_bytes: int) -> Callable[..., Any]:
-    """Return `forward` with `num_bytes` of what it saves on the host."""
+def _on_host(forward: Callable[..., Any], room: Room, *, is_first: bool) -> Callable[..., Any]:
+    """Return `forward` with what it saves on the host, as far as there is room."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with values_on_host(num_bytes, [*module.parameters(), *module.buffers()]):
+        if is_first:
+            room.empty()
+        with values_on_host(room):
             return forward(*args, **kwargs)
 
     return run
 
 
 class _Buffers:
-    """Buffers of a module that its forward writes, as they were before it."""
+    """Buffers of a module that its forward writes, as they were before it; None is one, too.
+
+    written: by module and name. A buffer in several places has one copy.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._written: dict[tuple[nn.Module, str], Tensor] = {}
+        self.written: dict[tuple[nn.Module, str], Tensor | None] = {}
 
-    @contextlib.contextmanager
-    def looked_at(self) -> Iterator[None]:
-        """Find out in this context, the forward, which are written."""
-        before = {at: (each, each._version, each.clone()) for at, each in self._all().items()}
-        yield
-        self._written = {
-            at: value
-            for at, (buffer, version, value) in before.items()
-            if self._all().get(at) is not buffer or buffer._version != version
-        }
-
-    @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Put copies of them in place in this context, the same forward again."""
-        now = {(module, name): module._buffers.get(name) for module, name in self._written}
-        for (module, name), value in self._written.items():
-            module._buffers[name] = value.clone()
-        try:
-            yield
-        finally:
-            for (module, name), buffer in now.items():
-                module._buffers[name] = buffer
-
-    def _all(self) -> dict[tuple[nn.Module, str], Tensor]:
+    def now(self) -> dict[tuple[nn.Module, str], Tensor | None]:
+        """Return all buffers as they are."""
         return {
             (module, name): buffer
             for module in self._module.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
         }
+
+
+class _Looking:
+    """Context of the forward: finds out which buffers are written."""
+
+    def __init__(self, buffers: _Buffers) -> None:
+        self._buffers = buffers
+
+    def __enter__(self) -> None:
+        self._before = self._buffers.now()
+        present = [each for each in self._before.values() if each is not None]
+        self._versions = {id(each): each._version for each in present}
+        self._values: dict[int, Tensor] = {}
+        for each in present:
+            if id(each) not in self._values:
+                self._values[id(each)] = each.clone()
+
+    def __exit__(self, *error: object) -> None:
+        now = self._buffers.now()
+        for at, buffer in self._before.items():
+            is_same = now.get(at) is buffer
+            if buffer is None:
+                if not is_same:
+                    self._buffers.written[at] = None
+            elif not is_same or buffer._version != self._versions[id(buffer)]:
+                self._buffers.written[at] = self._values[id(buffer)]
+        del self._before, self._versions, self._values
+
+
+class _AsBefore:
+    """Context of the same forward again, each time: copies stand in place of written buffers."""
+
+    def __init__(self, buffers: _Buffers) -> None:
+        self._buffers = buffers
+
+    def __enter__(self) -> None:
+        written = self._buffers.written
+        self._now = {(module, name): module._buffers.get(name) for module, name in written}
+        copies: dict[int, Tensor] = {}
+        for (module, name), value in written.items():
+            if value is not None and id(value) not in copies:
+                copies[id(value)] = value.clone()
+            module._buffers[name] = None if value is None else copies[id(value)]
+
+    def __exit__(self, *error: object) -> None:
+        for (module, name), buffer in self._now.items():
+            module._buffers[name] = buffer
+        del self._now

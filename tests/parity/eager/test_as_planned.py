@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.passes.ir.plan import Plan, SavedBlock
 from autoshard.runtime.eager import decided
 from autoshard.runtime.eager.step import Step
+from autoshard.runtime.training import as_planned
 from autoshard.runtime.unit.unit import Unit
 
 BLOCK = (32 + 1 + 1 + 32 + 128) * 8 * 64 * 4  # bytes that a block of a tower saves, without plans
@@ -200,6 +202,117 @@ def test_what_a_block_runs_again(rank: int) -> None:
         assert runs[f"layers.{number}.norm"] == 3 * calls * (1 + is_again)
 
 
+class Hard(Block):
+    """Block that is hard to run again: shared and late buffers, and arguments by odd names."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 128)
+        self.inner = nn.Module()
+        self.register_buffer("runs", torch.zeros(()))
+        self.inner.register_buffer("runs", self.runs)
+        self.register_buffer("cache", None)
+        self.cache: Tensor | None
+        self.runs: Tensor
+
+    def forward(self, x: Tensor, *, debug: Tensor, function: object = None) -> Tensor:
+        self.runs.add_(1)
+        self.cache = self.runs + 1 if self.cache is None else self.cache * 0.5
+        scale = torch.sigmoid(self.inner.get_buffer("runs") + self.cache)
+        turned = torch.complex(x, x.tanh()).conj()
+        turned = turned * torch.complex(debug, turned.imag)
+        return super().forward(x + turned.real) * scale
+
+
+class HardTower(Tower):
+    """Tower of such blocks, which are given a view of a buffer of the tower's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Hard() for _ in range(5))
+        self.register_buffer("table", torch.linspace(0, 1, 4096 * 64 * 32).view(4096, 64, 32))
+        self.table: Tensor
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, debug=self.table[:8], function=None)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def both_backwards(model: Any, batch: Tensor) -> list[Tensor]:
+    """Gradients after one and after two backwards through a graph, and in a transform."""
+    found = []
+    loss = model(batch)
+    for retains in (True, False):
+        loss.backward(retain_graph=retains)
+        found += [param.grad.to_local().clone() for param in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("where", ["again", "host"])
+@on_ranks(2)
+def test_blocks_that_are_hard_to_run_again(rank: int, where: str, strategy: str) -> None:
+    """Plans say so for them, whatever a budget would decide."""
+    torch.manual_seed(0)
+    model: Any = autoshard.shard(HardTower(), strategy=strategy)
+    batch = model.batch(rank)
+    first = state_of(model)
+    with torch.compiler.set_stance("force_eager"):
+        want = both_backwards(model, batch)
+    want_state = state_of(model)
+    model.load_state_dict(first, strict=False)
+    for layer in model.layers:
+        layer.cache = None
+    room = 1 << 30 if where == "host" else 0
+    saved = tuple(SavedBlock(f"layers.{n}", 0, room or 1, 1.0, room) for n in range(5))
+    plan = Plan("forward", "auto", 0, (), (), None, saved)
+    with mock.patch.object(as_planned, "plans_by_root", return_value={model: [plan]}):
+        with autoshard.as_planned(model):
+            got = both_backwards(model, batch)
+        assert all(map(torch.equal, got, want))
+        got_state = state_of(model)
+        assert all(torch.equal(got_state[name], value) for name, value in want_state.items())
+        with autoshard.as_planned(model):
+            _, on_host = left_by(model, batch)
+        # of a block: values of the batch's size, but neither the table nor parameters
+        assert (5 * BLOCK <= on_host <= 5 * 4 * BLOCK) if where == "host" else on_host == 0
+
+
+class Writing(Block):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x if scale is None else x * scale.mul_(0.5))
+
+
+class WritingTower(Tower):
+    """Tower of blocks that write to an argument."""
+
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Writing(32, 128) for _ in range(5))
+        self.by_name = by_name
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, scale = self.embed(ids), torch.ones(32)
+        for layer in self.layers:
+            x = layer(x, scale=scale) if self.by_name else layer(x, scale)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@on_ranks(2)
+def test_arguments_that_a_block_writes_to(rank: int) -> None:
+    """Raises as autograd does, rather than to compute something else."""
+    for by_name in (False, True):
+        model: Any = autoshard.shard(WritingTower(by_name=by_name))
+        plan = Plan("forward", "auto", 0, (), (), None, (SavedBlock("layers.2", 0, 1, 1.0),))
+        with mock.patch.object(as_planned, "plans_by_root", return_value={model: [plan]}):
+            with autoshard.as_planned(model):
+                loss = model(model.batch(rank))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 @on_ranks(2)
 def test_only_in_the_context(rank: int) -> None:
     model, batch = within(BUILDS["tower"], 0.6)
@@ -212,6 +325,7 @@ def test_only_in_the_context(rank: int) -> None:
     with autoshard.as_planned(model):
         with torch.no_grad():
             model(batch)
+        assert torch.func.grad(lambda x: model(batch) * x)(torch.tensor(2.0)) > 0
         with pytest.raises(ZeroDivisionError), autoshard.as_planned(model):
             raise ZeroDivisionError
         assert left_by(model, batch)[0] < 0.8 * most
