@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator
 
-from autoshard.passes.planner.per_unit import unit_buckets
+from autoshard.passes.planner.per_unit import per_unit, unit_buckets
 from autoshard.passes.planner.problem import Problem
 from autoshard.passes.planner.simulate import Timeline, simulate
 
@@ -59,9 +59,13 @@ def with_kept(
 
 
 def unit_by_unit(problem: Problem, budget_bytes: float) -> Timeline:
-    """Simulate one bucket a unit, gathered ahead as far as a budget for all memory allows."""
+    """Simulate one bucket a unit, gathered ahead as far as a budget for all memory allows.
+
+    Or each one ahead (`per_unit`), where that is better, as it is for a search of buckets.
+    """
     gathers, reduces = unit_buckets(problem)
-    return simulate(problem, gathers, reduces, budget_bytes=budget_bytes)
+    found = simulate(problem, gathers, reduces, budget_bytes=budget_bytes)
+    return min(found, per_unit(problem), key=lambda each: each.needs(budget_bytes))
 
 
 def _counts(most: int) -> Iterator[int]:

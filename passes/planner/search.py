@@ -103,7 +103,7 @@ def search(
             best, timeline = found
             hot = space.hot(timeline, moved)
     if all(PACKED in each for each in layouts.values()):
-        timeline = min(per_unit(problem), timeline, key=lambda each: _needs(each, budget_bytes))
+        timeline = min(per_unit(problem), timeline, key=lambda each: each.needs(budget_bytes))
     return Decision(timeline, lower_bound(problem), budget_bytes)
 
 
@@ -119,7 +119,7 @@ def search_beside(
     found = search(problem, budget_bytes=budget_bytes)
     none = None if errors is None else Margin(0.0, 0.0)
     of_known = dataclasses.replace(found, timeline=known, margin=none)
-    if _needs(known, budget_bytes) <= _needs(found.timeline, budget_bytes):
+    if known.needs(budget_bytes) <= found.timeline.needs(budget_bytes):
         return of_known
     if errors is None:
         return found
@@ -127,11 +127,6 @@ def search_beside(
     if known.peak_bytes <= budget_bytes and between.low < 0:
         return of_known
     return dataclasses.replace(found, margin=between)
-
-
-def _needs(timeline: Timeline, budget_bytes: float) -> tuple[float, float]:
-    """Bytes beyond the budget, and microseconds."""
-    return max(0.0, timeline.peak_bytes - budget_bytes), timeline.time_us
 
 
 class _Space:

@@ -177,6 +177,10 @@ class Timeline:
     def peak_bytes(self) -> int:
         return self.peak.num_bytes
 
+    def needs(self, budget_bytes: float) -> tuple[float, float]:
+        """Bytes beyond a budget, and microseconds: less is better."""
+        return max(0.0, self.peak_bytes - budget_bytes), self.time_us
+
 
 Order = tuple[tuple[str, int, int], ...]
 """(what, bucket, position): "launch", "all_reduce" or "wait" of a bucket; gathers have the first
