@@ -290,7 +290,7 @@ class Compilation:
             def lower(part: fx.GraphModule) -> Lowered:
                 """Lower `part`, a part of `gm` with its inputs, also after this compilation."""
                 with _torch.inductor.tracing_again(example_inputs):
-                    lowered: Lowered = lower_inductor(part, example_inputs, **kwargs)
+                    lowered: Lowered = self.lower_inductor(part, example_inputs, **kwargs)
                     return lowered
 
             return _watched(gm, graph, compiled, lower)
@@ -470,7 +470,8 @@ class Compilation:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Any:
         """Lower `gm`, whose passes have run, by Inductor; `kwargs` are its `inner_compile`'s."""
-        return lower_inductor(gm, example_inputs, **kwargs)
+        has_budget = self.settings.budget_bytes is not None
+        return lower_inductor(gm, example_inputs, has_budget=has_budget, **kwargs)
 
     def apply(self, gm: fx.GraphModule, graph: str) -> fx.GraphModule:
         """Run the pipeline over a copy of one of the frame's graphs, and return it.

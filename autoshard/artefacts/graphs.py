@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from autoshard import _torch
+from autoshard.options import CompileSettings
 from autoshard.passes.ir.text import parse, render
 from autoshard.passes.lowering.inductor import lower_inductor
 
@@ -121,16 +122,16 @@ def lower_again(
     gms: Mapping[str, fx.GraphModule],
     shards: Mapping[int, Tensor],
     num_outputs: int,
-    settings: Mapping[str, Any],
+    settings: CompileSettings,
 ) -> dict[str, Any]:
     """Lower graphs that were read, by Inductor, whose kernels come from its cache if it has them.
 
     gms: by kind; a "backward" takes what its "forward" hands to it.
     shards: this rank's, by number of the forward's input; they may have fewer rows than another's.
     num_outputs: of forward, before what it hands on.
-    settings: Inductor's, by key.
     """
     found: dict[str, Any] = {}
+    has_budget = settings.budget_bytes is not None
     handed: list[Any] = []
     for kind in sorted(gms, key=("inference", "forward", "backward").index):
         gm = gms[kind]
@@ -141,10 +142,14 @@ def lower_again(
                 node.meta["val"] = _as_example(like, node.meta["val"].fake_mode)
         examples = [node.meta["val"] for node in given]
         count = 0 if kind == "backward" else num_outputs
-        with _torch.inductor.lowering_again(gm, examples, count, settings) as strides:
+        with _torch.inductor.lowering_again(gm, examples, count, settings.inductor) as strides:
             made = [_example(node) for node in outputs_of(gm)]
             found[kind] = lower_inductor(
-                gm, examples, is_backward=kind == "backward", is_inference=kind == "inference"
+                gm,
+                examples,
+                has_budget=has_budget,
+                is_backward=kind == "backward",
+                is_inference=kind == "inference",
             )
         pairs = zip(made, strides or [None] * len(made), strict=True)
         handed = [_restrided(*each) for each in pairs][num_outputs:]

@@ -181,7 +181,7 @@ class _Call:
             graphs = {kind: lower_eagerly(gm) for kind, gm in gms.items()}
         else:
             shards = {at: _sharded(params[entry.inputs[at][1]]).shard for at in entry.local}
-            graphs = lower_again(gms, shards, len(entry.trained), settings.inductor)
+            graphs = lower_again(gms, shards, len(entry.trained), settings)
         forward = graphs.get("forward") or graphs["inference"]
         run = Graphs(forward, graphs.get("backward"), entry.trained, entry.tangents)
         frame = Frame(

@@ -49,22 +49,25 @@ class OrderError(RuntimeError):
     """Error for lowered code that does not launch and wait in the planned order."""
 
 
-def lower_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+def lower_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, has_budget: bool = False, **kwargs: Any
+) -> Any:
     """Compile `gm`, a planned graph, with Inductor, and return what its `inner_compile` returns.
 
     In this compilation Inductor's passes that reorder, and a custom pass over joint graphs, are
     off; `KeepOrder` takes the place of a custom pass after Inductor's own, and applies the planned
-    order; buffers are reused only if all of them are on a host; the layout that a convolution
-    prefers does not spread through autoshard's ops. Settings are restored at the end. The generated
-    code is checked afterwards, if the graph has launches, waits or barriers.
+    order; buffers are reused only if all of them are on a host, and there is no budget; the layout
+    that a convolution prefers does not spread through autoshard's ops. Settings are restored at the
+    end. The generated code is checked afterwards, if the graph has launches, waits or barriers.
 
+    has_budget: whether memory has to be as the plan says.
     kwargs: those of `inner_compile`.
     Raises OrderError if the generated code departs from the planned order.
     """
     planned = planned_order(gm.graph)
     settings = {
         **_torch.inductor.known_settings(**SETTINGS),
-        "allow_buffer_reuse": _is_on_host(gm.graph),
+        "allow_buffer_reuse": _is_on_host(gm.graph) and not has_budget,
         # They have run; what is compiled here may come from a cache.
         "joint_custom_post_pass": None,
         "custom_partitioner_fn": None,
@@ -83,7 +86,7 @@ def _is_on_host(graph: fx.Graph) -> bool:
 
     Elsewhere Inductor is not to use a buffer again for a later one of its size: it would hold the
     memory in between, which the plan counts as free, and which torch's allocator hands on at once.
-    On a host that saves page faults.
+    On a host that saves page faults, and takes up to a quarter more memory.
     """
     return all(each.device.type == "cpu" for node in graph.nodes for each in tensors_of(node))
 

@@ -29,6 +29,7 @@ from autoshard.passes.plans.saved import SavedValues
 from autoshard.runtime.comm import copies
 from autoshard.runtime.compiled import kernels
 from autoshard.runtime.training.host_states import HostState
+from autoshard.tools.bench.peak_memory import peak_beyond
 
 OVER = 1.02  # of a budget, at most: what the allocator's pieces and gloo add is not planned
 
@@ -40,7 +41,7 @@ class Tower(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(64, 32)
         self.layers = nn.ModuleList(Block(32, 128) for _ in range(5))
-        self.drop = nn.Dropout(0.5)
+        self.drop: nn.Module = nn.Dropout(0.5)
         self.head = nn.Linear(32, 64)
         self.checkpointing = checkpointing
 
@@ -215,6 +216,29 @@ def test_a_host_with_inductor(rank: int) -> None:
     assert sum(block.host_bytes for block in autoshard.plans(model)[0].saved) > 0
     for each, other in zip(got, want, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-6)
+
+
+def test_inductor_needs_what_the_plan_says(fake_world: None) -> None:
+    """Buffers are not kept for later ones, as they are on a CPU without a budget."""
+
+    def build() -> Tower:
+        tower = Tower()
+        tower.drop = nn.Identity()
+        return tower
+
+    model, _, _ = trained(0, build, bucketing="per_unit", topology="gloo")
+    peak, beside = needs_of(model)
+    model, _, _ = trained(0, build, topology="gloo", memory_budget=peak // 2 + beside)
+    batch = model.batch(0)
+
+    def step() -> None:
+        model(batch).backward()
+        model.zero_grad()
+
+    step()
+    planned, beside = needs_of(model)
+    assert planned <= peak // 2
+    assert peak_beyond(step, torch.device("cpu")).allocated + beside // 3 <= OVER * planned
 
 
 class Wide(Tower):
