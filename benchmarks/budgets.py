@@ -14,8 +14,9 @@ that it can't keep to the budget. Ends with 1 if anything else was found.
 
 The peak is that of storages alive in any op of the graphs, gradients and shards among them, as
 tests/support/memory.py measures it; by Inductor it is what torch's profiler sees of a fourth
-forward and backward, and numbers are compared within its rounding. With `--random` models are random, and so are budgets, one for
-each; of these the numbers are compared, and what is given up is counted.
+forward and backward, and numbers are compared within its rounding. With `--random` models are
+random, and so are budgets, one for each; of these the numbers are compared, and what is given up is
+counted.
 """
 
 from __future__ import annotations
