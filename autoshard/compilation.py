@@ -307,11 +307,12 @@ class Compilation:
         )
         if not is_lowered:
             plans = plan_cache.load(names)
-            handed = _handed_beside(names) if is_part else self.handed
-            if plans is None or handed is None:
+            handed = _handed_beside(names) if is_part else None
+            if plans is None or (is_part and handed is None):
                 graphs_of(self.frame.params[0].unit).misses_plans = True
                 raise _torch.dynamo.TraceAgain(restart_reason="plans of cached graphs are gone")
-            self._obey(handed)
+            if handed is not None:
+                self._obey(handed)
             for plan in plans:
                 self._tell(plan, None)
         if self.frame.params:

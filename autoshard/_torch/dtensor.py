@@ -141,6 +141,11 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, without autograd; any other tensor as it is."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Placement that cuts along `dim` after `split_factor` ranks of later mesh axes have cut it.
 

@@ -86,7 +86,7 @@ def _is_on_host(graph: fx.Graph) -> bool:
 
     Elsewhere Inductor is not to use a buffer again for a later one of its size: it would hold the
     memory in between, which the plan counts as free, and which torch's allocator hands on at once.
-    On a host that saves page faults, and takes up to a quarter more memory.
+    On a host that saves page faults, which counts for more if there is no budget.
     """
     return all(each.device.type == "cpu" for node in graph.nodes for each in tensors_of(node))
 

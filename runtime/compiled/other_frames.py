@@ -9,8 +9,8 @@ save for backward is in memory together, and they share one budget:
 
 Shards count as the largest ones, and decisions are the first rank's. Where batches differ by rank,
 so does what frames save; ranks follow the first one's plans then, as ever (`agreed_plan.py`). One
-graph may run for blocks of several models, or more often than was known when it
-was planned: what is then in memory is added up as it runs, and beyond the budget it is a warning.
+graph may run for blocks of several models, or more often than was known when it was planned: what
+is then in memory is added up as it runs, and beyond the budget it is a warning.
 """
 
 from __future__ import annotations

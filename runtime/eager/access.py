@@ -115,6 +115,14 @@ def named_sharded(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         return list(module.named_parameters())
 
 
+def params_below(module: nn.Module) -> list[ShardedParam]:
+    """List the sharded parameters of `module` and of modules in it, each once."""
+    found: dict[ShardedParam, None] = {}
+    for each in module.modules():
+        found.update(dict.fromkeys(each.__dict__.get(PARAMS, {}).values()))
+    return list(found)
+
+
 def original_class(module: nn.Module) -> type:
     """Return the class that the user wrote, behind the subclass that sharding has made, if any."""
     cls = type(module)

@@ -1,6 +1,6 @@
-"""What a plan has decided on tensors that autograd saves, for the eager runtime to follow.
+"""Decisions of plans on what autograd saves, for the eager runtime to follow.
 
-Decisions are made for compiled code. Hooks on saved tensors (`saved.py`) act on them in uncompiled
+They are made for compiled code. Hooks on saved tensors (`saved.py`) act on them in uncompiled
 forwards, inside of `follow` and `values_on_host`.
 """
 
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autoshard.runtime.comm import copies
 from autoshard.runtime.unit.param import ShardedParam
 
 PARTS = 4  # of a memory, as queries, keys and values that a product makes at once; others stay
 
 
 class _Now(threading.local):
-    """What this thread follows: parameters that are kept, and the room on the host."""
+    """State of a thread: the parameters that are kept in it, and the room on the host."""
 
     kept: Collection[ShardedParam] = frozenset()
     room: Room | None = None
@@ -61,7 +62,7 @@ def moved(tensor: Tensor) -> SavedOnHost | None:
 
 
 class Room:
-    """Room on the host for what a block saves in a forward, one tensor more at most."""
+    """Room on the host for what a block saves in a forward; the last tensor may be too large."""
 
     def __init__(self, num_bytes: int, stay: Collection[Tensor]) -> None:
         """Make room for `num_bytes`; nothing is there.
@@ -108,9 +109,7 @@ class _HostMemory:
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
         whole = _bytes_of(tensor)
-        self._host = torch.empty_like(
-            whole, device="cpu", pin_memory=self._device.type != "cpu"
-        ).copy_(whole, non_blocking=True)
+        self._host = copies.on_host(whole).copy_(whole, non_blocking=True)
         self._back: Tensor | None = None
 
     @property

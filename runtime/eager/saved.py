@@ -197,7 +197,7 @@ def _pack(step: Step, tensor: Tensor) -> Any:
         if not any(isinstance(part, _Regathered) for part in parts.values()):
             return tensor
         return _SavedSubclass(type(tensor), parts, context, tensor.size(), tensor.stride())
-    local = _torch.dtensor.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = _torch.dtensor.local_of(tensor)
     source = step.sources.of(local)
     if source is None:
         return tensor

@@ -376,7 +376,7 @@ def sync_from_first_rank(model: nn.Module, axes: Axes, ignored: Ignored) -> None
     """
     buffers = [b for m in model.modules() if m not in ignored.modules for b in m.buffers(False)]
     found = dict.fromkeys((*unsharded((model,), ignored), *buffers))
-    local = {t: _torch.dtensor.local_tensor(t) if isinstance(t, DTensor) else t for t in found}
+    local = {each: _torch.dtensor.local_of(each) for each in found}
     sent = {t: _unexpanded(its.detach()) for t, its in local.items() if not its.is_meta}
     sent = {t: its for t, its in sent.items() if its.numel()}
     names = {

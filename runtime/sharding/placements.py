@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from autoshard import _torch
@@ -48,7 +48,7 @@ def placement_dim(name: str, param: nn.Parameter, placing: Placing, world: int) 
     if placement is None or param.dim() == 0:  # a scalar is not cut
         return 0
     if isinstance(placement, FlatShard):
-        if has_methods(_local(param)):
+        if has_methods(_torch.dtensor.local_of(param)):
             raise UnsupportedError(
                 f"shard_placement_fn returned FlatShard() for {name}, whose all-gather extension "
                 "works by rows: return Shard(0)"
@@ -77,7 +77,7 @@ def _with_little_padding(param: nn.Parameter, world: int) -> int:
 
     A parameter with an all-gather extension, which works by rows, is never cut flat.
     """
-    local = _local(param)
+    local = _torch.dtensor.local_of(param)
     placements = param.placements if isinstance(param, DTensor) else ()
     taken = {at.dim for at in placements if isinstance(at, Shard)}
     return dim_of(tuple(local.shape), world, may_be_flat=not has_methods(local), taken=taken)
@@ -97,7 +97,3 @@ def dim_of(
         return dim
     even = [dim for dim in range(1, len(size)) if size[dim] % world == 0 and dim not in taken]
     return even[0] if even else 0
-
-
-def _local(param: nn.Parameter) -> Tensor:
-    return _torch.dtensor.local_tensor(param) if isinstance(param, DTensor) else param

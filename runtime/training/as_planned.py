@@ -1,4 +1,4 @@
-"""Run the eager runtime with what a memory budget has decided for compiled code: its reference.
+"""Run the eager runtime as a memory budget has decided for compiled code, for a reference.
 
 plans(model) -> blocks to run again, values on the host, parameters that stay -> uncompiled forward
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import _torch
@@ -69,7 +68,7 @@ def as_planned(model: nn.Module) -> Iterator[None]:
                     f"plans of {type(root).__name__} are of {listed(missing)}, which is no module "
                     "of it any more: compile it again"
                 )
-            stay = [*map(_local, root.parameters()), *map(_local, root.buffers())]
+            stay = [*map(_torch.dtensor.local_of, (*root.parameters(), *root.buffers()))]
             for name, block in blocks.items():
                 modules = list(_own_modules(root, name, blocks))
                 room = Room(block.host_bytes, stay)
@@ -89,10 +88,7 @@ def _kept(root: nn.Module, plans: Sequence[Plan]) -> set[ShardedParam]:
             if bucket.kind == "gather":
                 gathered.setdefault(plan.graph, set()).update(bucket.names)
     names = gathered["forward"] - gathered["backward"]
-    params = (
-        param for each in root.modules() for param in each.__dict__.get(access.PARAMS, {}).values()
-    )
-    return {param for param in params if param.name in names}
+    return {param for param in access.params_below(root) if param.name in names}
 
 
 def _decisions(plans: Sequence[Plan]) -> dict[str, SavedBlock]:
@@ -117,11 +113,6 @@ def _module(root: nn.Module, name: str) -> nn.Module | None:
         return root.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return _torch.dtensor.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _own_modules(root: nn.Module, name: str, blocks: Collection[str]) -> Iterator[nn.Module]:

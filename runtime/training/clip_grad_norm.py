@@ -133,7 +133,7 @@ def _shares(module: nn.Module) -> list[_Share]:
         share = shares.setdefault(key, _Share(*key, device))
         share.is_double |= param.dtype in (torch.float64, torch.complex128)
         if grad is not None:
-            local = _torch.dtensor.local_tensor(grad) if isinstance(grad, DTensor) else grad
+            local = _torch.dtensor.local_of(grad)
             if local.numel():  # an empty tensor has no inf-norm
                 share.grads.append(local)
     return list(shares.values())

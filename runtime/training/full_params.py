@@ -40,7 +40,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     what `_give_back` returns.
     """
     _refuse_full_params(module)
-    params = _params_below(module)
+    params = access.params_below(module)
     for param in params:
         param.refresh()
     _refuse_meta(params)
@@ -81,7 +81,7 @@ def refuse_inside(module: nn.Module, what: str) -> None:
                 f"model that {_name(each)} is in: leave that first; one full_params() of the "
                 "outermost module covers all of it"
             )
-    for param in _params_below(module):
+    for param in access.params_below(module):
         if param in _unsharded:
             raise RuntimeError(
                 f"{what} of {_name(module)} was called on rank {_rank()} inside full_params() of "
@@ -219,14 +219,6 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _params_below(module: nn.Module) -> list[ShardedParam]:
-    """List the sharded parameters of `module` and of modules in it, each once."""
-    found: dict[ShardedParam, None] = {}
-    for each in module.modules():
-        found.update(dict.fromkeys(each.__dict__.get(access.PARAMS, {}).values()))
-    return list(found)
 
 
 def _refuse_full_params(module: nn.Module) -> None:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from autoshard.passes.planner import programme
 from autoshard.passes.planner.bound import lower_bound
 from autoshard.passes.planner.costs import GROUPED, LAYOUTS, PACKED, Costs, Link
+from autoshard.passes.planner.keep import unit_by_unit
+from autoshard.passes.planner.per_unit import per_unit, unit_buckets
 from autoshard.passes.planner.problem import Item, Problem
 from autoshard.passes.planner.programme import best_buckets
 from autoshard.passes.planner.search import search
@@ -226,6 +228,14 @@ def test_search_is_no_worse_than_one_bucket_a_unit_or_an_item(problem: Problem) 
 
 
 @settings(max_examples=30, deadline=None)
+@given(problems(), st.sampled_from([0, 2000, 4000, 10**9]))
+def test_one_bucket_a_unit_is_no_worse_than_one_ahead(problem: Problem, budget: int) -> None:
+    found, ahead = unit_by_unit(problem, budget), per_unit(problem)
+    assert found.needs(budget) <= ahead.needs(budget)
+    apart = simulate(problem, *unit_buckets(problem), budget_bytes=budget)
+    assert found.needs(budget) <= apart.needs(budget)
+
+
 @given(problems(), st.integers(0, 5000))
 def test_search_keeps_to_its_budget_where_anything_does(problem: Problem, budget: int) -> None:
     found = search(problem, budget_bytes=budget, steps=20)

@@ -11,18 +11,22 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
 from support import artefacts, warm
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 
 import autoshard
+from autoshard import _torch
 from autoshard.artefacts import facts, guards, sources
 from autoshard.artefacts.entry import built, described
-from autoshard.artefacts.graphs import CannotBeKept
+from autoshard.artefacts.graphs import CannotBeKept, lower_again
 from autoshard.artefacts.make import make
+from autoshard.options import CompileOptions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EAGERLY = {"lowering": "eager"}
@@ -357,6 +361,26 @@ def test_a_memory_budget(fake_world: None, tmp_path: Path) -> None:
     loaded: Any = autoshard.load_compiled(Tower(), tmp_path)
     loaded(x).backward()
     assert [plan.digest for plan in autoshard.plans(loaded)] == [plan.digest for plan in wanted]
+
+
+@pytest.mark.parametrize("budget", [None, 2**30])
+def test_memory_of_what_is_lowered_again(budget: int | None) -> None:
+    """As that of what was compiled: with a budget Inductor keeps no buffers for later ones."""
+    gm = fx.symbolic_trace(lambda x: [torch.relu(x)])
+    for node in gm.graph.nodes:
+        node.meta["val"] = FakeTensorMode().from_tensor(torch.ones(4))
+    options = CompileOptions(lowering="inductor", topology="h100", memory_budget=budget)
+    settings = options.resolve(torch.device("cpu"))
+    found: dict[str, object] = {}
+
+    def compiled(*args: Any, **kwargs: Any) -> None:
+        found.update(args[2])
+        raise ZeroDivisionError
+
+    patched = mock.patch.object(_torch.inductor, "compile_graph", compiled)
+    with patched, pytest.raises(ZeroDivisionError):
+        lower_again({"inference": gm}, {}, 1, settings)
+    assert found["allow_buffer_reuse"] is (budget is None)
 
 
 def test_trees() -> None:

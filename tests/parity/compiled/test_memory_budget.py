@@ -95,13 +95,19 @@ CHECKPOINTED = ("layers.1", "layers.3")
 
 def trained(rank: int, build: Callable[[], Any], **options: Any) -> tuple[Any, list[Tensor], float]:
     """Train for three steps: the model, losses and parameters, and the peak of the last step."""
+    model, batch = built(rank, build, **options)
+    return model, *train_measured(model, lambda: model(batch))
+
+
+def built(rank: int, build: Callable[[], Any], **options: Any) -> tuple[Any, Tensor]:
+    """Build, shard and compile a model: it, and this rank's batch."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = build()
     batch = plain.batch(rank)
     model: Any = autoshard.shard(plain)
     model.compile(backend="autoshard", options={"strict": True, "topology": "h100", **options})
-    return model, *train_measured(model, lambda: model(batch))
+    return model, batch
 
 
 def needs_of(model: Any) -> tuple[int, int]:

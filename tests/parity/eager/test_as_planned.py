@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from parity.compiled.test_memory_budget import BUILDS, HOSTED, SHARES, Tower, needs_of
+from parity.compiled.test_memory_budget import BUILDS, HOSTED, SHARES, Tower, built, needs_of
 from support.memory import PeakMemory
 from support.models import Block
 from support.ranks import on_ranks
@@ -27,23 +27,13 @@ from autoshard.runtime.unit.unit import Unit
 BLOCK = (32 + 1 + 1 + 32 + 128) * 8 * 64 * 4  # bytes that a block of a tower saves, without plans
 
 
-def built(build: Callable[[], Any], **options: Any) -> tuple[Any, Tensor]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain = build()
-    batch = plain.batch(torch.distributed.get_rank())
-    model: Any = autoshard.shard(plain)
-    options = {"strict": True, "topology": "h100", "lowering": "eager", **options}
-    model.compile(backend="autoshard", options=options)
-    return model, batch
-
-
-def within(build: Callable[[], Any], share: float, **options: Any) -> tuple[Any, Tensor]:
+def within(rank: int, build: Callable[[], Any], share: float, **options: Any) -> tuple[Any, Tensor]:
     """Build a model, compiled with a share of what a step needs without a budget."""
-    model, batch = built(build, bucketing="per_unit")
+    model, batch = built(rank, build, lowering="eager", bucketing="per_unit")
     model(batch)
     peak, beside = needs_of(model)
-    return built(build, memory_budget=int(share * peak) + beside, **options)
+    budget = int(share * peak) + beside
+    return built(rank, build, lowering="eager", memory_budget=budget, **options)
 
 
 def trained(model: Any, batch: Tensor) -> list[Tensor]:
@@ -92,7 +82,7 @@ def test_bit_for_bit_with_less_memory(rank: int, name: str, where: str) -> None:
     share = (SHARES if where == "again" else HOSTED)[name][0]
     with where_the_host_is_near() as near:
         options = {"topology": near} if where == "host" else {}
-        model, batch = within(BUILDS[name], share, **options)
+        model, batch = within(rank, BUILDS[name], share, **options)
         first = state_of(model)
         want = trained(model, batch)
     model.load_state_dict(first)
@@ -128,7 +118,7 @@ def _kept(model: Any) -> list[nn.Parameter]:
 @on_ranks(2)
 def test_parameters_that_stay(rank: int) -> None:
     """Backward does not gather them again."""
-    model, batch = within(BUILDS["tower"], 1.5, topology="gloo")
+    model, batch = within(rank, BUILDS["tower"], 1.5, topology="gloo")
     first = state_of(model)
     want = trained(model, batch)
     assert not autoshard.plans(model)[0].saved
@@ -165,7 +155,7 @@ class Counting(Block):
 
 
 class CountingTower(Tower):
-    """Tower of blocks that count, the third in a checkpoint of its own, and the last run twice."""
+    """Tower of blocks that count, of which the last runs twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +171,7 @@ class CountingTower(Tower):
 @on_ranks(2)
 def test_what_a_block_runs_again(rank: int) -> None:
     """Once in backward, with the same random numbers, and buffers as forward has left them."""
-    model, batch = within(CountingTower, 0.7)
+    model, batch = within(rank, CountingTower, 0.7)
     first = state_of(model)
     with torch.compiler.set_stance("force_eager"):
         want = trained(model, batch)
@@ -315,7 +305,7 @@ def test_arguments_that_a_block_writes_to(rank: int) -> None:
 
 @on_ranks(2)
 def test_only_in_the_context(rank: int) -> None:
-    model, batch = within(BUILDS["tower"], 0.6)
+    model, batch = within(rank, BUILDS["tower"], 0.6)
     with pytest.raises(ValueError, match=r"Tower has no plans to follow: compile it with"):
         autoshard.as_planned(model).__enter__()
     model(batch).backward()
