@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard import _torch
 from autoshard.passes.ir.plan import Plan, SavedBlock
 from autoshard.runtime.eager import decided
 from autoshard.runtime.eager.step import Step
@@ -54,12 +55,15 @@ def trained(model: Any, batch: Tensor) -> list[Tensor]:
 def left_by(model: Any, batch: Tensor) -> tuple[int, int]:
     """Bytes that a forward leaves in memory, and on the host."""
     memory, on_host = PeakMemory(), []
+    own = map(_torch.dtensor.local_of, (*model.parameters(), *model.buffers()))
+    stay = {_torch.tensors.storage_id(each) for each in own}
 
     class Noted(decided._HostMemory):
         """The host is the device here."""
 
         def __init__(self, tensor: Tensor) -> None:
             super().__init__(tensor)
+            assert _torch.tensors.storage_id(tensor) not in stay
             memory.roles[memory.number(self._host)] = "host"
             on_host.append(self.num_bytes)
 
